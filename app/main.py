@@ -18,6 +18,7 @@ from app.conversations.response_store import ResponseStore
 from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
+from app.fleet.holdings import HeldInFleet
 from app.fleet.metrics import ReplicaCollector
 from app.fleet.replica import Replica
 from app.http.cors import cors_options
@@ -32,7 +33,7 @@ from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.configured_keys import follow_keys_file, make_keyring
 from app.tenancy.keyring import Keyring
 from app.tenancy.places import Places
-from app.tenancy.quotas import Quotas
+from app.tenancy.quotas import HeldHere, Holdings, Quotas
 from app.turn.observer import Observers, TurnObserver
 from app.turn.ports import EnginePort
 from app.turn.readiness import Readiness
@@ -101,9 +102,9 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     sessions = SessionCommands(
         engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
     )
-    replica = make_replica(settings, secret, engine, readiness, text_thread, sessions)
+    replica = make_replica(settings, secret, engine, readiness, text_thread, sessions, keyring)
     sessions.fleet = replica
-    quotas = Quotas(limits=keyring.limits, sessions=sessions)
+    quotas = Quotas(limits=keyring.limits, holdings=make_holdings(settings, sessions, replica))
     service = TurnService(
         settings=settings,
         engine=engine,
@@ -223,6 +224,7 @@ def make_replica(
     readiness: Readiness,
     transcripts: TextThread,
     sessions: SessionCommands,
+    keyring: Keyring,
 ) -> Replica | None:
     """Make this server a member of a fleet, if the settings name one. Raises OSError, ValueError, ImportError."""
     if not settings.fleet.is_on:
@@ -234,7 +236,16 @@ def make_replica(
         readiness=readiness,
         transcripts=transcripts,
         commands=sessions,
+        limits=keyring.limits,
     )
+
+
+def make_holdings(settings: Settings, sessions: SessionCommands, replica: Replica | None) -> Holdings:
+    """Make what counts the sessions and the KV of each key."""
+    here = HeldHere(sessions)
+    if replica is None:
+        return here
+    return HeldInFleet(directory=replica.directory, here=here, longest_s=settings.limits.request_timeout_s)
 
 
 def make_store(settings: Settings) -> Store:

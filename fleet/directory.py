@@ -37,8 +37,10 @@ from fleet.records import (
     Forgotten,
     Heard,
     Heartbeat,
+    Held,
     Member,
     Outcome,
+    Place,
     Record,
     Roll,
     Taken,
@@ -52,6 +54,7 @@ REMOVED_S = 600.0  # and after that it is removed
 MAX_FORGOTTEN = 100_000  # deletions that are remembered
 FORGOTTEN_S = 30 * 86_400.0  # for so long
 FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
+RENEWED_AT_ONCE = 256  # leases
 _RECORD = ("id", "home", "boot", "wanted", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
 _SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -92,10 +95,12 @@ class Directory:
         replica: str = "",
         boot: str = "",
         max_sessions: int = 1_000_000,
+        max_said_bytes: int = 1 << 30,
     ) -> None:
         """Connects when it is first asked. secret: the tenant secret, the same on every member. replica and boot: this
-        replica's name and the id of this start. max_sessions: of one tenant; those used longest ago leave the
-        directory, which costs their next turn a load. Raises ValueError for an address that is none, ImportError
+        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of
+        transcripts of one tenant; what was used longest ago leaves the directory, which costs its next turn a load or
+        a recompute. Raises ValueError for an address that is none, ImportError
         without redis' client."""
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
@@ -111,6 +116,7 @@ class Directory:
         self._deadline_s = deadline_s
         self._unhurried_s = max(deadline_s, UNHURRIED_S)
         self._max_sessions = max_sessions
+        self._max_said_bytes = max_said_bytes
         self._failures = (RedisError, OSError, TimeoutError)
         self._full, self._refused = OutOfMemoryError, ResponseError
         self._breaker = Breaker(failures=MOST_FAILURES, pause_s=PAUSE_S)
@@ -300,7 +306,8 @@ class Directory:
             *("commit", self.born, self._replica, self._boot, commit.epoch, commit.since, commit.base_turn),
             *(commit.nonce, int(commit.ends_turn), commit.name.session_id, names.tenant, names.name, names.member),
             *(commit.tokens, commit.size_bytes, commit.redis_tokens, _milliseconds(commit.ttl_s), head, names.member),
-            *(MAX_TRANSCRIPT_BYTES, MAX_ROWS, self._max_sessions, len(chains), *chains, *rows),
+            *(MAX_TRANSCRIPT_BYTES, MAX_ROWS, self._max_sessions, self._max_said_bytes, MAX_CHAINS),
+            *(len(chains), *chains, *rows),
         )
         with _reading():
             outcome = Outcome(answer[0].decode())
@@ -379,17 +386,18 @@ class Directory:
         with _reading():
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
-    async def least_used(self, tenant: str, count: int) -> list[str]:
-        """Return the names (`SessionKeys.name`) of a tenant's unpinned sessions that were used longest ago."""
-        hashed = self.keys.tenant(tenant)
-        members = await self._ask(self._redis.zrange(keys.by_use(hashed), 0, count - 1))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            with _reading():
-                for member in members:
-                    pipe.hmget(keys.record(hashed, member.decode()), ("named", "ttl"))
-            rows = await self._ask(pipe.execute())
+    async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
+        """Return what a tenant holds, and of so many sessions, from place `first` of those used longest ago on, which
+        may leave. longest_s: after that, a turn that was begun does not run any more."""
+        answer = await self._run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
-            return [named.decode() for named, ttl in rows if named is not None and int(ttl or 0) >= 0]
+            _, sessions, size_bytes, names = answer
+            return Held(int(sessions), int(size_bytes), tuple(name.decode("ascii") for name in names))
+
+    async def keep(self, tenant: str, session_id: str, *, ttl_s: float | None) -> None:
+        """Change how long sessions of this id, with any salt, live after their last use; None: they are pinned."""
+        name = self.keys.name(tenant, session_id)
+        await self._run("keep", self.keys.tenant(tenant), name, _milliseconds(ttl_s))
 
     # --- allowances ---------------------------------------------------------------------------------------------------
 
@@ -398,13 +406,35 @@ class Directory:
         holds a minute's allowance. need: how much must be there, else nothing is taken; 0: it may be overdrawn, as by a
         cost that is known only afterwards.
 
-        Who takes what: the gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a
-        replica, which counts them, takes the tokens with need=0.
+        A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
+        counts them, takes the tokens with need=0.
         """
         answer = await self._run("take", self.keys.bucket(tenant, kind), per_minute, amount, need)
         with _reading():
             wait_s, level = map(float, answer)
             return Taken(wait_s, level)
+
+    async def enter(self, place: Place, *, most: int, lease_s: float) -> tuple[bool, int]:
+        """Take places for an answer, if its tenant then has no more than `most`. Returns whether they were taken, and
+        how many are in use."""
+        key = keys.places(self.keys.tenant(place.tenant))
+        answer = await self._run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
+        with _reading():
+            outcome, in_use = answer
+            return outcome == b"entered", int(in_use)
+
+    async def renew(self, places: Sequence[Place], *, lease_s: float) -> None:
+        """Let leases last for longer. They are there again after a flush."""
+        for start in range(0, len(places), RENEWED_AT_ONCE):
+            values: list[str | int] = []
+            for place in places[start : start + RENEWED_AT_ONCE]:
+                values += (keys.places(self.keys.tenant(place.tenant)), place.lease, place.count)
+            await self._run("renew", _milliseconds(lease_s), *values)
+
+    async def leave_places(self, place: Place) -> None:
+        """Give places back."""
+        key = keys.places(self.keys.tenant(place.tenant))
+        await self._ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class TurnBody(msgspec.Struct):
     messages: Any = None
     input: Any = None
     prompt: Any = None
+    n: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,14 @@ def session_id_of(body: TurnBody, header: str | None) -> str | None:
     if not isinstance(key, str):
         return None
     return key if SESSION_ID.fullmatch(key) else f"key_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def choices_of(body: TurnBody) -> int:
+    """Return how many answers a body asks for: `n` for each of its prompts. What the replica will refuse counts as it
+    stands."""
+    n = body.n if isinstance(body.n, int) and body.n > 0 else 1
+    several = isinstance(body.prompt, list) and not all(isinstance(token, int) for token in body.prompt)
+    return n * len(body.prompt) if several else n
 
 
 def response_digest(response_id: str) -> bytes:

@@ -114,15 +114,15 @@ class Keys:
         return mac.hexdigest()
 
 
+def places(tenant: str) -> str:
+    """Return the key of a tenant's answers under way. tenant: its digest."""
+    return f"{PREFIX}p:{tenant}"
+
+
 def record(tenant: str, member: str) -> str:
     """Return the key of a session's record. tenant: its digest; member: `SessionKeys.member`."""
     fingerprint, _, session = member.partition(":")
     return f"{PREFIX}s:{fingerprint}:{tenant}:{session}"
-
-
-def by_use(tenant: str) -> str:
-    """Return the key of a tenant's members by their last use. tenant: its digest."""
-    return f"{PREFIX}i:{tenant}"
 
 
 def acknowledgements(epoch: int) -> str:

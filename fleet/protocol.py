@@ -35,6 +35,7 @@ import msgspec
 
 RELAY_HEADER = "x-reprise-relay"
 RESUME_HEADER = "x-reprise-resume"
+COUNTED_HEADER = "x-reprise-counted"  # beside a valid relay token: the gateway holds the key's limits for the fleet
 FRAMED = "1"  # value of RELAY_HEADER in an answer whose body consists of frames
 
 MAX_NOTE_BYTES = 1 << 20  # of one line

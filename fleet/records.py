@@ -15,7 +15,7 @@ MAX_HEAD_BYTES = 1 << 20
 MAX_ROW_BYTES = 4 << 20  # one answer of a transcript, with the prompt before it
 MAX_ROWS = 4096  # of one session
 MAX_TRANSCRIPT_BYTES = 24 << 20  # of one session; a longer conversation is tokenized anew by who adopts it
-MAX_CHAINS = 64  # of one commit
+MAX_CHAINS = 64  # of one commit, and of one session: those of its last answers
 
 State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 
@@ -150,6 +150,24 @@ class Forgetting:
     heads: tuple[bytes, ...]  # of the deleted records: they name extents in Redis
     waiting: tuple[str, ...]  # live members that have not acknowledged
     found: int  # sessions that were there
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tenant holds in the whole fleet."""
+
+    sessions: int
+    size_bytes: int  # of their KV, counted once however many replicas and tiers have it
+    oldest: tuple[str, ...] = ()  # by last use: `SessionKeys.name` of those that may leave, "" for those that stay
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Places that one answer takes of its tenant's, until they are given back or the lease ends."""
+
+    tenant: str
+    lease: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,12 @@ CLIENT_KEY, PROMETHEUS_KEY, GRAFANA_PASSWORD = "client_key", "prometheus_key", "
 REDIS_FILES = ("directory.acl", "kv.acl", "replica.toml", "gateway.toml", "redis_passwords.json")
 """Made together, as they have passwords in common."""
 
-# Sessions with their heads (r1:s) and answers that lead to them (r1:c); a transcript is r1:t.
-_GATEWAY_KEYS = "%R~r1:born %R~r1:m %R~r1:ma ~r1:dr %R~r1:c:* ~r1:s:* ~r1:q:*"
-_GATEWAY_MAY = "+@connection +@transaction +time +get +mget +hmget +hgetall +hset +exists +pexpire +zrange +smembers"
+# Sessions with their heads (r1:s), answers that lead to them (r1:c), what keys use (r1:q, r1:p); a transcript is r1:t.
+_GATEWAY_KEYS = "%R~r1:born %R~r1:m %R~r1:ma ~r1:dr %R~r1:c:* ~r1:s:* ~r1:q:* ~r1:p:*"
+_GATEWAY_MAY = (
+    "+@connection +@transaction +time +get +mget +hmget +hgetall +hset +exists +pexpire +pttl +smembers"
+    " +zrange +zadd +zrem +zremrangebyscore"
+)
 _SCRIPTS = "+eval +evalsha +script|load +script|exists"
 _NOTHING_DANGEROUS = "-@dangerous"
 

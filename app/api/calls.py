@@ -19,7 +19,7 @@ from app.turn.resume import Resumption, StreamNotes, cannot_resume
 from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
 from fleet.identify import CHAIN_HEADER, SESSION_HEADER
-from fleet.protocol import MAX_ENVELOPE_BYTES, RESUME_HEADER
+from fleet.protocol import COUNTED_HEADER, MAX_ENVELOPE_BYTES, RESUME_HEADER
 
 T = TypeVar("T", bound=RequestModel)
 
@@ -68,7 +68,8 @@ def caller_of(request: Request, place: int = 0) -> Caller:
         arrived_s=request.state.arrived_s - (0.0 if resumption is None else resumption.elapsed_s),
         session_header=next((value for name in names if (value := request.headers.get(name))), None),
         timeout_header=request.headers.get(TIMEOUT_HEADER),
-        relayed=getattr(request.state, "relayed", False),
+        relayed=relayed,
+        is_counted=getattr(request.state, "is_counted", False),
         resumed=None if resumption is None else resumption.turn(place),
         chain=_chain(request) if relayed else None,
     )
@@ -82,16 +83,25 @@ def _chain(request: Request) -> bytes | None:
         return None
 
 
+def count_request(request: Request) -> None:
+    """Note whether a gateway relays a request, and count it, unless the gateway has: an answer that is resumed was
+    counted when it began. Raises ApiError 429 for a key whose allowance for the minute is used up."""
+    state = request.state
+    state.relayed = is_relayed(request, request.app.state.fleet_key)
+    state.is_counted = state.relayed and COUNTED_HEADER in request.headers
+    if not state.is_counted and not (state.relayed and RESUME_HEADER in request.headers):
+        service_of(request).places.request(state.tenant)
+
+
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return the parsed body and the headers that the answer must carry. Raises ApiError. 503 for an
     engine that is away and 429 for too many requests a minute come before the body is read, so that a client told to
     retry does not upload first. A request that a gateway relays may resume an answer: see `app.http.relay`."""
     readiness_of(request).require()
     limits, key = settings_of(request).limits, request.app.state.fleet_key
-    request.state.relayed = is_relayed(request, key)
     request.state.resumption = None
+    count_request(request)
     if not (request.state.relayed and RESUME_HEADER in request.headers):
-        service_of(request).places.request(request.state.tenant)
         return await parse_body(request, model, limits)
     max_bytes = limits.body_bytes + MAX_ENVELOPE_BYTES
     sealed = await read_body(request, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, unavailable
 from app.fleet.deletions import Deletions
+from app.fleet.holdings import Spending
 from app.settings.settings import Settings
+from app.tenancy.keyring import KeyLimits
 from app.turn.ports import EndedChoice, EnginePort, TurnOfFleet
 from app.turn.readiness import Readiness, Status
 from app.turn.sessions import SessionCommands
@@ -79,6 +81,7 @@ class Replica:
         readiness: Readiness,
         transcripts: TextThread,
         commands: SessionCommands,
+        limits: Callable[[str], KeyLimits],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """secret: the tenant secret, the same on every member. Raises ValueError for an address that is none,
@@ -98,7 +101,10 @@ class Replica:
             replica=self.name,
             boot=self._boot,
             max_sessions=fleet.tenant_sessions,
+            max_said_bytes=fleet.tenant_mib << 20,
         )
+        self._spending = Spending(directory=self.directory, limits=limits)
+        self._telling: asyncio.Task[None] | None = None
         self.outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=fleet.outbox_mib << 20)
         self._outbox_thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._settings = settings
@@ -157,6 +163,17 @@ class Replica:
         """Commit a turn that has ended. Waits `fleet.commit_deadline_ms` at most; then it is committed later."""
         task = self._spawn(self._commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains))
         await asyncio.wait({task}, timeout=self._settings.fleet.commit_deadline_ms / 1e3)
+
+    def spend(self, tenant: str, tokens: int) -> None:
+        """Tell the fleet which tokens a key has used, soon."""
+        if self._spending.add(tenant, tokens) and (self._telling is None or self._telling.done()):
+            self._telling = self._spawn(self._tell_spending())
+
+    async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
+        """Tell the fleet how long a session lives after its last use; None: it is pinned. Without the directory, its
+        record lives as before."""
+        with contextlib.suppress(DirectoryUnavailable):
+            await self.directory.keep(tenant, session_id, ttl_s=ttl_s)
 
     def left(self, name: SessionName) -> None:
         """Note that a turn has ended without a token."""
@@ -242,6 +259,7 @@ class Replica:
         if self._deletions.is_caught_up:
             self._readiness.joining = False
         await self._send_waiting()
+        await self._spending.tell()
 
     async def leave(self) -> None:
         """Let go of all sessions and leave the fleet."""
@@ -423,6 +441,10 @@ class Replica:
         await self._deletions.publish_again()
         for name, held in owned:
             await self._in_outbox(self.outbox.put, self._unsent(name, held, self._fingerprint))
+
+    async def _tell_spending(self) -> None:
+        with contextlib.suppress(DirectoryUnavailable):  # then with the next beat
+            await self._spending.tell()
 
     async def _carry_out(self, heard: Heard) -> None:
         try:

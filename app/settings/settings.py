@@ -319,6 +319,12 @@ class FleetSettings(_Section):
         le=100_000_000,
         description="conversations of one key in the fleet's Redis; those used longest ago leave it",
     )
+    tenant_mib: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="transcripts of one key in the fleet's Redis; those used longest ago leave it",
+    )
 
     @property
     def is_on(self) -> bool:

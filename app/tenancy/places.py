@@ -55,7 +55,7 @@ class Places:
         if bucket is not None:
             if wait_s := bucket.wait_s(1, self._clock()):
                 headers = self.headers(tenant)
-                raise too_fast("requests", bucket.per_minute, retry_after_s=_bounded(wait_s), headers=headers)
+                raise too_fast("requests", bucket.per_minute, retry_after_s=bounded(wait_s), headers=headers)
             bucket.take(1, self._clock())
 
     def spend(self, tenant: str, tokens: int) -> None:
@@ -63,19 +63,20 @@ class Places:
         if (bucket := self._tokens_of(tenant)) is not None:
             bucket.take(tokens, self._clock())
 
-    def enter(self, tenant: str, count: int) -> "Ticket":
-        """Take places. Raises ApiError: 429 if the tenant holds too many or has no tokens left, 503 if the server has
-        no place left."""
+    def enter(self, tenant: str, count: int, *, is_counted: bool = False) -> "Ticket":
+        """Take places. is_counted: a gateway has held the answer against the key's own limits, over all servers of the
+        fleet. Raises ApiError: 429 if the tenant holds too many or has no tokens left, 503 if the server has no place
+        left."""
         held = self._tenants.get(tenant, 0)
-        bucket = self._tokens_of(tenant)
+        bucket = None if is_counted else self._tokens_of(tenant)
         if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
             headers = self.headers(tenant)
-            raise too_fast("tokens", bucket.per_minute, retry_after_s=_bounded(wait_s), headers=headers)
+            raise too_fast("tokens", bucket.per_minute, retry_after_s=bounded(wait_s), headers=headers)
         tenant_places = self.places_of(tenant)
+        if is_counted and self._limits(tenant).requests:
+            tenant_places = self.places
         if held + count > tenant_places < self.places:
-            # A tenant's places become free at its share of the server's rate.
-            wait_s = _bounded(self.taken / held * self._gap_s if held else 0.0)
-            raise too_many_requests(tenant_places, retry_after_s=wait_s, headers=self.headers(tenant))
+            raise too_many_requests(tenant_places, retry_after_s=self.wait_s(tenant), headers=self.headers(tenant))
         if self.taken + count > self.places:
             raise overloaded(self.retry_after_s, headers=self.headers(tenant))
         if self.taken == 0:
@@ -93,10 +94,15 @@ class Places:
             del self._tenants[tenant]
         self._endings.extend([self._clock()] * count)
 
+    def wait_s(self, tenant: str) -> float:
+        """Return the seconds until a tenant may have a place: they become free at its share of the server's rate."""
+        held = self._tenants.get(tenant, 0)
+        return bounded(self.taken / held * self._gap_s if held else 0.0)
+
     @property
     def retry_after_s(self) -> float:
         """Seconds until the answers now waiting will run, if places become free at the recent rate."""
-        return _bounded(max(1, self.taken - self._running) * self._gap_s)
+        return bounded(max(1, self.taken - self._running) * self._gap_s)
 
     def headers(self, tenant: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers: the requests left in the minute if they are limited, else the places
@@ -105,21 +111,17 @@ class Places:
             said = self._left("requests", bucket)
         else:
             held, places = self._tenants.get(tenant, 0), self.places_of(tenant)
-            said = {
-                "x-ratelimit-limit-requests": str(places),
-                "x-ratelimit-remaining-requests": str(max(0, min(places - held, self.places - self.taken))),
-                "x-ratelimit-reset-requests": duration(self.taken * self._gap_s if held else 0.0),
-            }
+            left = min(places - held, self.places - self.taken)
+            said = limit_headers("requests", places, left, reset_s=self.reset_s(tenant))
         return said if (bucket := self._tokens_of(tenant)) is None else said | self._left("tokens", bucket)
 
+    def reset_s(self, tenant: str) -> float:
+        """Return the seconds until all of a tenant's places are free."""
+        return self.taken * self._gap_s if tenant in self._tenants else 0.0
+
     def _left(self, what: str, bucket: Bucket) -> dict[str, str]:
-        now = self._clock()
-        full_s = bucket.wait_s(bucket.per_minute, now)
-        return {
-            f"x-ratelimit-limit-{what}": str(bucket.per_minute),
-            f"x-ratelimit-remaining-{what}": str(max(0, int(bucket.level))),
-            f"x-ratelimit-reset-{what}": duration(full_s),
-        }
+        full_s = bucket.wait_s(bucket.per_minute, self._clock())
+        return limit_headers(what, bucket.per_minute, bucket.level, reset_s=full_s)
 
     def _requests_of(self, tenant: str) -> Bucket | None:
         return self._bucket(self._requests, tenant, self._limits(tenant).requests_per_minute)
@@ -167,6 +169,15 @@ class Ticket:
             self._places.leave(self._tenant, count)
 
 
+def limit_headers(what: str, limit: int, left: float, *, reset_s: float) -> dict[str, str]:
+    """Return OpenAI's three headers of one limit. what: requests or tokens."""
+    return {
+        f"x-ratelimit-limit-{what}": str(limit),
+        f"x-ratelimit-remaining-{what}": str(max(0, int(left))),
+        f"x-ratelimit-reset-{what}": duration(reset_s),
+    }
+
+
 def duration(seconds: float) -> str:
     """Format a time as OpenAI does: 0s, 120ms, 7s, 6m0s, 1h2m3s."""
     if 0 < seconds < 1:
@@ -176,5 +187,6 @@ def duration(seconds: float) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
 
 
-def _bounded(seconds: float) -> float:
+def bounded(seconds: float) -> float:
+    """Return a wait that clients may be told."""
     return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

@@ -21,7 +21,16 @@ class SessionAccess(Protocol):
     """The part of `app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
 
     async def ask(self, action: str, *, tenant: str, after: str, limit: int) -> SessionReply: ...
-    async def delete(self, session_id: str, *, tenant: str) -> None: ...
+    async def delete_here(self, session_id: str, *, tenant: str) -> None: ...
+
+
+class Holdings(Protocol):
+    """What tenants keep: here, or in all of a fleet."""
+
+    async def trim(self, tenant: str, limits: KeyLimits) -> str:
+        """Delete what exceeds a quota, the sessions unused for longest first. Returns what still exceeds it; empty if
+        nothing does. Raises ApiError if that cannot be told now."""
+        ...
 
 
 class Quotas:
@@ -31,11 +40,11 @@ class Quotas:
         self,
         *,
         limits: Callable[[str], KeyLimits],
-        sessions: SessionAccess,
+        holdings: Holdings,
         look_s: float = LOOK_S,
     ) -> None:
         self._limits = limits
-        self._sessions = sessions
+        self._holdings = holdings
         self._look_s = look_s
         # tenant -> what exceeds its quota even after all deletable sessions were deleted
         self._over: dict[str, str] = {}
@@ -72,22 +81,34 @@ class Quotas:
         await asyncio.sleep(self._looked_s.get(tenant, 0.0) + self._look_s - time.monotonic())
         self._looked_s[tenant] = time.monotonic()
         try:
-            kept = await self._sessions_of(tenant)
-            for info in leaving(kept, limits):
-                try:
-                    await self._sessions.delete(info.session_id, tenant=tenant)
-                except ApiError as error:
-                    if error.status not in (404, 409):  # deleted already, or running again and therefore kept
-                        raise
-                    if error.status == 409:
-                        continue
-                kept.remove(info)
+            over = await self._holdings.trim(tenant, limits)
         except ApiError:
             return  # the engine cannot answer now; the next answer triggers another check
-        if excess := excess_of(kept, limits):
-            self._over[tenant] = excess
+        if over:
+            self._over[tenant] = over
         else:
             self._over.pop(tenant, None)
+
+
+class HeldHere:
+    """What tenants keep on this server."""
+
+    def __init__(self, sessions: SessionAccess) -> None:
+        self._sessions = sessions
+
+    async def trim(self, tenant: str, limits: KeyLimits) -> str:
+        """See `Holdings`."""
+        kept = await self._sessions_of(tenant)
+        for info in leaving(kept, limits):
+            try:
+                await self._sessions.delete_here(info.session_id, tenant=tenant)
+            except ApiError as error:
+                if error.status not in (404, 409):  # deleted already, or running again and therefore kept
+                    raise
+                if error.status == 409:
+                    continue
+            kept.remove(info)
+        return excess_of(kept, limits)
 
     async def _sessions_of(self, tenant: str) -> list[SessionInfo]:
         kept: list[SessionInfo] = []
@@ -101,10 +122,15 @@ class Quotas:
 
 def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
     """Describe what exceeds a quota; empty if nothing does."""
-    if limits.sessions and len(kept) > limits.sessions:
-        return f"{len(kept)} conversations, of at most {limits.sessions}"
-    if limits.cache_bytes and (held := sum(map(_size, kept))) > limits.cache_bytes:
-        return f"{held} bytes of KV, of at most {limits.cache_bytes}"
+    return excess(len(kept), sum(map(_size, kept)), limits)
+
+
+def excess(sessions: int, size_bytes: int, limits: KeyLimits) -> str:
+    """Likewise, of so many sessions and bytes."""
+    if limits.sessions and sessions > limits.sessions:
+        return f"{sessions} conversations, of at most {limits.sessions}"
+    if limits.cache_bytes and size_bytes > limits.cache_bytes:
+        return f"{size_bytes} bytes of KV, of at most {limits.cache_bytes}"
     return ""
 
 

@@ -38,6 +38,7 @@ class Caller:
     session_header: str | None = None
     timeout_header: str | None = None
     relayed: bool = False  # by a gateway, which may ask another server instead
+    is_counted: bool = False  # a gateway holds the key's own limits, over the whole fleet
     resumed: ResumedTurn | None = None  # another server has begun the answer
     chain: bytes | None = None  # digest of the messages, which a gateway made; see `fleet.identify`
 

@@ -86,7 +86,7 @@ class TurnService:
         """Return the prompt that `generate` would submit. Takes a place meanwhile."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
-        ticket = self.places.enter(caller.tenant, 1)
+        ticket = self.places.enter(caller.tenant, 1, is_counted=caller.is_counted)
         try:
             session_id = session_id_of(request, caller.session_header)
             return (await self._prepare_chat(request, caller.tenant, model, session_id)).token_ids
@@ -99,7 +99,7 @@ class TurnService:
         longest = max(self._settings.limits.prompt_tokens, model.max_context)
         if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
             raise prompt_too_long(longest, None, param="prompt")
-        ticket = self.places.enter(caller.tenant, 1)
+        ticket = self.places.enter(caller.tenant, 1, is_counted=caller.is_counted)
         try:
             return await asyncio.to_thread(tokenizer.encode_prompts, texts, add_special_tokens=add_special_tokens)
         finally:
@@ -156,8 +156,10 @@ class TurnService:
             limit_s=self._settings.limits.request_timeout_s,
         )
         tier, weight = service_tier(request, max_weight=self._settings.server.max_weight)
-        await self._quotas.check(caller.tenant)
-        ticket = self.places.enter(caller.tenant, request.n or 1)
+        goes_on = caller.resumed is not None  # it was admitted where it began
+        if not goes_on:
+            await self._quotas.check(caller.tenant)
+        ticket = self.places.enter(caller.tenant, request.n or 1, is_counted=caller.is_counted or goes_on)
         return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight, caller.relayed)
 
     async def _prepare(
@@ -228,7 +230,7 @@ class TurnService:
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self._engine.state)) from None
         if resumed is None:
-            self.places.spend(admitted.tenant, prompt_tokens)
+            self._spend(admitted.tenant, prompt_tokens)
         generation = Generation(
             admitted=admitted,
             prepared=prepared,
@@ -250,6 +252,11 @@ class TurnService:
         self.generations.add(generation)
         return generation
 
+    def _spend(self, tenant: str, tokens: int) -> None:
+        self.places.spend(tenant, tokens)
+        if self._fleet is not None:
+            self._fleet.spend(tenant, tokens)
+
     async def _outputs(self, submit: Submit) -> OutputSource:
         if submit.resume and all(said is None for said in submit.resume):
             return NothingMore()
@@ -259,7 +266,7 @@ class TurnService:
         """resumed_tokens: those that the tenant has paid for on another server."""
         tenant, choices = generation.tenant, generation.choices
         self.generations.discard(generation)
-        self.places.spend(tenant, max(0, sum(len(choice.token_ids) for choice in choices) - resumed_tokens))
+        self._spend(tenant, max(0, sum(len(choice.token_ids) for choice in choices) - resumed_tokens))
         self._quotas.changed(tenant)
         if keep_s is not None and keep_s != self._settings.cache.ttl_s and any(choice.token_ids for choice in choices):
             self._sessions.keep(generation.session_id, tenant=tenant, ttl_s=keep_s)

@@ -61,6 +61,8 @@ class SessionCommands:
         for info in reply.sessions:
             kept_s = None if info.expires_s is None else info.expires_s - info.last_used_s
             self._transcripts.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
+            if self.fleet is not None:
+                await self.fleet.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
         return reply
 
     async def delete(self, session_id: str, *, tenant: str) -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from app.errors import ApiError, overloaded, too_fast, unavailable
+from app.errors import ApiError, overloaded, unavailable
 from app.http.body import read_bytes
 from app.http.event_stream import until_disconnect
 from app.schemas.fields import SESSION_HEADERS
 from app.settings.settings import Settings
 from app.tenancy.keyring import Keyring
-from app.tenancy.places import MAX_RETRY_S, MIN_RETRY_S, Places
-from fleet.directory import Directory, DirectoryUnavailable
+from fleet.directory import Directory
+from fleet.gateway.allowances import Admission, Allowances
 from fleet.gateway.endpoints import Endpoints
 from fleet.gateway.finder import Finder
 from fleet.gateway.held_bytes import HeldBytes, Lease
@@ -43,7 +43,7 @@ class Parts:
     members: Members
     finder: Finder
     replicas: Replicas
-    places: Places  # answers under way here, and the allowances of keys while Redis is away
+    allowances: Allowances
     held: HeldBytes
     metrics: Metrics
     fleet_key: bytes
@@ -57,7 +57,10 @@ class Gateway:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._passing = Passing(
-            finder=parts.finder, replicas=parts.replicas, send_timeout_s=parts.settings.limits.send_timeout_s
+            finder=parts.finder,
+            replicas=parts.replicas,
+            fleet_key=parts.fleet_key,
+            send_timeout_s=parts.settings.limits.send_timeout_s,
         )
         self._endpoints = Endpoints(
             keyring=parts.keyring,
@@ -93,15 +96,19 @@ class Gateway:
         if self.is_draining:
             raise unavailable("This gateway is draining; ask another.", code="draining", retry_after_s=1.0)
         with self.parts.held.lease() as lease:
+            admission = Admission(self.parts.allowances)
+            if has_body(request):
+                admission = await self.parts.allowances.request(request.scope["state"].get("tenant", ""))
             body = await self._body(request, lease)
             if request.method == "POST" and request.url.path in TURN_PATHS:
-                await self._turn(request, body, lease, send)
+                await self._turn(request, body, admission, lease, send)
             else:
                 streams = request.method == "GET"  # the only streams besides turns are watched
-                work = self._passing.run(request, body, send, silence_s=self._silence_s(streams))
+                silence_s = self._silence_s(streams)
+                work = self._passing.run(request, body, send, silence_s=silence_s, is_counted=admission.is_counted)
                 await until_disconnect(receive, work)
 
-    async def _turn(self, request: Request, body: bytes, lease: Lease, send: Send) -> None:
+    async def _turn(self, request: Request, body: bytes, admission: Admission, lease: Lease, send: Send) -> None:
         parts, state = self.parts, request.scope["state"]
         turn = await read_turn(
             tenant=state["tenant"],
@@ -120,25 +127,24 @@ class Gateway:
             fleet_key=parts.fleet_key,
             send=send,
             lease=lease,
+            admission=admission,
             metrics=parts.metrics,
             silence_s=self._silence_s(turn.streams),
             send_timeout_s=parts.settings.limits.send_timeout_s,
         )
-        await self._may_have_tokens(turn.tenant)
-        ticket = parts.places.enter(turn.tenant, 1)
+        await parts.allowances.enter(admission, turn.tenant, turn.choices)
         try:
             await until_disconnect(request.receive, relay.run())
         finally:
-            ticket.leave()
+            await admission.leave()
 
     async def _body(self, request: Request, lease: Lease) -> bytes:
         """Read the body, if there is one. Memory for it is taken first, and a client that is told to wait is told
         before it has sent all."""
-        headers, limits = request.headers, self.parts.settings.limits
-        declared = headers.get("content-length")
-        if "transfer-encoding" not in headers and (declared is None or declared == "0"):
+        if not has_body(request):
             return b""
-        await self._may_ask(request.scope["state"].get("tenant", ""))
+        limits = self.parts.settings.limits
+        declared = request.headers.get("content-length")
         size = int(declared) if declared is not None and declared.isdecimal() and len(declared) < 15 else None
         reserved = limits.body_bytes if size is None else min(size, limits.body_bytes)
         if not lease.grow(reserved):
@@ -146,29 +152,6 @@ class Gateway:
         body = await read_bytes(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s)
         lease.shrink(reserved - len(body))
         return body
-
-    async def _may_ask(self, tenant: str) -> None:
-        """Count a request with a body, over the whole fleet. Raises ApiError 429."""
-        per_minute = self.parts.keyring.limits(tenant).requests_per_minute
-        if not per_minute:
-            return
-        try:
-            taken = await self.parts.directory.take(tenant, "r", per_minute=per_minute, amount=1, need=1)
-        except DirectoryUnavailable:
-            self.parts.places.request(tenant)
-            return
-        if taken.wait_s:
-            raise too_fast("requests", per_minute, retry_after_s=_bounded(taken.wait_s), headers={})
-
-    async def _may_have_tokens(self, tenant: str) -> None:
-        """Refuse a turn whose key has no tokens left; replicas count them. Raises ApiError 429."""
-        per_minute = self.parts.keyring.limits(tenant).tokens_per_minute
-        if not per_minute:
-            return
-        with contextlib.suppress(DirectoryUnavailable):
-            taken = await self.parts.directory.take(tenant, "k", per_minute=per_minute, amount=0, need=1)
-            if taken.wait_s:
-                raise too_fast("tokens", per_minute, retry_after_s=_bounded(taken.wait_s), headers={})
 
     def _silence_s(self, streams: bool) -> float:
         """Return how long a replica may send nothing: a stream has pings, a plain answer comes when it is whole. A
@@ -183,7 +166,7 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await parts.members.refresh()
-        work = (parts.replicas.follow(), parts.replicas.sweep(), parts.follow_keys())
+        work = (parts.replicas.follow(), parts.replicas.sweep(), parts.allowances.run(), parts.follow_keys())
         tasks = [asyncio.ensure_future(one) for one in work]
         try:
             await send({"type": "lifespan.startup.complete"})
@@ -197,5 +180,5 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def _bounded(seconds: float) -> float:
-    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
+def has_body(request: Request) -> bool:
+    return "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"

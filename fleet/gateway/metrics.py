@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +15,8 @@ from fleet.gateway.finder import Route
 ROUTES = ("home", "new", "moved", "adopted", "fallback")
 REASONS = ("wait", "dead", "drain", "asked")
 REFUSALS = ("guard", "budget")
+Limit = Literal["requests", "tokens", "places"]
+LIMITS = get_args(Limit)
 ADDED_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -41,6 +44,9 @@ class Metrics:
         self._failures = self._counter(
             "reprise_gateway_replica_failures", "Tries that a replica failed, before or after the first byte.", "when"
         )
+        self._limited = self._counter(
+            "reprise_gateway_limited", "Requests refused because their key has used up a limit in the fleet.", "limit"
+        )
         self._resumes = self._counter("reprise_gateway_resumes", "Streams whose replica failed.", "outcome")
         self._pause = self._histogram(
             "reprise_gateway_resume_pause_seconds", "Failure of a stream's replica to the next token.", SECONDS
@@ -59,6 +65,7 @@ class Metrics:
             (self._moves, REASONS),
             (self._refused, REFUSALS),
             (self._failures, ("before", "after")),
+            (self._limited, LIMITS),
             (self._resumes, tuple(Resumed)),
         ):
             for label in labels:
@@ -77,6 +84,9 @@ class Metrics:
 
     def found(self, seconds: float) -> None:
         self._found.observe(seconds)
+
+    def limited(self, limit: Limit) -> None:
+        self._limited.labels(limit).inc()
 
     def asked(self, seconds: float) -> None:
         self._asked.observe(seconds)

@@ -15,6 +15,7 @@ from fleet.gateway.finder import Finder
 from fleet.gateway.http_client import Connection, ReplicaFailed
 from fleet.gateway.replicas import Replicas
 from fleet.gateway.turn import Headers, forwarded, returned, target_of
+from fleet.protocol import COUNTED_HEADER, RELAY_HEADER, relay_token
 from fleet.routing import NoReplica
 
 MAX_TRIES = 3
@@ -28,18 +29,23 @@ _SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
 class Passing:
     """One per gateway, on its event loop."""
 
-    def __init__(self, *, finder: Finder, replicas: Replicas, send_timeout_s: float) -> None:
+    def __init__(self, *, finder: Finder, replicas: Replicas, fleet_key: bytes, send_timeout_s: float) -> None:
         self._finder = finder
+        self._fleet_key = fleet_key
         self._replicas = replicas
         self._send_timeout_s = send_timeout_s
 
-    async def run(self, request: Request, body: bytes, send: Send, *, silence_s: float) -> None:
+    async def run(
+        self, request: Request, body: bytes, send: Send, *, silence_s: float, is_counted: bool = False
+    ) -> None:
         """Pass a request on, and its answer back as it comes. A request about a session goes to that session's home,
-        one about a response to where it runs. Raises ApiError before the client's first byte, ClientGone, or
-        ReplicaFailed for an answer that breaks off."""
+        one about a response to where it runs. is_counted: the directory has counted the request. Raises ApiError before
+        the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         headers = headers_of(request, body)
+        if is_counted:
+            headers += counted(self._fleet_key, path=request.url.path, request_id=request.scope["state"]["request_id"])
         method, target = request.method.encode(), target_of(request.scope)
         tried: set[str] = set()
         while len(tried) < MAX_TRIES:
@@ -131,6 +137,12 @@ def headers_of(request: Request, body: bytes) -> Headers:
     if body or request.method not in _SAFE:
         headers.append((b"content-length", b"%d" % len(body)))
     return headers
+
+
+def counted(fleet_key: bytes, *, path: str, request_id: str) -> Headers:
+    """Return the headers which tell a replica that a request has been held against its key's limits."""
+    token = relay_token(fleet_key, path=path, request_id=request_id)
+    return [(RELAY_HEADER.encode(), token.encode()), (COUNTED_HEADER.encode(), b"1")]
 
 
 def no_replica() -> ApiError:

@@ -16,6 +16,7 @@ from starlette.types import Send
 
 from app.errors import ANTHROPIC_PATH, ApiError, unavailable
 from app.http.event_stream import send_within
+from fleet.gateway.allowances import Admission
 from fleet.gateway.finder import Finder, Found, Route
 from fleet.gateway.held_bytes import Lease
 from fleet.gateway.http_client import Connection, ReplicaFailed
@@ -25,6 +26,7 @@ from fleet.gateway.replicas import Replicas
 from fleet.gateway.turn import Headers, Turn, returned
 from fleet.identify import CHAIN_HEADER, SESSION_HEADER
 from fleet.protocol import (
+    COUNTED_HEADER,
     FRAMED,
     RELAY_HEADER,
     RESUME_HEADER,
@@ -46,6 +48,7 @@ RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer
 RESUME_LOOK_S = 0.25
 
 log = logging.getLogger(__name__)
+_LIMITS = b"x-ratelimit-"
 _X_CACHE = b'"x_cache":{'  # never inside a JSON string, where its quotes would be escaped
 
 
@@ -78,18 +81,21 @@ class Relay:
         fleet_key: bytes,
         send: Send,
         lease: Lease,
+        admission: Admission,
         metrics: Metrics,
         silence_s: float,
         send_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """lease: what the turn holds of the gateway's memory. silence_s: the longest wait for a replica's next byte."""
+        """lease: what the turn holds of the gateway's memory. admission: what it holds of its key's limits, given back
+        before the client is told that the answer is over. silence_s: the longest wait for a replica's next byte."""
         self._turn = turn
         self._finder = finder
         self._replicas = replicas
         self._fleet_key = fleet_key
         self._send = send
         self._lease = lease
+        self._admission = admission
         self._metrics = metrics
         self._silence_s = silence_s
         self._send_timeout_s = send_timeout_s
@@ -165,6 +171,8 @@ class Relay:
             (RELAY_HEADER.encode(), token.encode()),
             (CHAIN_HEADER.encode(), turn.conversation.chain.hex().encode()),
         ]
+        if self._admission.is_counted:
+            headers.append((COUNTED_HEADER.encode(), b"1"))
         if turn.session_id is None and found.session_id is not None:
             headers.append((SESSION_HEADER.encode(), found.session_id.encode()))
         if not self._journal.is_empty:
@@ -223,6 +231,7 @@ class Relay:
             await self._end()
             return
         body = self._with_route(b"".join(parts))
+        await self._admission.leave()
         await self._begin(connection, [(b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -233,8 +242,13 @@ class Relay:
         route = self._route
         assert route is not None
         self._metrics.began(self._clock() - self._turn.arrived_s)
-        headers = [*returned(connection.headers), *more, (b"x-route", _route_header(route))]
+        headers = [*self._limited(returned(connection.headers)), *more, (b"x-route", _route_header(route))]
         await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
+
+    def _limited(self, headers: Headers) -> Headers:
+        """Say what the key has left in the fleet, where that was counted, instead of what it has left on a replica."""
+        fleet = [(name.encode(), value.encode()) for name, value in self._admission.headers.items()]
+        return [(name, value) for name, value in headers if not (fleet and name.startswith(_LIMITS))] + fleet
 
     async def _forward(self, connection: Connection, data: bytes) -> None:
         if not self._has_begun:
@@ -245,6 +259,7 @@ class Relay:
         await send_within(self._send, data, self._send_timeout_s)
 
     async def _end(self) -> None:
+        await self._admission.leave()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _with_route(self, data: bytes) -> bytes:

@@ -17,6 +17,7 @@ from app.state_dir import load_tenant_secret
 from app.tenancy.configured_keys import follow_keys_file, make_keyring
 from app.tenancy.places import Places
 from fleet.directory import Directory
+from fleet.gateway.allowances import Allowances
 from fleet.gateway.finder import Finder
 from fleet.gateway.gateway import Gateway, Parts
 from fleet.gateway.held_bytes import HeldBytes
@@ -58,7 +59,9 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
     held = HeldBytes(settings.fleet.held_mib * MIB)
     metrics = Metrics()
     directory.on_answer = metrics.asked
-    connections = settings.limits.connections
+    # Replicas refuse what is too much for them; here only a key's own limit counts.
+    most = settings.limits.connections * settings.limits.choices
+    places = Places(places=most, tenant_places=most, running=most, limits=keyring.limits)
 
     def replicas_by_state() -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -81,8 +84,7 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
             members=members,
             finder=Finder(directory=directory, members=members, router=Router(view=members.view, rng=random.Random())),
             replicas=replicas,
-            # Replicas refuse what is too much for them; here only a key's own limit counts.
-            places=Places(places=connections, tenant_places=connections, running=connections, limits=keyring.limits),
+            allowances=Allowances(directory=directory, places=places, limits=keyring.limits, metrics=metrics),
             held=held,
             metrics=metrics,
             fleet_key=fleet_key(secret),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from fleet.identify import Conversation, TurnBody, conversation_of, read_body, session_id_of
+from fleet.identify import Conversation, TurnBody, choices_of, conversation_of, read_body, session_id_of
 
 TURN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 LONG_BODY_BYTES = 1 << 18  # a longer one is read on a thread; it would hold up others' streams for milliseconds
@@ -46,6 +46,7 @@ class Turn:
     salt: str
     session_id: str | None  # as the client calls its conversation
     conversation: Conversation
+    choices: int = 1
 
 
 async def read_turn(
@@ -78,6 +79,7 @@ async def read_turn(
         salt=said.cache_salt if isinstance(said.cache_salt, str) else "",
         session_id=session_id_of(said, session_header),
         conversation=conversation,
+        choices=choices_of(said),
     )
 
 

@@ -15,7 +15,7 @@ if home ~= replica or booted ~= boot then
 end
 redis.call('HSETNX', record, 'turn', 0)
 redis.call('HSETNX', record, 'begun', begun == '0' and epoch or begun)
-redis.call('HSET', record, 'used', now)
+redis.call('HSET', record, 'used', now, 'runs', now)
 redis.call('HDEL', record, 'wanted')
 live(record, lives)
 redis.call('SADD', names, member)

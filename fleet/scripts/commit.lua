@@ -3,8 +3,8 @@
 -- ARGV: as named below, then so many chains, then digests of answers and their transcript rows in turn
 local born, replica, boot, epoch, since, base, nonce, ends, id, tenant, name, member = unpack(ARGV, 1, 12)
 local tokens, bytes, in_redis, lives, head, chain_value = unpack(ARGV, 13, 18)
-local most_bytes, most_rows, most_sessions, chains = unpack(ARGV, 19, 22)
-local first_chain, first_row = 23, 23 + chains
+local most_bytes, most_rows, most_sessions, most_said, most_chains, chains = unpack(ARGV, 19, 24)
+local first_chain, first_row = 25, 25 + chains
 lives = tonumber(lives)
 local record, names, by_use, held = record_of(tenant, member), names_of(name), by_use_of(tenant), held_of(tenant)
 local transcript = transcript_of(tenant, member)
@@ -12,6 +12,7 @@ local transcript = transcript_of(tenant, member)
 if redis.call('GET', BORN) ~= born then return {'flushed'} end
 local is_claimed = epoch ~= '0'
 local home, booted, newest, turn, last = unpack(redis.call('HMGET', record, 'home', 'boot', 'epoch', 'turn', 'nonce'))
+if redis.call('HGET', record, 'ttl') == '-1' then lives = -1 end -- pinned, until a client ends that
 local deleted = tonumber(redis.call('ZSCORE', FORGOTTEN, name) or '0')
 if deleted > tonumber(is_claimed and epoch or since) or (is_claimed and not newest) then return {'gone'} end
 
@@ -27,10 +28,25 @@ local function keep_conversation()
     end
   end
   live(transcript, lives)
+  local session, bytes = string.match(member, ':(.*)$'), redis.call('HGET', transcript, 'size')
+  if bytes then
+    local left, left_of_sizes = redis.call('PTTL', said_of(tenant)), redis.call('PTTL', sizes_of(tenant))
+    redis.call('HINCRBY', sizes_of(tenant), 'total', bytes - (redis.call('HGET', sizes_of(tenant), session) or 0))
+    redis.call('HSET', sizes_of(tenant), session, bytes)
+    redis.call('ZADD', said_of(tenant), string.format('%.0f', now_us), session)
+    live_at_least(said_of(tenant), lives, left)
+    live_at_least(sizes_of(tenant), lives, left_of_sizes)
+    tidy_said(tenant, session, tonumber(most_said))
+  end
   for place = first_chain, first_row - 1 do
-    redis.call('SET', ARGV[place], chain_value)
+    if redis.call('GET', ARGV[place]) ~= chain_value then
+      redis.call('SET', ARGV[place], chain_value)
+      redis.call('RPUSH', chains_of(tenant, member), ARGV[place])
+    end
     live(ARGV[place], lives)
   end
+  forget_chains(tenant, member, tonumber(most_chains))
+  live(chains_of(tenant, member), lives)
 end
 
 local function answer()
@@ -58,6 +74,7 @@ redis.call('HSETNX', record, 'begun', since)
 redis.call('HINCRBY', record, 'turn', ends)
 redis.call('HSET', record, 'nonce', nonce, 'used', now, 'tokens', tokens, 'bytes', bytes, 'in_redis', in_redis, 'ttl',
   lives)
+if ends ~= '0' then redis.call('HDEL', record, 'runs') end
 if head ~= '' then redis.call('HSET', record, 'head', head) end
 live(record, lives)
 keep_conversation()

@@ -14,6 +14,9 @@ local function transcript_of(tenant, member) return 'r1:t:' .. tenant .. ':' .. 
 local function names_of(name) return 'r1:n:' .. name end
 local function by_use_of(tenant) return 'r1:i:' .. tenant end
 local function held_of(tenant) return 'r1:h:' .. tenant end
+local function said_of(tenant) return 'r1:w:' .. tenant end -- sorted set: sessions with a transcript by their last use
+local function sizes_of(tenant) return 'r1:b:' .. tenant end -- hash: bytes of these transcripts, and their total
+local function chains_of(tenant, member) return 'r1:g:' .. tenant .. ':' .. member end -- list: keys that lead to it
 local function waiting_of(epoch) return 'r1:d:' .. epoch end
 
 -- Returns an epoch that no other is higher than, as text: a clock in microseconds that never goes back.
@@ -44,14 +47,44 @@ local function uncount(tenant, member)
   end
 end
 
+-- Removes a transcript. It may be of sessions of several models.
+local function forget_said(tenant, session)
+  redis.call('UNLINK', 'r1:t:' .. tenant .. ':' .. session)
+  redis.call('ZREM', said_of(tenant), session)
+  local bytes = redis.call('HGET', sizes_of(tenant), session)
+  if bytes then
+    redis.call('HDEL', sizes_of(tenant), session)
+    redis.call('HINCRBY', sizes_of(tenant), 'total', 0 - bytes)
+  end
+end
+
+-- Removes what leads to a session by its oldest answers, until there are so few.
+local function forget_chains(tenant, member, kept)
+  local chains = chains_of(tenant, member)
+  for _ = kept + 1, redis.call('LLEN', chains) do
+    local chain = redis.call('LPOP', chains)
+    if redis.call('GET', chain) == member then redis.call('DEL', chain) end
+  end
+end
+
 -- Removes all that the directory has of a session.
 local function drop(tenant, member)
   local record = record_of(tenant, member)
   local name = redis.call('HGET', record, 'named')
   redis.call('DEL', record)
-  redis.call('UNLINK', transcript_of(tenant, member))
+  forget_said(tenant, string.match(member, ':(.*)$'))
+  forget_chains(tenant, member, 0)
   if name then redis.call('SREM', names_of(name), member) end
   uncount(tenant, member)
+end
+
+-- Drops the transcripts used longest ago, but `kept`, while a tenant's have more bytes than they may.
+local function tidy_said(tenant, kept, most)
+  while tonumber(redis.call('HGET', sizes_of(tenant), 'total') or '0') > most do
+    local oldest = redis.call('ZRANGE', said_of(tenant), 0, 0)[1]
+    if not oldest or oldest == kept then return end
+    forget_said(tenant, oldest)
+  end
 end
 
 -- Uncounts expired sessions, a few at a time; drops the ones used longest ago, but `kept`, where a tenant has too many.

@@ -5,4 +5,5 @@ if redis.call('GET', BORN) ~= born then return {'flushed'} end
 local record = record_of(tenant, member)
 if redis.call('HGET', record, 'epoch') ~= epoch then return {'fenced'} end
 redis.call('HSET', record, 'home', '', 'boot', '')
+redis.call('HDEL', record, 'runs')
 return {'released'}

@@ -19,7 +19,7 @@ from fleet.directory import (
     Foreign,
 )
 from fleet.keys import SessionName
-from fleet.records import Commit, Committed, Heartbeat, Outcome
+from fleet.records import Commit, Committed, Heartbeat, Outcome, Place
 from tests.redis_servers import RedisServer, redis_server
 
 SECRET = bytes(range(32))
@@ -292,10 +292,83 @@ async def test_a_tenants_sessions_are_bounded_and_the_oldest_leave(server):
         assert (done.sessions, done.size_bytes) == (5, 50)
         assert await a.look(SessionName("alice", "chat 6"), fingerprint=MODEL) is None
         assert await a.look(SessionName("alice", "chat 11"), fingerprint=MODEL) is not None
-        oldest = await a.least_used("alice", 3)
-        assert oldest == [a.keys.name("alice", "chat 7"), a.keys.name("alice", "chat 9")], "the pinned one is left out"
-        await a.forget_name("alice", oldest[0])
+        held = await a.held("alice", count=4, longest_s=60)
+        assert (held.sessions, held.size_bytes) == (5, 50)
+        named = [a.keys.name("alice", f"chat {n}") for n in (7, 9, 10)]
+        assert held.oldest == (named[0], "", named[1], named[2]), "the pinned one stays"
+        await claim(a, SessionName("alice", "chat 9"))
+        held = await a.held("alice", first=1, count=9, longest_s=60)
+        assert held.oldest == ("", named[2], a.keys.name("alice", "chat 11"), ""), "and so does the newest"
+        await a.commit(commit_of(0, name=SessionName("alice", "chat 12")))
+        assert (await a.held("alice", first=2, count=9, longest_s=60)).oldest[-2:] == ("", ""), "its turn runs"
+        await asyncio.sleep(0.01)
+        assert (await a.held("alice", first=2, count=9, longest_s=0)).oldest[-2:] != ("", ""), "that was long ago"
+        assert (await a.held("alice")).oldest == ()
+        await a.forget_name("alice", named[0])
         assert await a.look(SessionName("alice", "chat 7"), fingerprint=MODEL) is None
+
+
+async def test_a_pinned_session_stays_pinned_until_a_client_ends_that(server):
+    async with fleet(server, "a") as (a,):
+        names = a.keys.session(CHAT, fingerprint=MODEL)
+        first = (await claim(a)).epoch
+        turn = commit_of(first, rows={b"r": b"text"}, chains=(b"c",))
+        await a.commit(turn)
+        keys = [names.record, names.transcript, a.keys.chain("alice", b"c")]
+        for pinned_s, expires in ((None, False), (60.0, True)):
+            await a.keep("alice", "chat", ttl_s=pinned_s)
+            for _ in range(2):
+                assert [await a._redis.pttl(key) > 0 for key in keys] == [expires] * 3
+                await a.commit(replace(turn, nonce=secrets.token_bytes(8)))
+
+
+async def test_what_leads_to_a_session_is_bounded_and_leaves_with_it(server, monkeypatch):
+    monkeypatch.setattr("fleet.directory.MAX_CHAINS", 3)
+    async with fleet(server, "a") as (a,):
+        held = await claim(a)
+        for n in range(5):
+            await a.commit(commit_of(held.epoch, chains=(b"%d" % n, b"same")))
+
+        async def known() -> list[bytes]:
+            chains = (b"0", b"1", b"2", b"3", b"4", b"same")
+            return [chain for chain in chains if await a.find("alice", [chain], fingerprint=MODEL)]
+
+        assert await known() == [b"3", b"4", b"same"]
+        other = SessionName("alice", "fork")
+        await a.commit(commit_of((await claim(a, other)).epoch, name=other, chains=(b"4",)))
+        await a.forget("alice", "chat")
+        assert await known() == [b"4"], "another session has this one now"
+        await a.forget("alice", "fork")
+        left = {key async for key in a._redis.scan_iter() if key[:5] in (b"r1:c:", b"r1:g:", b"r1:s:", b"r1:t:")}
+        assert left == set()
+
+
+async def test_a_tenants_transcripts_are_bounded_and_the_oldest_leave(server):
+    async with fleet(server, "a", max_said_bytes=2500) as (a,):
+        names = [SessionName("alice", f"chat {n}") for n in range(4)]
+        for name in names:
+            await a.commit(commit_of(0, name=name, rows={b"r": bytes(1000)}))
+        found = [len(await a.transcript(name, fingerprint=MODEL)) for name in names]
+        assert found == [0, 0, 1, 1]
+        assert await a.look(names[0], fingerprint=MODEL) is not None, "its record stays"
+        await a.commit(commit_of(0, name=SessionName("alice", "long"), rows={b"r": bytes(9000)}))
+        assert await a.transcript(SessionName("alice", "long"), fingerprint=MODEL) != {}, "the one in use stays"
+        assert await a.transcript(names[3], fingerprint=MODEL) == {}
+
+
+async def test_places_are_shared_and_come_back(server):
+    async with fleet(server, "a", "b") as (a, b):
+        one, two, more = Place("alice", "1", 2), Place("alice", "2", 1), Place("alice", "3", 1)
+        assert await a.enter(one, most=3, lease_s=60) == (True, 2)
+        assert await b.enter(two, most=3, lease_s=0.05) == (True, 3)
+        assert await a.enter(Place("bob", "4", 3), most=3, lease_s=60) == (True, 3)
+        await asyncio.sleep(0.06)
+        assert await b.enter(more, most=3, lease_s=60) == (True, 3), "its gateway has not renewed it"
+        await a.leave_places(one)
+        assert await a.enter(two, most=3, lease_s=60) == (True, 2)
+        await a._redis.flushall()
+        await b.renew([two, more], lease_s=60)
+        assert await a.enter(one, most=3, lease_s=60) == (False, 2)
 
 
 async def test_expired_sessions_are_uncounted(server):

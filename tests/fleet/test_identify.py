@@ -10,6 +10,7 @@ from app.turn.prepare import session_id_of as id_of_the_app
 from fleet.identify import (
     MAX_ANSWERS,
     TurnBody,
+    choices_of,
     conversation_of,
     link_answer,
     read_body,
@@ -167,3 +168,21 @@ def test_names_a_session_as_the_app_does(session_id, key, header):
 def test_a_conversation_names_its_session(conversation):
     assert session_id_of(TurnBody(conversation=conversation, prompt_cache_key="k"), None) == "conv_1"
     assert session_id_of(TurnBody(conversation=conversation), "h-1") == "h-1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"n": "3"}, 1),
+        ({"n": -1}, 1),
+        ({"prompt": "one"}, 1),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": ["one", "two"], "n": 2}, 4),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": []}, 1),
+    ],
+)
+def test_choices_are_counted_for_every_prompt(fields, choices):
+    assert choices_of(TurnBody(**fields)) == choices

@@ -15,7 +15,7 @@ from app.state_dir import load_tenant_secret
 from app.tenancy.configured_keys import make_keyring
 from fleet.directory import Directory, DirectoryUnavailable
 from fleet.keys import SessionName
-from fleet.records import Commit, Heartbeat
+from fleet.records import Commit, Heartbeat, Place
 from fleet.secrets import SecretsExist, make_secrets
 from tests.redis_servers import RedisServer, redis_server
 
@@ -149,6 +149,13 @@ async def test_each_may_do_what_it_does(replica: Directory, gateway: Directory) 
     await gateway.drain("a", on=True)
     await gateway.drain("a", on=False)
     await gateway.take("alice", "r", per_minute=10, amount=1, need=1)
+    place = Place("alice", "lease", 2)
+    assert await gateway.enter(place, most=2, lease_s=60) == (True, 2)
+    await gateway.renew([place], lease_s=60)
+    await gateway.leave_places(place)
+    assert (await replica.held("alice", count=9, longest_s=60)).sessions == 1
+    await replica.keep("alice", NAME.session_id, ttl_s=None)
+    assert await replica.begun([NAME], fingerprint=MODEL) == [found.epoch]
     await replica.release(NAME, fingerprint=MODEL, epoch=found.epoch)
     await replica.leave()
 

@@ -113,14 +113,14 @@ async def test_many_sessions_are_seen_page_by_page(limited: Running, monkeypatch
 
 async def test_a_conversation_that_is_running_again_still_counts(limited: Running, monkeypatch):
     """It was to leave, and its deletion is answered 409."""
-    delete = limited.app.state.sessions.delete
+    delete = limited.app.state.sessions.delete_here
 
     async def refuse(session_id, *, tenant):
         if session_id == "s0":
             raise ApiError(409, "a request of it runs", code="session_busy")
         await delete(session_id, tenant=tenant)
 
-    monkeypatch.setattr(limited.app.state.sessions, "delete", refuse)
+    monkeypatch.setattr(limited.app.state.sessions, "delete_here", refuse)
     for number in range(3):
         limited.engine.kept[TENANT, f"s{number}"] = kept(number)
     limited.app.state.quotas.changed(TENANT)

@@ -16,7 +16,7 @@ from fleet.directory import DirectoryUnavailable
 from fleet.gateway import server
 from fleet.keys import SessionName
 from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
-from fleet.records import Heartbeat, Member, Record, Roll, Taken
+from fleet.records import Heartbeat, Member, Place, Record, Roll, Taken
 from fleet.routing import Beat
 from tests.fleet.gateway.stub_replica import Answer, Asked, StubReplica
 
@@ -38,6 +38,7 @@ class FakeDirectory:
         self.is_away = False
         self.state = "closed"
         self.failures = 0
+        self.places: dict[str, int] = {}
         self.taken: list[tuple[str, str, int]] = []
 
     def _be_there(self) -> None:
@@ -61,6 +62,18 @@ class FakeDirectory:
         self._be_there()
         self.taken.append((tenant, kind, amount))
         return Taken(self.wait_s, 0.0)
+
+    async def enter(self, place: Place, *, most: int, lease_s: float) -> tuple[bool, int]:
+        self._be_there()
+        in_use = self.places.get(place.tenant, 0)
+        if in_use + place.count > most:
+            return False, in_use
+        self.places[place.tenant] = in_use + place.count
+        return True, in_use + place.count
+
+    async def leave_places(self, place: Place) -> None:
+        self._be_there()
+        self.places[place.tenant] -= place.count
 
     async def drain(self, replica: str, *, on: bool) -> None:
         self._be_there()

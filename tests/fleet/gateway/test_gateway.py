@@ -211,6 +211,7 @@ async def test_a_key_has_its_allowance_over_the_fleet():
         tenant = digest_of(KEY).hex()[:16]
         assert (await whole.stream(**bearer(KEY)))[0].status_code == 200
         assert whole.directory.taken == [(tenant, "r", 1), (tenant, "k", 0)]
+        assert whole.replicas["a"].asked[0].headers[b"x-reprise-counted"] == b"1"
         whole.directory.wait_s = 8.0
         answer, data, _ = await whole.stream(**bearer(KEY))
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
@@ -218,6 +219,7 @@ async def test_a_key_has_its_allowance_over_the_fleet():
         whole.directory.is_away = True
         statuses = [(await whole.stream(**bearer(KEY)))[0].status_code for _ in range(7)]
         assert statuses == [200] * 5 + [429] * 2, "without Redis each gateway counts by itself"
+        assert b"x-reprise-counted" not in whole.replicas["a"].asked[-1].headers, "and replicas hold the key too"
 
 
 async def test_a_key_has_only_so_many_answers_under_way():
@@ -228,11 +230,23 @@ async def test_a_key_has_only_so_many_answers_under_way():
         await one_answer(asked)
 
     async with fleet({**WITH_KEYS, "limits": {"key_requests": 2}}, a=waits) as whole:
+        tenant = digest_of(KEY).hex()[:16]
         streams = [asyncio.create_task(whole.stream(**bearer(KEY))) for _ in range(3)]
         done, _ = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result()[0].status_code for task in done] == [429]
         gate.set()
         assert sorted(answer.status_code for answer, _, _ in await asyncio.gather(*streams)) == [200, 200, 429]
+        assert whole.directory.places == {tenant: 0}
+        whole.directory.places[tenant] = 2  # of another gateway
+        answer, data, _ = await whole.stream(**bearer(KEY))
+        assert (answer.status_code, json.loads(data)["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(answer.headers["retry-after"]) >= 1
+        whole.directory.places[tenant] = 0
+        answer, _, _ = await whole.stream(CHAT | {"n": 2}, **bearer(KEY))
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        whole.directory.is_away = True
+        assert (await whole.stream(**bearer(KEY)))[0].status_code == 200
 
 
 async def test_metrics_say_where_turns_went():

@@ -1,0 +1,76 @@
+"""What a key may use and keep, counted in the whole fleet."""
+
+from collections.abc import Callable
+
+from app.tenancy.keyring import KeyLimits
+from app.tenancy.quotas import Holdings, excess
+from fleet.directory import Directory, DirectoryUnavailable
+
+OLDEST_AT_ONCE = 16  # sessions
+MAX_LEAVING = 1024  # sessions that one check deletes
+
+
+class HeldInFleet:
+    """Sessions and KV that tenants keep in the fleet. While the directory does not answer, those kept here."""
+
+    def __init__(self, *, directory: Directory, here: Holdings, longest_s: float) -> None:
+        """longest_s: the longest that a turn may run."""
+        self._directory = directory
+        self._here = here
+        self._longest_s = longest_s
+
+    async def trim(self, tenant: str, limits: KeyLimits) -> str:
+        """See `Holdings`. Every server deletes its copy of what leaves, this one too, when it hears of it. Another
+        server's check may take the same session at the same time, which counts once."""
+        try:
+            place = left = 0
+            held = await self._directory.held(tenant)
+            while excess(held.sessions, held.size_bytes, limits) and left < MAX_LEAVING:
+                found = await self._directory.held(tenant, first=place, count=OLDEST_AT_ONCE, longest_s=self._longest_s)
+                if not found.oldest:
+                    held = found
+                    break
+                for name in found.oldest:
+                    if not excess(held.sessions, held.size_bytes, limits):
+                        break
+                    if not name:
+                        place += 1
+                        continue
+                    await self._directory.forget_name(tenant, name)
+                    left += 1
+                    held = await self._directory.held(tenant)
+            return excess(held.sessions, held.size_bytes, limits)
+        except DirectoryUnavailable:
+            return await self._here.trim(tenant, limits)
+
+
+class Spending:
+    """Tells the fleet which tokens its keys have used here. One per replica, on its event loop."""
+
+    def __init__(self, *, directory: Directory, limits: Callable[[str], KeyLimits]) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._owed: dict[str, int] = {}  # tenant with an allowance -> tokens of which the directory has not heard
+
+    def add(self, tenant: str, tokens: int) -> bool:
+        """Note tokens. Returns whether there is something to tell."""
+        per_minute = self._limits(tenant).tokens_per_minute
+        if not per_minute or tokens <= 0:
+            return False
+        # Where nobody has heard of it for long, the allowance has been refilled meanwhile.
+        self._owed[tenant] = min(self._owed.get(tenant, 0) + tokens, 2 * per_minute)
+        return True
+
+    async def tell(self) -> None:
+        """Tell all of it. Raises DirectoryUnavailable; what was not told waits for the next call."""
+        while self._owed:
+            tenant = next(iter(self._owed))
+            tokens = self._owed.pop(tenant, 0)
+            per_minute = self._limits(tenant).tokens_per_minute
+            if not tokens or not per_minute:
+                continue
+            try:
+                await self._directory.take(tenant, "k", per_minute=per_minute, amount=tokens, need=0)
+            except DirectoryUnavailable:
+                self.add(tenant, tokens)
+                raise
