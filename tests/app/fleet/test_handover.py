@@ -58,7 +58,9 @@ async def say(running: Running, *messages: dict, session: str = "chat") -> str:
 
 async def test_a_conversation_goes_on_at_another_replica_with_the_ids_that_were_generated(server, tmp_path):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
-        a.engine.script.token_ids = [40, 41, 42]  # not what the tokenizer would make of their text
+        spelled = [a.engine.tokenizer.token_to_id(letter) for letter in "Hello"]
+        assert spelled != a.engine.tokenizer.encode("Hello").ids
+        a.engine.script.token_ids = spelled
         a.app.state.replica.on_head(
             Head(tenant="local", salt="", session_id="chat", turn=1, redis_tokens=5, head=b"HEAD")
         )
@@ -68,7 +70,7 @@ async def test_a_conversation_goes_on_at_another_replica_with_the_ids_that_were_
         assert (record.turn, record.redis_tokens) == (1, 5)
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
         first, second = a.engine.submitted[0].token_ids, b.engine.submitted[0].token_ids
-        assert second[: len(first) + 3] == [*first, 40, 41, 42]
+        assert second[: len(first) + len(spelled)] == [*first, *spelled]
         assert [adopt.head for adopt in b.engine.adopted] == [b"HEAD"]
         record = await directory.look(name, fingerprint=a.engine.model.fingerprint)
         assert (record.home, record.turn) == ("b", 2)
