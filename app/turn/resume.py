@@ -39,6 +39,7 @@ class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
 
     created: int  # unix time
     fingerprint: str  # of the model
+    exact: bool  # whether it computes a text's tokens alike in every company (`model.exact`)
     turns: list[TurnNote]
 
 
@@ -103,7 +104,9 @@ class StreamNotes:
             )
             for turn in self._turns
         ]
-        return _encode(OpeningNote(created=first.created, fingerprint=first.model.fingerprint, turns=turns))
+        model = first.model
+        opening = OpeningNote(created=first.created, fingerprint=model.fingerprint, exact=model.exact, turns=turns)
+        return _encode(opening)
 
     def delta(self, delta: Delta) -> bytes:
         place, index = divmod(delta.choice, len(self._turns[0].choices))
@@ -141,6 +144,7 @@ class ResumedTurn:
     note: TurnNote
     created: int
     fingerprint: str
+    exact: bool
     place: int  # among the stream's generations
     deltas: Sequence[DeltaNote]  # of all of them
 
@@ -183,7 +187,14 @@ class Resumption:
         opening = self.opening
         if place >= len(opening.turns):
             raise cannot_resume("This answer had fewer prompts.")
-        return ResumedTurn(opening.turns[place], opening.created, opening.fingerprint, place, self.deltas)
+        return ResumedTurn(
+            note=opening.turns[place],
+            created=opening.created,
+            fingerprint=opening.fingerprint,
+            exact=opening.exact,
+            place=place,
+            deltas=self.deltas,
+        )
 
     async def replay(self, turns: Sequence[NotedTurn]) -> AsyncIterator[Delta]:
         """Yield the pieces that the client has, and bring the generations' choices to where they stood. Raises ApiError

@@ -126,6 +126,8 @@ class TurnService:
             session_id = resumed.note.session_id
             if resumed.fingerprint != model.fingerprint:
                 raise cannot_resume("This answer was begun by another model.")
+            if resumed.exact != model.exact:
+                raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
         admitted = await self._admit(request, caller, model)
         try:
             try:

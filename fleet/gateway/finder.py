@@ -139,6 +139,10 @@ class Finder:
         home = self._pins.get(_name_of(tenant, "", session_id))
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
+    def cannot_serve(self, model: str) -> frozenset[str]:
+        """Return the replicas of other models; nobody, if no replica serves this one."""
+        return self._others(model, "")
+
     def runs_at(self, response_id: str) -> str | None:
         """Return the replica at which a response runs in the background, if it does."""
         return runs_at(response_id, self._members.beats)

@@ -14,7 +14,8 @@ from app.http.event_stream import send_within
 from fleet.gateway.finder import Finder
 from fleet.gateway.http_client import Connection, ReplicaFailed
 from fleet.gateway.replicas import Replicas
-from fleet.gateway.turn import Headers, forwarded, returned, target_of
+from fleet.gateway.turn import LONG_BODY_BYTES, Headers, forwarded, returned, target_of
+from fleet.identify import read_body
 from fleet.protocol import COUNTED_HEADER, RELAY_HEADER, relay_token
 from fleet.routing import NoReplica
 
@@ -22,7 +23,7 @@ MAX_TRIES = 3
 MAX_ANSWER_BYTES = 8 << 20  # of one replica, where several are asked
 MAX_AT_ONCE = 16  # replicas asked at once
 ASK_S = 10.0  # longest wait for one of them
-SESSIONS, RESPONSES = "/v1/sessions/", "/v1/responses/"
+SESSIONS, RESPONSES, MODELS = "/v1/sessions/", "/v1/responses/", "/v1/models/"
 _SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
 
 
@@ -43,6 +44,7 @@ class Passing:
         the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
+        foreign = self._finder.cannot_serve(model) if (model := await _model_of(request, body)) else frozenset()
         headers = headers_of(request, body)
         if is_counted:
             headers += counted(self._fleet_key, path=request.url.path, request_id=request.scope["state"]["request_id"])
@@ -50,7 +52,11 @@ class Passing:
         tried: set[str] = set()
         while len(tried) < MAX_TRIES:
             try:
-                name = home if home is not None and home not in tried else self._finder.any_replica(tenant, tried=tried)
+                name = (
+                    home
+                    if home is not None and home not in tried
+                    else self._finder.any_replica(tenant, tried=tried | foreign)
+                )
             except NoReplica:
                 break
             tried.add(name)
@@ -120,6 +126,17 @@ class Passing:
         while data := await connection.read():
             await send_within(send, data, self._send_timeout_s)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _model_of(request: Request, body: bytes) -> str:
+    """Return the model that a request is about; "" if any replica may answer it."""
+    path = request.url.path
+    if path.startswith(MODELS):
+        return path[len(MODELS) :]
+    if not body:
+        return ""
+    said = await asyncio.to_thread(read_body, body) if len(body) > LONG_BODY_BYTES else read_body(body)
+    return said.model if said is not None and isinstance(said.model, str) else ""
 
 
 def _first(path: str, prefix: str) -> str:

@@ -205,6 +205,20 @@ async def test_the_models_of_all_replicas_are_one_list():
         assert sum(len(replica.asked) for replica in whole.replicas.values()) == 2, "one of each model"
 
 
+async def test_what_is_about_a_model_is_asked_of_a_replica_that_serves_it():
+    async with fleet(a=echo, b=echo) as whole:
+        whole.hear("b", fingerprint="aa", model="org/other", aliases=("o",))
+        await whole.refresh()
+        for name, replica in (("m", "a"), ("org/other", "b"), ("o", "b")):
+            asked = whole.replicas[replica].asked
+            for count in range(1, 3):
+                await whole.client.get(f"/v1/models/{name}")
+                assert asked[-1].target.decode() == f"/v1/models/{name}"
+                await whole.client.post("/tokenize", json={"model": name, "prompt": f"{count}"})
+                assert json.loads(asked[-1].body)["prompt"] == f"{count}"
+        assert (await whole.client.get("/v1/models/nobody-has-it")).status_code == 200, "a replica says that it is not"
+
+
 async def test_a_key_has_its_allowance_over_the_fleet():
     limits = {**WITH_KEYS, "limits": {"key_requests_per_minute": 5, "key_tokens_per_minute": 100}}
     async with fleet(limits, a=one_answer) as whole:
