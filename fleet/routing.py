@@ -22,7 +22,6 @@ Source = Literal["new", "dram", "disk", "redis", "compute"]
 
 STALE_S = 3.0  # a replica whose last beat is older gets nothing: three beats are missing
 _HYSTERESIS_S = 0.05
-_PRICE = 4.0  # a move must save so many times the work that it adds to the fleet
 _OCCUPIES = 0.3  # share of an exposed load during which a replica cannot work on others
 _REDIS_SHARE = 0.5  # of Redis' rate may be used for moves
 _BURST_S = 2.0  # of that rate may be used at once
@@ -247,6 +246,9 @@ class TokenBucket:
 class Router:
     """Chooses replicas and counts what it assigns. Single-threaded; draws come from `rng`."""
 
+    price = 4.0  # a move must save so many times the work that it adds to the fleet
+    looks = 2  # other replicas, drawn at random, that are compared
+
     def __init__(self, *, view: FleetView, rng: random.Random) -> None:
         self.view = view
         self._rng = rng
@@ -269,9 +271,13 @@ class Router:
             why: Reason = "drain" if beat is not None and beat.draining and home not in excluded else "dead"
             return self._anywhere(question, now, excluded, "moved", why)
         at_home = self.view.cost(home, question, now)
-        if at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s:
+        if self.hardly_waits(at_home):
             return self.assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
         return self.home_or_other(question, home, at_home, now, excluded)
+
+    def hardly_waits(self, at_home: Cost) -> bool:
+        """Return whether a turn stays at home without a look at others: waiting does not dominate there."""
+        return at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:
         """Choose by rendezvous hashing, the same on every gateway: for when the directory cannot be asked. Raises
@@ -282,8 +288,8 @@ class Router:
         return Choice(rendezvous(session, names), "fallback")
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
-        """Choose the cheaper of two at random. What it must load is not refused, but the budget knows of it."""
-        found = self.cheaper_of_two(question, now, excluded)
+        """Choose the cheapest of those drawn. What it must load is not refused, but the budget knows of it."""
+        found = self.cheapest_drawn(question, now, excluded)
         if found is None:
             raise NoReplica
         name, cost = found
@@ -296,12 +302,12 @@ class Router:
         """Choose for a turn that would wait at home, and count it."""
         if not self._is_rate_known:
             self._budget.set_rate(_REDIS_SHARE * self.view.redis_bytes_per_s(), now)
-        found = self.cheaper_of_two(question, now, excluded, home)
+        found = self.cheapest_drawn(question, now, excluded, home)
         refused: Refusal = ""
         if found is not None:
             name, cost = found
             extra_s = max(0.0, cost.work_s - at_home.work_s)
-            if cost.source == "compute" or cost.total_s + _HYSTERESIS_S + _PRICE * extra_s >= at_home.total_s:
+            if cost.source == "compute" or cost.total_s + _HYSTERESIS_S + self.price * extra_s >= at_home.total_s:
                 refused = "guard" if cost.total_s + _HYSTERESIS_S < at_home.total_s else ""
             elif not self._budget.take(cost.redis_bytes, now):
                 refused = "budget"
@@ -309,10 +315,10 @@ class Router:
                 return self.assigned(Choice(name, "moved", "wait", cost_s=cost.total_s), cost, now)
         return self.assigned(Choice(home, "home", refused=refused, cost_s=at_home.total_s), at_home, now)
 
-    def cheaper_of_two(
+    def cheapest_drawn(
         self, question: Question, now: float, excluded: Container[str], home: str | None = None
     ) -> tuple[str, Cost] | None:
-        """Return the cheaper of two replicas drawn at random; equals are a matter of the draw. None if there is none
+        """Return the cheapest of some replicas drawn at random; equals are a matter of the draw. None if there is none
         but `home` and `excluded`."""
         best: tuple[str, Cost] | None = None
         for name in self._draw(now, excluded, home):
@@ -322,23 +328,23 @@ class Router:
         return best
 
     def _draw(self, now: float, excluded: Container[str], home: str | None) -> list[str]:
-        """Draw two open replicas, or as many as there are."""
+        """Draw `looks` open replicas, or as many as there are."""
 
         def is_candidate(name: str) -> bool:
             return name != home and name not in excluded and self.view.is_open(name, now)
 
         names = self.view.names
         drawn: list[str] = []
-        for _ in range(8):  # mostly two draws are enough, however large the fleet
+        for _ in range(4 * self.looks):  # mostly a few draws are enough, however large the fleet
             if not names:
                 return []
             name = names[self._rng.randrange(len(names))]
             if name not in drawn and is_candidate(name):
                 drawn.append(name)
-                if len(drawn) == 2:
+                if len(drawn) == self.looks:
                     return drawn
         candidates = [name for name in names if is_candidate(name)]
-        return self._rng.sample(candidates, min(2, len(candidates)))
+        return self._rng.sample(candidates, min(self.looks, len(candidates)))
 
     def assigned(self, choice: Choice, cost: Cost, now: float) -> Choice:
         self.view.assign(choice.replica, cost.work_s, now)

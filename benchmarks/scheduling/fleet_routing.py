@@ -4,16 +4,18 @@
     python -m benchmarks.scheduling.fleet_routing --parts large     1,000 replicas; about a million turns
 
 Replicas are the event-driven simulator's servers (the server's own queue and eviction policies; a model of 8B on an
-A100, 60 GB of DRAM, 25 Gbit/s Ethernet). Chats and one agent in ten sessions begin independently of each other. Load is
-a share of what one replica finishes whose batch is always full. A fleet carries more than 1 for a while, since sessions
-that have just begun have short contexts. A gateway knows beats that are up to a second old; Redis has a rate that loads
-and uploads share.
+A100, 60 GB of DRAM, 25 Gbit/s Ethernet). Chats and one agent in ten sessions begin independently of each other. As
+many as there are after a long time are under way at the start: in a fleet that begins empty contexts are short, and
+nobody waits at loads that it cannot carry for long. Load is a share of what one replica finishes whose batch is always
+full. A gateway knows beats that are up to a second old; Redis has a rate that loads and uploads share.
 
     grid    policies at several loads and rates of Redis; contexts of at most 32,768 tokens
-    long    contexts of at most 120,000 tokens
+    tried   variants of guarded routing at load 0.9
+    many    more replicas
+    agents  three agents in ten sessions
     kill    one replica ends without a warning; turns of the 40 s after it, with and without Redis
-    late    guarded routing with older beats and more gateways
-    large   1,000 replicas, guarded routing and hashing, and what a turn costs to simulate
+    late    guarded and unguarded routing with younger and older beats, and with more gateways
+    large   1,000 replicas, guarded routing and hashing, and what a turn costs to simulate; begins empty
 
 Expected: guarded routing has at most 0.6 of hashing's p95 TTFT at loads from 0.7 on with ample Redis, at most 1.02
 of sticky sessions' at every rate, at most 1.2 of a clairvoyant's at half load, and after a kill at most 0.2 of what
@@ -34,16 +36,28 @@ from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from loadgen.fleet import books
+from loadgen.fleet.baselines import VARIANTS
 from loadgen.fleet.result import FleetResult, summarize
 from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import LINK_BYTES_PER_S, REPLICA, SERVER, conversations, sessions_per_s
+from loadgen.fleet.workload import (
+    LINK_BYTES_PER_S,
+    REPLICA,
+    SERVER,
+    already_under_way,
+    conversations,
+    lifetime_s,
+    sessions_per_s,
+)
+from loadgen.workloads.workload import Conversation
 
-PARTS = ("grid", "long", "kill", "late", "large")
+PARTS = ("grid", "tried", "many", "agents", "kill", "late", "large")
 HASHING, STICKY, CLAIRVOYANT, AFTER_KILL = 0.6, 1.02, 1.2, 0.2
-KILL_LOAD, AFTER_KILL_S = 1.0, 40.0
+AFTER_KILL_S = 40.0
 CLAIRVOYANT_LOAD = 0.5
-LARGE = 1000
-SHORT, LONG = 32_768, 120_000  # tokens of a context at most
+MANY, LARGE = 32, 1000
+LARGE_S = 300.0
+MOST_TOKENS = 32_768  # of a context
+WARM = 0.35  # of the time does not count: homes are hashed at the start
 AMPLE = "ample"
 
 Row = dict[str, Any]
@@ -52,19 +66,13 @@ Row = dict[str, Any]
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
     cells = [cell for part in arguments.parts for cell in cells_of(part, arguments)]
-    capacity = {
-        most: sessions_per_s(
-            REPLICA, SERVER, conversations(rate_per_s=1.0, duration_s=1600.0, seed=0, most_tokens=most)
-        )
-        for most in sorted({cell["most_tokens"] for cell in cells})
-    }
+    capacity = {agents: capacity_of(agents) for agents in sorted({cell["agents"] for cell in cells})}
     result: dict[str, Any] = {
         "replica": {
             "sessions_per_s": capacity,
             "dram_gb": REPLICA.dram_bytes / 1e9,
             "link_gb_per_s": LINK_BYTES_PER_S / 1e9,
         },
-        "replicas": arguments.replicas,
         "seconds": arguments.seconds,
         "rounds": arguments.rounds,
         "rows": [],
@@ -76,56 +84,75 @@ def measure(run: Run) -> dict[str, Any]:
             run.describe(" ".join(str(cell[key]) for key in ("part", "load", "redis", "policy")))
             result["rows"].append(cell | found)
             run.advance()
-            run.keep(result)
+            run.keep(result | {"held": held(result["rows"])})
     return result | {"held": held(result["rows"])}
+
+
+def drawn(agents: float, rate_per_s: float, duration_s: float, seed: int) -> list[Conversation]:
+    return conversations(
+        rate_per_s=rate_per_s, duration_s=duration_s, seed=seed, agents=agents, most_tokens=MOST_TOKENS
+    )
+
+
+def capacity_of(agents: float) -> float:
+    """Return how many such conversations a second a replica finishes whose batch is always full."""
+    return sessions_per_s(REPLICA, SERVER, drawn(agents, 1.0, 1600.0, 0))
 
 
 def cells_of(part: str, arguments: Any) -> Iterator[Row]:
     """What is simulated for a part. redis: GB/s of the fleet, `ample` for as much as all links, 0 for none."""
-    plain = {"part": part, "replicas": arguments.replicas, "most_tokens": SHORT, "gateways": 1, "beat_s": 1.0}
+    plain = {"part": part, "replicas": arguments.replicas, "agents": 0.1, "gateways": 1, "beat_s": 1.0, "redis": AMPLE}
+    slow = min(arguments.redis, default=AMPLE)
     if part == "grid":
         for load in arguments.loads:
-            for redis in (*arguments.redis, AMPLE):
-                for policy in ("sticky", "guarded"):
+            for policy in ("hash", "sticky", "guarded", "clairvoyant", "cheapest"):
+                yield plain | {"load": load, "policy": policy}
+            for redis in arguments.redis:
+                for policy in ("sticky", "guarded", *(["cheapest"] if redis == slow else [])):
                     yield plain | {"load": load, "redis": redis, "policy": policy}
-            for policy in ("hash", "cheapest", *(["clairvoyant"] if load == CLAIRVOYANT_LOAD else [])):
-                yield plain | {"load": load, "redis": AMPLE, "policy": policy}
-            yield plain | {"load": load, "redis": min(arguments.redis, default=AMPLE), "policy": "cheapest"}
-    elif part == "long":
-        for load in arguments.long_loads:
-            for redis in (min(arguments.redis, default=AMPLE), AMPLE):
-                for policy in ("sticky", "guarded", *(["hash"] if redis == AMPLE else [])):
-                    yield plain | {"most_tokens": LONG, "load": load, "redis": redis, "policy": policy}
+    elif part == "tried":
+        for redis in (AMPLE, slow):
+            for policy in VARIANTS:
+                yield plain | {"part": "grid", "load": 0.9, "redis": redis, "policy": policy}
+    elif part == "many":
+        for policy in ("hash", "sticky", "guarded"):
+            yield plain | {"replicas": MANY, "load": 0.9, "policy": policy}
+    elif part == "agents":
+        for policy in ("hash", "sticky", "guarded"):
+            yield plain | {"agents": 0.3, "load": 0.9, "policy": policy}
     elif part == "kill":
-        for redis in (0, AMPLE):
-            for policy in ("hash", "guarded"):
-                yield plain | {"most_tokens": LONG, "load": KILL_LOAD, "redis": redis, "policy": policy}
+        for load in (0.7, 0.9):
+            for redis, policy in ((0, "hash"), (0, "guarded"), (AMPLE, "hash"), (AMPLE, "guarded")):
+                yield plain | {"load": load, "redis": redis, "policy": policy}
     elif part == "late":
-        for gateways, beat_s in ((1, 0.2), (1, 2.5), (4, 1.0)):
-            yield plain | {"load": 0.7, "redis": AMPLE, "policy": "guarded", "gateways": gateways, "beat_s": beat_s}
+        for gateways, beat_s in ((1, 0.2), (1, 5.0), (4, 1.0)):
+            for policy in ("guarded", "cheapest"):
+                yield plain | {"load": 0.9, "policy": policy, "gateways": gateways, "beat_s": beat_s}
     else:
-        for policy in ("hash", "guarded"):
-            yield plain | {"replicas": LARGE, "load": 0.7, "redis": AMPLE, "policy": policy}
+        for policy in ("guarded", "hash"):
+            yield plain | {"replicas": LARGE, "load": 0.7, "policy": policy}
 
 
-def play(cell: Row, capacity: Mapping[int, float], seconds: float, rounds: int) -> Row:
+def play(cell: Row, capacity: Mapping[float, float], seconds: float, rounds: int) -> Row:
     """Simulate a cell in all rounds, and put their turns together."""
-    replicas, redis = cell["replicas"], cell["redis"]
-    rounds = 1 if cell["part"] == "large" else rounds
+    replicas, redis, is_large = cell["replicas"], cell["redis"], cell["part"] == "large"
+    rounds, seconds = (1, LARGE_S) if is_large else (rounds, seconds)
     kill_s = 0.75 * seconds if cell["part"] == "kill" else math.inf
-    span = (0.5 * seconds, seconds) if kill_s == math.inf else (kill_s, kill_s + AFTER_KILL_S)
+    span = (WARM * seconds, seconds) if kill_s == math.inf else (kill_s, kill_s + AFTER_KILL_S)
     config = FleetConfig(
         replicas=replicas, policy=cell["policy"], machine=REPLICA, server=SERVER, gateways=cell["gateways"],
         beat_s=cell["beat_s"], link_bytes_per_s=LINK_BYTES_PER_S, until_s=seconds, kill_s=kill_s,
         redis_bytes_per_s=replicas * LINK_BYTES_PER_S if redis == AMPLE else 1e9 * redis,
     )  # fmt: skip
+    agents = cell["agents"]
+    rate = cell["load"] * capacity[agents] * replicas
+    since_s = 0.0 if is_large else max(lifetime_s(one, REPLICA) for one in drawn(agents, 1.0, 1000.0, 0))
     began_s = time.process_time()
     fleets = []
     for number in range(rounds):
-        most = cell["most_tokens"]
-        rate = cell["load"] * capacity[most] * replicas
-        workload = conversations(rate_per_s=rate, duration_s=seconds, seed=1000 + number, most_tokens=most)
-        fleets.append(FleetSimulation(workload, replace(config, seed=number)))
+        begun = drawn(agents, rate, since_s + seconds, 1000 + number)
+        workload, histories = already_under_way(begun, REPLICA, since_s=since_s)
+        fleets.append(FleetSimulation(workload, replace(config, seed=number), histories=histories))
         fleets[-1].run()
         books.check(fleets[-1])
     spent_s = time.process_time() - began_s
@@ -151,26 +178,27 @@ def held(rows: Sequence[Row]) -> dict[str, bool]:
     """Judge what was simulated."""
     found: dict[str, bool] = {}
     for row in rows:
-        if row["policy"] != "guarded" or row["part"] not in ("grid", "long", "kill"):
+        if row["policy"] != "guarded" or row["part"] in ("late", "large"):
             continue
-        same = {key: row[key] for key in ("part", "most_tokens", "load", "redis")}
+        same = {key: row[key] for key in ("part", "replicas", "agents", "load", "redis")}
         own, load, redis = row["ttft_p95_s"], row["load"], row["redis"]
-        where = f"{row['most_tokens']:,} tokens, load {load:g}, Redis {redis if redis == AMPLE else f'{redis:g} GB/s'}"
+        rate = redis if redis == AMPLE else f"{redis:g} GB/s"
+        where = f"{row['part']}: {row['replicas']} replicas, load {load:g}, Redis {rate}"
+
+        def judge(policy: str, most: float, words: str, same: Row = same, own: float = own, where: str = where) -> None:
+            ratio = own / p95_s(rows, **same, policy=policy)
+            if not math.isnan(ratio):
+                found[f"{where}: {ratio:.2f} <= {most:g} of {words}"] = ratio <= most
+
         if row["part"] == "kill":
             if redis == AMPLE:
-                without_s = p95_s(rows, **same | {"redis": 0}, policy="hash")
-                found[f"{where}: after a kill {own / without_s:.2f} <= {AFTER_KILL:g} of hashing without Redis"] = (
-                    own <= AFTER_KILL * without_s
-                )
+                judge("hash", AFTER_KILL, "hashing without Redis, after a kill", same | {"redis": 0})
             continue
-        ratio = own / p95_s(rows, **same, policy="sticky")
-        found[f"{where}: {ratio:.2f} <= {STICKY:g} of sticky sessions"] = ratio <= STICKY
+        judge("sticky", STICKY, "sticky sessions")
         if redis == AMPLE and load >= 0.7:
-            ratio = own / p95_s(rows, **same, policy="hash")
-            found[f"{where}: {ratio:.2f} <= {HASHING:g} of hashing"] = ratio <= HASHING
+            judge("hash", HASHING, "hashing")
         if redis == AMPLE and load == CLAIRVOYANT_LOAD:
-            ratio = own / p95_s(rows, **same, policy="clairvoyant")
-            found[f"{where}: {ratio:.2f} <= {CLAIRVOYANT:g} of a clairvoyant"] = ratio <= CLAIRVOYANT
+            judge("clairvoyant", CLAIRVOYANT, "a clairvoyant")
     return found
 
 
@@ -178,7 +206,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     table = Table(title="TTFT in ms; redis, computed: shares of the history, by where it was found")
     for column in (
         "part",
-        "tokens",
+        "replicas",
         "load",
         "Redis GB/s",
         "policy",
@@ -194,7 +222,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     for row in result["rows"]:
         sent = sum(row["routes"].get(route, 0) for route in ("home", "new", "moved"))
         table.add_row(
-            row["part"], f"{row['most_tokens']:,}", f"{row['load']:g}", str(row["redis"]), row["policy"],
+            row["part"], f"{row['replicas']:,}", f"{row['load']:g}", str(row["redis"]), row["policy"],
             *(f"{1e3 * row[f'ttft_{name}_s']:,.0f}" for name in ("p50", "p95", "p99")),
             f"{row['routes'].get('moved', 0) / sent:.1%}", f"{row['tokens']['redis']:.1%}",
             f"{row['tokens']['computed']:.1%}", str(row["us_per_turn"]),
@@ -203,12 +231,15 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["grid", "long", "kill", "late"])
-    parser.add_argument("--replicas", type=int, default=6, help="of all parts but `large`")
-    parser.add_argument("--seconds", type=float, default=900.0, help="of the virtual clock; the second half counts")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=["grid", "tried", "kill", "agents", "late", "many"]
+    )
+    parser.add_argument("--replicas", type=int, default=6, help="of all parts but `many` and `large`")
+    parser.add_argument(
+        "--seconds", type=float, default=450.0, help="of the virtual clock; the first third is not counted"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once, each in a process of its own")
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.7, 0.9])
-    parser.add_argument("--long-loads", nargs="+", type=float, default=[0.7, 1.2], help="of the part `long`")
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.9, 0.7, 0.5])
     parser.add_argument("--redis", nargs="+", type=float, default=[0.25, 2.0], help="GB/s, beside ample Redis")
 
 
@@ -217,7 +248,7 @@ EXPERIMENT = Experiment(
     about=__doc__, measure=measure, show=show, options=options, rounds=2,
     rounds_help="workloads; their turns count together",
     quick=Quick(
-        {"parts": ["grid"], "loads": [0.7], "redis": [], "replicas": 4, "seconds": 300.0, "rounds": 1},
+        {"parts": ["grid"], "loads": [0.7], "redis": [], "replicas": 4, "seconds": 200.0, "rounds": 1},
         (Figure("guarded / hash, p95 TTFT, ample Redis",
                 lambda result: p95_s(result["rows"], part="grid", load=0.7, redis=AMPLE, policy="guarded")
                 / p95_s(result["rows"], part="grid", load=0.7, redis=AMPLE, policy="hash"), 1.5),),

@@ -25,11 +25,11 @@ class Hashing:
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
         if self._among != self._view.names:
             self._among, self._chosen = list(self._view.names), {}
-        names = [name for name in self._among if self._view.is_open(name, now) and name not in excluded]
-        if not names:
-            raise NoReplica
         name = self._chosen.get(question.session)
         if name is None or name in excluded or not self._view.is_open(name, now):
+            names = [name for name in self._among if self._view.is_open(name, now) and name not in excluded]
+            if not names:
+                raise NoReplica
             name = self._chosen[question.session] = rendezvous(question.session, names)
         return Choice(name, "home" if name == question.home else "moved" if question.home else "new")
 
@@ -66,10 +66,29 @@ class Cheapest(Router):
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
     ) -> Choice:
-        found = self.cheaper_of_two(question, now, excluded, home)
+        found = self.cheapest_drawn(question, now, excluded, home)
         if found is not None and found[1].total_s < at_home.total_s - 0.05:
             return self.assigned(Choice(found[0], "moved", "wait", cost_s=found[1].total_s), found[1], now)
         return self.assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
+
+
+class FourLooks(Router):
+    """Compares four others instead of two."""
+
+    looks = 4
+
+
+class CheapMoves(Router):
+    """A move must save as much as the work that it adds, not four times as much."""
+
+    price = 1.0
+
+
+class EagerMoves(FourLooks, CheapMoves):
+    """Both, and looks at others whenever a turn would wait at all."""
+
+    def hardly_waits(self, at_home: Cost) -> bool:
+        return at_home.wait_s <= 0.05
 
 
 class Clairvoyant:
@@ -102,9 +121,13 @@ def make_policy(
         "sticky": lambda: Sticky(view=view, rng=rng),
         "cheapest": lambda: Cheapest(view=view, rng=rng),
         "guarded": lambda: Router(view=view, rng=rng),
+        "four-looks": lambda: FourLooks(view=view, rng=rng),
+        "cheap-moves": lambda: CheapMoves(view=view, rng=rng),
+        "eager-moves": lambda: EagerMoves(view=view, rng=rng),
         "clairvoyant": lambda: Clairvoyant(view, exact),
     }
     return makers[name]()
 
 
-POLICIES = ("round-robin", "hash", "sticky", "cheapest", "guarded", "clairvoyant")
+VARIANTS = ("four-looks", "cheap-moves", "eager-moves")  # of "guarded"
+POLICIES = ("round-robin", "hash", "sticky", "cheapest", "guarded", *VARIANTS, "clairvoyant")

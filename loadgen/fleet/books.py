@@ -26,7 +26,7 @@ def check(fleet: FleetSimulation) -> None:
 
 def _check_turns(fleet: FleetSimulation) -> None:
     """Every turn was answered once, in its order, and knew no more than was said before."""
-    contexts: dict[str, int] = {}
+    contexts = dict(fleet.histories)
     turns: dict[str, int] = {}
     for record in sorted(fleet.records, key=lambda record: (record.started_s, record.turn)):
         name, turn = record.session_id, record.turn

@@ -9,11 +9,11 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fleet.routing import Beat, Choice, FleetView, Question, Router
+from fleet.routing import Beat, Choice, FleetView, Question, Router, rendezvous
 from fleet.scaling import Limits, Signals, WaitWindow, wanted
 from loadgen.fleet.baselines import Policy, make_policy
 from loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
@@ -104,10 +104,17 @@ class _Replica:
 
 
 class FleetSimulation:
-    """One run. Deterministic: chance comes from the workload and `config.seed`."""
+    """One run. Deterministic: chance comes from the workload and `config.seed`.
 
-    def __init__(self, conversations: Sequence[Conversation], config: FleetConfig) -> None:
+    histories: tokens that conversations have behind them at the start. Their homes are hashed then, whatever the
+    policy, and have their KV; Redis has none of it.
+    """
+
+    def __init__(
+        self, conversations: Sequence[Conversation], config: FleetConfig, *, histories: Mapping[str, int] | None = None
+    ) -> None:
         self.config = config
+        self.histories = histories or {}
         self.now = 0.0
         self.redis = (
             SimulatedRedis(
@@ -141,8 +148,11 @@ class FleetSimulation:
                 policy.set_redis_rate(config.redis_bytes_per_s / config.gateways, 0.0)
         for _ in range(config.replicas):
             self._add_replica(None)
-        for conversation in conversations:
-            self._push(conversation.start_s, self._send, LiveSession(conversation))
+        for conversation in sorted(conversations, key=lambda one: -one.start_s):  # who comes next was used last
+            session = LiveSession(conversation, context=self.histories.get(conversation.session_id, 0))
+            if session.context:
+                self._settle(session)
+            self._push(conversation.start_s, self._send, session)
         for phase in range(_BEAT_PHASES):
             self._push(config.beat_s * phase / _BEAT_PHASES, self._beat, phase)
         self._push(config.kill_s, self._kill, "r0")
@@ -165,6 +175,14 @@ class FleetSimulation:
     def ttft_s(self, record: TurnRecord) -> float:
         """Return the time to the first token as the client saw it."""
         return record.first_token_s - self.asked_s.get((record.session_id, record.turn), record.arrived_s)
+
+    def _settle(self, session: LiveSession) -> None:
+        """Give a conversation that is under way a home with its KV."""
+        name = rendezvous(session.name, list(self.replicas))
+        store = self.replicas[name].server.store
+        store.arrived(session.name, self.now, session.context - 1)
+        store.save(session.name, session.context - 1, 0, self.now)
+        self._homes[session.name] = _Home(name, self.now, session.context - 1)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

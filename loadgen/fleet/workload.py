@@ -31,7 +31,9 @@ REPLICA = Machine(
     dram_bytes=60e9,
     disk_bytes=1.5e12,
 )
-SERVER = Config(scheduler="car-hidden", load_ahead=4, recompute_if_faster=True, chunk_tokens=2048)
+SERVER = Config(
+    scheduler="car-hidden", load_ahead=4, starts_past_loads=True, recompute_if_faster=True, chunk_tokens=2048
+)
 
 
 def conversations(
@@ -62,6 +64,43 @@ def conversations(
         if turns:
             found.append(Conversation(f"c{len(found)}", "", start_s, tuple(turns)))
         start_s += rng.expovariate(rate_per_s)
+    return found
+
+
+def already_under_way(
+    drawn: Sequence[Conversation], machine: Machine, *, since_s: float
+) -> tuple[list[Conversation], dict[str, int]]:
+    """Return conversations as they are `since_s` later, and the tokens that those under way then have behind them. What
+    begins later is the same, so much earlier. With `since_s` as long as the longest conversation as many end as
+    begin."""
+    found: list[Conversation] = []
+    histories: dict[str, int] = {}
+    for one in drawn:
+        asked_s = [one.start_s + at_s - since_s for at_s in _asked_s(one, machine)]
+        done = sum(at_s < 0 for at_s in asked_s)
+        if done == len(one.turns):
+            continue
+        rest = (replace(one.turns[done], think_s=0.0), *one.turns[done + 1 :])
+        found.append(replace(one, start_s=asked_s[done], turns=rest))
+        if done:
+            histories[one.session_id] = sum(turn.prompt_tokens + turn.answer_tokens for turn in one.turns[:done])
+    return found, histories
+
+
+def lifetime_s(conversation: Conversation, machine: Machine) -> float:
+    """Return about how long it is from a conversation's first prompt to its last."""
+    return _asked_s(conversation, machine)[-1]
+
+
+def _asked_s(conversation: Conversation, machine: Machine) -> list[float]:
+    """Return about when its prompts come, in seconds after the first. Steps are taken to be twice as long as with a
+    batch of one short context, and nothing waits."""
+    found: list[float] = []
+    at_s = 0.0
+    for turn in conversation.turns:
+        at_s += turn.think_s if found else 0.0
+        found.append(at_s)
+        at_s += 2 * machine.costs.decode_s(1, 1, 0) * turn.answer_tokens
     return found
 
 

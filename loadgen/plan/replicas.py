@@ -1,11 +1,12 @@
 """Plans a fleet: how many replicas a load needs so that few turns wait longer than they may, and what Redis it needs.
 
-Simulates a few replicas with the gateway's own routing, which stand for a fleet of several sizes, from the least that
-could do the work. Their Redis is as fast as their links and holds everything, so that what they ask of it can be read.
+Simulates a few replicas with the gateway's own routing, which stand for a fleet of several sizes. At the start as many
+conversations are under way as after a long time: a fleet that begins empty hardly waits for a while, however small it
+is. Redis is as fast as the replicas' links and holds everything, so that what they ask of it can be read.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from loadgen.fleet import books
 from loadgen.fleet.result import summarize
 from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import LINK_BYTES_PER_S, SERVER, sessions_per_s
+from loadgen.fleet.workload import LINK_BYTES_PER_S, SERVER, already_under_way, lifetime_s, sessions_per_s
 from loadgen.plan.plan import amount, workload
 from loadgen.sim import Machine
 from loadgen.workloads.synthetic import Distribution
@@ -22,7 +23,8 @@ from loadgen.workloads.workload import Conversation, fitted
 
 _SIMULATED = 4  # replicas at most; of a larger fleet, so many with their share of the load
 _LEAST_S, _LEAST_SESSIONS = 600.0, 400  # of a simulation
-_WARM = 1 / 3  # of it does not count
+_DRAWS = 4  # of conversations; their turns count together: near its limit, a fleet's wait differs much between draws
+_WARM = 1 / 3  # of a simulation does not count
 _GROWTH = 1.15  # from row to row
 _ROWS = 8  # at most
 _USED = 0.5  # share of Redis' rate to plan for
@@ -59,44 +61,49 @@ def plan_replicas(
     machine: Machine, *, rate: float, ttft_target_s: float, ttl_s: float, think_time: str, distribution: Distribution,
     seed: int, progress: Callable[[int], None],
 ) -> FleetPlan:  # fmt: skip
-    """Simulate growing fleets until one meets the target. rate: conversations that begin a second. Conversations end
-    before they overflow the window. Raises ValueError."""
+    """Simulate growing fleets until one meets the target, or shrinking ones until one does not. rate: conversations
+    that begin a second. They end before they overflow the window. Raises ValueError."""
 
-    def drawn(sessions: int, rate: float) -> list[Conversation]:
+    def drawn(sessions: int, rate: float, seed: int) -> list[Conversation]:
         found = workload(
             machine, sessions=sessions, sessions_per_s=rate, think_time=think_time, distribution=distribution, seed=seed
         )
         return [one for one in (fitted(each, machine.window - 1, 0) for each in found) if one.turns]
 
-    capacity = sessions_per_s(machine, SERVER, drawn(_LEAST_SESSIONS, 1.0))
-    replicas = max(1, math.ceil(rate / capacity))
-    rows: list[FleetRow] = []
-    while len(rows) < _ROWS:
+    sample = drawn(_LEAST_SESSIONS, 1.0, seed)
+    capacity = sessions_per_s(machine, SERVER, sample)
+    since_s = max(lifetime_s(one, machine) for one in sample)
+
+    def row(replicas: int) -> FleetRow:
         progress(replicas)
         simulated = min(replicas, _SIMULATED)
         share = rate * simulated / replicas
         duration_s = max(_LEAST_S, _LEAST_SESSIONS / share)
-        conversations = drawn(math.ceil(duration_s * share), share)
-        rows.append(_row(machine, conversations, duration_s, simulated, replicas, ttl_s, seed))
-        if rows[-1].ttft_p95_s <= ttft_target_s:
-            break
-        replicas = max(replicas + 1, math.ceil(_GROWTH * replicas))
+        config = FleetConfig(
+            replicas=simulated, policy="guarded", machine=machine, server=SERVER, until_s=duration_s, seed=seed,
+            redis_bytes_per_s=simulated * LINK_BYTES_PER_S, link_bytes_per_s=LINK_BYTES_PER_S,
+        )  # fmt: skip
+        fleets: list[FleetSimulation] = []
+        for number in range(_DRAWS):
+            begun = drawn(math.ceil((since_s + duration_s) * share), share, seed + number)
+            conversations, histories = already_under_way(begun, machine, since_s=since_s)
+            fleets.append(FleetSimulation(conversations, config, histories=histories))
+            fleets[-1].run()
+            books.check(fleets[-1])
+        return _row(fleets, replicas, ttl_s)
+
+    rows = [row(max(1, math.ceil(rate / capacity)))]
+    while len(rows) < _ROWS and rows[-1].ttft_p95_s > ttft_target_s:
+        rows.append(row(max(rows[-1].replicas + 1, math.ceil(_GROWTH * rows[-1].replicas))))
+    while len(rows) < _ROWS and rows[0].replicas > 1 and rows[0].ttft_p95_s <= ttft_target_s:
+        rows.insert(0, row(min(rows[0].replicas - 1, math.floor(rows[0].replicas / _GROWTH))))
     return FleetPlan(f"{rate:g} sessions a second", machine.name, capacity, ttft_target_s, tuple(rows))
 
 
-def _row(
-    machine: Machine, conversations: list[Conversation], duration_s: float, simulated: int, replicas: int, ttl_s: float,
-    seed: int,
-) -> FleetRow:  # fmt: skip
-    config = FleetConfig(
-        replicas=simulated, policy="guarded", machine=machine, server=SERVER, until_s=duration_s, seed=seed,
-        redis_bytes_per_s=simulated * LINK_BYTES_PER_S, link_bytes_per_s=LINK_BYTES_PER_S,
-    )  # fmt: skip
-    fleet = FleetSimulation(conversations, config)
-    fleet.run()
-    books.check(fleet)
-    result = summarize([fleet], from_s=_WARM * duration_s, to_s=duration_s)
-    of_all = replicas / simulated / duration_s / 1e9
+def _row(fleets: Sequence[FleetSimulation], replicas: int, ttl_s: float) -> FleetRow:
+    config = fleets[0].config
+    result = summarize(fleets, from_s=_WARM * config.until_s, to_s=config.until_s)
+    of_all = replicas / config.replicas / config.until_s / len(fleets) / 1e9
     uploaded = result.redis_bytes["uploaded"] * of_all
     sent = sum(result.routes.get(route, 0) for route in ("home", "new", "moved"))
     return FleetRow(

@@ -91,6 +91,8 @@ class Config:
     prefetch: bool = True  # from disk into DRAM, for queued sessions
     prefetch_share: float = 1.0  # of DRAM that the prefetch window may use
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
+    # whether turns start while others ahead of them still load, as on the server; the papers do not say
+    starts_past_loads: bool = False
     recompute_if_faster: bool = False  # than to load what is kept; the server does so, the paper does not say
     chunk_tokens: int = 0  # of prefill chunks that run beside decodes; 0: prefills are not chunked, and decodes wait
     ttl_s: float = math.inf  # since the last access

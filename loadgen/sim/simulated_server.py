@@ -250,17 +250,21 @@ class SimulatedServer:
         if not self._waiting:
             return None
         self.queue.refresh()
-        sequence = self.queue.best(())
+        self._start_s = math.inf
+        still_loading: set[QueuedSequence] = set()
+        while (sequence := self.queue.best(still_loading)) is not None:
+            turn = self._turn_of[sequence]
+            if not (self._running and turn in self._loading and self.now < (ready_s := self.loads.ready_s(turn))):
+                break
+            self._start_s = min(self._start_s, ready_s)
+            if not self.config.starts_past_loads:
+                return None  # running turns continue meanwhile
+            still_loading.add(sequence)
         if sequence is None:
             return None
-        turn = self._turn_of[sequence]
-        if self._running and turn in self._loading and self.now < (ready_s := self.loads.ready_s(turn)):
-            self._start_s = ready_s
-            return None  # running turns continue meanwhile
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
             if self.running_bytes + needed > self.machine.hbm_bytes:
-                self._start_s = math.inf
                 return None
         return turn
 
@@ -345,8 +349,8 @@ class SimulatedServer:
         """Let all running turns decode until the next event, or the first step that ends after `until_s`."""
         rows, costs = len(self._running), self.machine.costs
         steps = self._running[0][0] - self._steps
-        ready_s = min((self.loads.ready_s(turn) for turn in self._loading), default=math.inf)
-        event_s = min(until_s, self._next_event(), ready_s if ready_s > self.now else math.inf) - self.now
+        ready_s = [when_s for turn in self._loading if (when_s := self.loads.ready_s(turn)) > self.now]
+        event_s = min(until_s, self._next_event(), *ready_s) - self.now
         if event_s < math.inf and steps > 1:
             one_s = costs.decode_s(1, rows, self.context_sum)
             steps = max(1, min(steps, math.ceil(event_s / one_s)))

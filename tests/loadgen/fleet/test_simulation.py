@@ -103,6 +103,21 @@ def test_a_run_is_repeated_exactly():
     ]
 
 
+def test_conversations_go_on_that_are_under_way_at_the_start():
+    workload = [conversation(f"c{n}", 1.0 + n, (10, 5, 0), (10, 5, 1)) for n in range(6)]
+    histories = {f"c{n}": 40 for n in range(5)}
+    fleet = FleetSimulation(workload, BASE, histories=histories)
+    fleet.run()
+    books.check(fleet)
+    first = {record.session_id: record for record in fleet.records if not record.turn}
+    assert {name: record.history_tokens for name, record in first.items()} == histories | {"c5": 0}
+    assert all(sum(record.sources.values()) == 39 for name, record in first.items() if name != "c5")
+    assert fleet.routes["new"] == 1
+    fleet.histories = {}
+    with pytest.raises(BrokenBooks):
+        books.check(fleet)
+
+
 def test_a_session_stays_at_home():
     fleet = run([conversation("a", 0.0, (50, 5, 0), (10, 5, 1), (10, 5, 1))])
     assert fleet.routes == {"new": 1, "home": 2}

@@ -6,9 +6,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from loadgen.fleet.result import summarize
+from loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from loadgen.fleet.workload import SERVER
 from loadgen.plan import plan, replicas
 from loadgen.plan.command import cli
 from loadgen.workloads.synthetic import Distribution
+from loadgen.workloads.workload import fitted
 
 
 def planned(rate: float, *, ttft_target_s: float = 2.0, **changed) -> replicas.FleetPlan:
@@ -28,6 +32,31 @@ def test_more_load_needs_more_replicas_and_more_redis():
     assert heavy.chosen.redis_gb_per_s > light.chosen.redis_gb_per_s > 0
     assert heavy.chosen.replicas >= 1.5 / heavy.sessions_per_s  # no replica does more than it can
     assert [row.replicas for row in heavy.rows] == sorted({row.replicas for row in heavy.rows})
+
+
+@pytest.mark.parametrize("rate", [0.4, 1.5])
+def test_its_answer_holds_in_a_fleet_that_is_simulated_whole(rate):
+    """Other conversations, and a fleet that begins empty and is looked at when it has long been full."""
+    target_s = 2.0
+    chosen = planned(rate, ttft_target_s=target_s).chosen
+    assert chosen is not None
+
+    def p95_s(number: int) -> float:
+        machine = replace(plan.machine_of("llama-70b"), dram_bytes=128e9, disk_bytes=1e12)
+        drawn = plan.workload(
+            machine, sessions=int(900 * rate), sessions_per_s=rate, think_time="fixed:5",
+            distribution=Distribution(), seed=7,
+        )  # fmt: skip
+        config = FleetConfig(
+            replicas=number, policy="guarded", machine=machine, server=SERVER, until_s=900.0, redis_bytes_per_s=1e10
+        )
+        whole = [one for one in (fitted(each, machine.window - 1, 0) for each in drawn) if one.turns]
+        fleet = FleetSimulation(whole, config)
+        fleet.run()
+        return summarize([fleet], from_s=450.0, to_s=900.0).ttft_p95_s
+
+    assert p95_s(chosen.replicas) <= 1.2 * target_s
+    assert chosen.replicas == 1 or p95_s(chosen.replicas - 1) > 0.8 * target_s
 
 
 def test_a_target_that_nobody_meets_chooses_nothing(monkeypatch):

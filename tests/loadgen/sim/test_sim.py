@@ -42,6 +42,7 @@ CONFIGS = st.builds(
     prefetch=st.booleans(),
     recompute_if_faster=st.booleans(),
     load_ahead=st.integers(0, 2),
+    starts_past_loads=st.booleans(),
     chunk_tokens=st.sampled_from([0, 32]),
     ttl_s=st.sampled_from([2.0, float("inf")]),
 )
@@ -124,6 +125,23 @@ def test_those_who_run_decode_on_while_a_load_takes_longer_than_its_computation(
     assert again.started_s == pytest.approx(0.51)
     assert again.first_token_s == pytest.approx(0.52 + 0.011 / 4)
     assert (b.session_id, b.done_s) == ("b", pytest.approx(0.25 + 0.4 + 0.01275))
+
+
+@pytest.mark.parametrize(("past", "started_s"), [(False, 10.42), (True, 10.26)])
+def test_who_has_nothing_to_load_starts_past_a_load_or_behind_it(past, started_s):
+    """a's 390 tokens take 0.39 s from disk, and its prompt 0.01 s to compute: it is ready 0.38 s after it came. b comes
+    0.23 s after it, while c decodes with steps of 0.01 s until long after."""
+    workload = [
+        conversation("c", 0.0, (10, 1990, 0)), conversation("a", 0.0, (380, 11, 0), (10, 5, 9.52)),
+        conversation("b", 10.25, (10, 5, 0)),
+    ]  # fmt: skip
+    machine = replace(MACHINE, window=3000, max_seqs=3, dram_bytes=0, disk_bytes=10_000)
+    config = Config(scheduler="car-hidden", load_ahead=2, starts_past_loads=past, chunk_tokens=512)
+    records = {(r.session_id, r.turn): r for r in simulate(workload, machine, config).records}
+    loaded, other = records["a", 1], records["b", 0]
+    assert loaded.sources == {"disk": 390}
+    assert other.started_s == pytest.approx(started_s, abs=0.005)
+    assert (other.started_s < loaded.started_s) == past
 
 
 def test_what_takes_longer_to_load_than_to_compute_is_computed():
