@@ -23,7 +23,8 @@ def planned(rate: float, *, ttft_target_s: float = 2.0, **changed) -> replicas.F
     )
 
 
-def test_more_load_needs_more_replicas_and_more_redis():
+def test_more_load_needs_more_replicas_and_more_redis(monkeypatch):
+    monkeypatch.setattr(replicas, "_DRAWS", 1)
     light, heavy = planned(0.1), planned(1.5)
     assert light.chosen is not None
     assert heavy.chosen is not None
@@ -61,6 +62,7 @@ def test_its_answer_holds_in_a_fleet_that_is_simulated_whole(rate):
 
 def test_a_target_that_nobody_meets_chooses_nothing(monkeypatch):
     monkeypatch.setattr(replicas, "_ROWS", 2)
+    monkeypatch.setattr(replicas, "_DRAWS", 1)
     found = planned(0.1, ttft_target_s=1e-3)
     assert found.chosen is None
     assert len(found.rows) == 2
