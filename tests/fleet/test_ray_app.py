@@ -103,6 +103,12 @@ def _has(process: psutil.Process, word: str) -> bool:
     return False
 
 
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @contextmanager
 def ray_fleet(directory: Path, *flags: str, **settings: Any) -> Iterator[RayFleet]:
     """Start a Redis and a fleet. Ends with the fleet's end by SIGINT, and checks that nothing of it is left."""
@@ -223,7 +229,7 @@ def test_what_is_killed_is_replaced_and_nothing_is_left(fleet, tell):
             engines = server.children()
             (server if kind == "server" else psutil.Process(server.ppid())).kill()
             took_s[kind].append(fleet.wait_for(2, without=frozenset({server.pid})))
-            assert settle(lambda engines=engines: not any(engine.is_running() for engine in engines)), "orphans"
+            assert settle(lambda engines=engines: not any(_lives(engine) for engine in engines)), "orphans"
             assert settle(lambda: httpx.get(f"{fleet.url}/health", timeout=10).json()["replicas"] == 2, LIMIT_S)
     for kind, seconds in took_s.items():
         tell(f"{kind} killed: replaced after {sorted(round(one, 1) for one in seconds)} s")
