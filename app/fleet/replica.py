@@ -118,6 +118,7 @@ class Replica:
         self._born = ""
         self._deletions = Deletions(path=settings.state_dir / "deletions", directory=self.directory, copies=self)
         self._deleting: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         readiness.joining = True
         self.claims: Counter[str] = Counter()  # by result: new, home, adopted, failed
         self.commits: Counter[str] = Counter()  # by what became of them: an Outcome, "unsent" or "full"
@@ -220,11 +221,14 @@ class Replica:
     # --- in the background --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Beat until cancelled. What a beat brings to do is done beside the next ones: it may have to wait for a turn,
+        and a gateway gives up a replica whose beats are late."""
         started_s = self._clock()
         while True:
             try:
-                await self.beat()
+                heard = await self._say_alive()
+                if self._following is None or self._following.done():
+                    self._following = self._spawn(self._follow_up(heard))
             except DirectoryUnavailable as error:
                 log.debug("no beat: %s", error)
                 if self._readiness.joining and self._clock() - started_s > JOIN_S:
@@ -240,6 +244,9 @@ class Replica:
 
     async def beat(self) -> None:
         """Say that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        await self._follow(await self._say_alive())
+
+    async def _say_alive(self) -> Heard:
         try:
             heard = await self.directory.beat(self.heartbeat(), since=self._deletions.since)
         except Foreign as error:
@@ -248,6 +255,14 @@ class Replica:
             self._is_foreign = True
             raise
         self._is_foreign = False
+        return heard
+
+    async def _follow_up(self, heard: Heard) -> None:
+        with contextlib.suppress(DirectoryUnavailable):  # then after the next beat
+            await self._follow(heard)
+
+    async def _follow(self, heard: Heard) -> None:
+        """Do what the answer to a beat asks for."""
         if self._born and heard.born != self._born:
             await self._publish_again()
         self._born = heard.born
@@ -263,8 +278,9 @@ class Replica:
 
     async def leave(self) -> None:
         """Let go of all sessions and leave the fleet."""
-        if self._deleting is not None:
-            self._deleting.cancel()
+        for task in (self._deleting, self._following):
+            if task is not None:
+                task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
         with contextlib.suppress(DirectoryUnavailable):

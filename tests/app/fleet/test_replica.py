@@ -14,6 +14,7 @@ from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_b
 from fleet.keys import SessionName
 from fleet.protocol import RELAY_HEADER, relay_token
 from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
+from tests.fleet.gateway.harness import until
 from tests.redis_servers import RedisServer, redis_server
 
 CHAT = "/v1/chat/completions"
@@ -91,6 +92,23 @@ async def test_the_session_that_the_gateway_has_found_is_gone_on_with(redis, mod
         assert running.engine.submitted[-1].session_id == "known"
         await running.http.post(CHAT, json=body, headers={SESSION_HEADER: "known"})
         assert running.engine.submitted[-1].session_id != "known", "only a gateway may say so"
+
+
+async def test_beats_do_not_wait_for_a_turn(redis, model_dir, tmp_path, monkeypatch):
+    beats = []
+    say = Directory.beat
+
+    async def counted(self, beat, *, since):
+        beats.append(beat)
+        return await say(self, beat, since=since)
+
+    monkeypatch.setattr(Directory, "beat", counted)
+    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
+        held = running.app.state.replica._of(SessionName(TENANT, "s"))
+        async with held.lock:  # as a turn does that waits for another one of its session
+            held.epoch, held.has_new_head = 1, True
+            before = len(beats)
+            await until(lambda: len(beats) >= before + 3)
 
 
 async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
