@@ -104,6 +104,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     )
     replica = make_replica(settings, secret, engine, readiness, text_thread, sessions, keyring)
     sessions.fleet = replica
+    live.replica = "" if replica is None else replica.name
     quotas = Quotas(limits=keyring.limits, holdings=make_holdings(settings, sessions, replica))
     service = TurnService(
         settings=settings,

@@ -48,11 +48,6 @@ def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *
     )
 
 
-def free_bytes(stats: Stats) -> dict[str, int]:
-    """Return tier -> bytes that nothing lies in."""
-    return {tier: max(0, size - stats.tier_bytes.get(tier, 0)) for tier, size in stats.tier_capacity.items()}
-
-
 def _rate(stats: Stats, direction: str) -> float:
     """Return the measured bytes a second of a direction, 0 if nothing was moved."""
     seconds = stats.moved_seconds.get(direction, 0.0)

@@ -47,6 +47,10 @@ class Members:
         beat = self._beats.get(replica)
         return None if beat is None else beat.url
 
+    def made_s(self, replica: str) -> float:
+        """Return when a replica's last beat was made, by this table's clock."""
+        return self._made_s[replica]
+
     def silent(self) -> list[str]:
         """Return those whose last beat was old when the directory was read: stopped, or cut off from it."""
         return [name for name, made_s in self._made_s.items() if self.refreshed_s - made_s > STALE_S]

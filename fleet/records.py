@@ -34,7 +34,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     running: int = 0  # sequences
     waiting: int = 0
     load: routing.Beat | None = None  # None: it takes no requests
-    free_bytes: Mapping[str, int] = {}  # tier -> bytes
+    sessions: int = 0  # of which it is the home
+    tiers: Mapping[str, Mapping[str, int]] = {}  # tier -> used_bytes and capacity_bytes; redis: of all replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ OF_ENGINE = (
 # What the app of a replica in a fleet imports.
 OF_FLEET = (
     *("fleet.identify", "fleet.load", "fleet.members", "fleet.protocol"),
-    *("fleet.directory", "fleet.keys", "fleet.outbox", "fleet.records", "fleet.routing"),
+    *("fleet.directory", "fleet.keys", "fleet.outbox", "fleet.overview", "fleet.records", "fleet.routing"),
 )
 # Decisions and names of a fleet, which import nothing of ours.
 ALONE = ("fleet.routing", "fleet.scaling", "fleet.keys")

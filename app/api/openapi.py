@@ -12,7 +12,7 @@ from app.api.chat import route as chat
 from app.api.completions import route as completions
 from app.api.messages import route as messages
 from app.api.operation import Model, Operation, operations_of
-from app.api.reprise import cache, events, models, ops, page, sessions, tokens
+from app.api.reprise import cache, events, fleet, models, ops, page, sessions, tokens
 from app.api.responses import conversations
 from app.api.responses import route as responses
 from app.schemas import answers
@@ -30,6 +30,7 @@ MODULES = (
     models,
     sessions,
     cache,
+    fleet,
     ops,
     events,
     page,

@@ -22,6 +22,7 @@ from app.conversations.text_thread import TextThread
 from app.errors import ApiError, unavailable
 from app.fleet.deletions import Deletions
 from app.fleet.holdings import Spending
+from app.observe.live import tiers_of
 from app.settings.settings import Settings
 from app.tenancy.keyring import KeyLimits
 from app.turn.ports import EndedChoice, EnginePort, TurnOfFleet
@@ -33,10 +34,12 @@ from engine.process.client import EngineClient, EngineFailed, EngineLost, Engine
 from fleet.directory import Directory, DirectoryFull, DirectoryUnavailable, Foreign
 from fleet.identify import link_answer
 from fleet.keys import SessionName
-from fleet.load import Before, counted, free_bytes, load_of
-from fleet.members import BEAT_S
+from fleet.load import Before, counted, load_of
+from fleet.members import BEAT_S, Members
 from fleet.outbox import Outbox, Unsent
+from fleet.overview import overview
 from fleet.records import MAX_ROWS, Commit, Heard, Heartbeat, Outcome
+from fleet.routing import FleetView
 
 NAME_BYTES = 8
 ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
@@ -123,6 +126,7 @@ class Replica:
         self.claims: Counter[str] = Counter()  # by result: new, home, adopted, failed
         self.commits: Counter[str] = Counter()  # by what became of them: an Outcome, "unsent" or "full"
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._members = Members(directory=self.directory, view=FleetView(), clock=clock)
 
     # --- what a turn asks ---------------------------------------------------------------------------------------------
 
@@ -313,8 +317,15 @@ class Replica:
             running=stats.running if stats is not None else 0,
             waiting=stats.waiting if stats is not None else 0,
             load=load,
-            free_bytes=free_bytes(stats) if stats is not None else {},
+            sessions=sum(held.epoch > 0 for held in self._held.values()),
+            tiers=tiers_of(stats, model) if stats is not None and model is not None else {},
         )
+
+    async def overview(self, *, limit: int) -> dict[str, Any]:
+        """Return what the directory knows of the fleet: without Redis, what it last knew."""
+        if self._clock() - self._members.refreshed_s >= BEAT_S:
+            await self._members.refresh()
+        return overview(self._members, self.directory, self._clock(), limit=limit)
 
     # ------------------------------------------------------------------------------------------------------------------
 

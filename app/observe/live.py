@@ -39,6 +39,7 @@ class Live(TurnObserver):
     """One per app, on its event loop. `places` is how many may watch at once."""
 
     def __init__(self, *, engine: EnginePort, places: int) -> None:
+        self.replica = ""  # the name of this server in its fleet
         self._engine = engine
         self._places = places
         self._watchers: set[Watcher] = set()
@@ -84,7 +85,8 @@ class Live(TurnObserver):
         """Return what a watcher may see, as of the engine's last heartbeat."""
         sessions = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
-        return shown | {"at": round(time.time(), 3), "sessions": [_session(info) for info in sessions]}
+        more = {"at": round(time.time(), 3), "replica": self.replica, "sessions": [_session(info) for info in sessions]}
+        return shown | more
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
         """Asked at most once a period, however many pages of a tenant are open, and hardly ever while nothing happens.

@@ -87,6 +87,11 @@ export async function* chat(body, signal) {
   if (!ended) throw new ApiError(0, "The connection to the server was lost.", "connection", null);
 }
 
+/** What a gateway or a replica knows of its fleet. An error 404: this server is in none. */
+export async function fleet() {
+  return (await request("/v1/fleet?limit=48")).json();
+}
+
 export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
 }

@@ -3,6 +3,7 @@
 import { apiKey, deleteSession, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { h, icon } from "./dom.js";
+import { Fleet } from "./fleet.js";
 import { Live } from "./live.js";
 import { askKey, confirmDelete, editOptions } from "./settings.js";
 import * as store from "./store.js";
@@ -13,6 +14,7 @@ const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const chat = new Chat();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
+const fleet = new Fleet();
 
 // --- the server ---------------------------------------------------------------------------------------------------------
 
@@ -31,15 +33,19 @@ async function connect() {
       chat.model = model.id;
       chat.sampling = model.default_sampling;
       showServer("ready", model.id);
-      if (!document.hidden) live.start();
+      if (!document.hidden) {
+        live.start();
+        fleet.start();
+      }
       return;
     } catch (error) {
       if (error.status === 401) {
         showServer("away", "key wanted");
         await askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
+        fleet.start();
       } else {
-        showServer("waiting", error.status === 503 ? "loading the model" : "no connection");
+        showServer("waiting", error.code === "no_replica" ? "no server is there" : error.status === 503 ? "loading the model" : "no connection");
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
     }
@@ -53,9 +59,13 @@ live.addEventListener("engine", ({ detail: state }) => {
 live.addEventListener("key", connect);
 // What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
 document.addEventListener("visibilitychange", () => {
-  if (!chat.model) return;
-  if (document.hidden) live.stop();
-  else live.start();
+  if (document.hidden) {
+    live.stop();
+    fleet.stop();
+  } else {
+    if (chat.model) live.start();
+    fleet.start();
+  }
 });
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
@@ -199,6 +209,7 @@ function openPanel(name, open) {
   }
   const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
   element("main").inert = covered;
+  if (name === "live" && open) fleet.start(); // without waiting for a model: it is there although none of its servers is
   if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
 }
 

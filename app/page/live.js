@@ -118,10 +118,11 @@ export class Live extends EventTarget {
       return seconds ? Math.max(0, (state.moved_bytes[direction] ?? 0) - old) / seconds : 0;
     };
     const nodes = [];
+    if (state.replica) nodes.push(h("p", { class: "small muted of" }, `Of replica ${state.replica}, as are the conversations and the queue below.`));
     for (const { key, label, what } of TIERS) {
       const tier = state.tiers[key];
       if (!tier?.capacity_bytes) continue;
-      if (nodes.length) {
+      if (nodes.at(-1)?.className === "tier") {
         const up = rate(`${key}_to_hbm`) + (key === "disk" ? rate("disk_to_dram") : 0);
         const down = rate(key === "disk" ? "dram_to_disk" : `hbm_to_${key}`);
         nodes.push(h("div", { class: "flow" }, flow("up", up), flow("down", down)));

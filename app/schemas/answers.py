@@ -416,6 +416,44 @@ class Health(_Answer):
     redis: Literal["closed", "open", "half_open"] | None = None
 
 
+class FleetReplica(_Answer):
+    replica: str
+    url: str
+    state: str  # what it says of itself
+    open: bool  # gateways send it turns
+    silent: bool
+    drained: bool  # by an operator
+    model: str
+    fingerprint: str
+    version: str
+    running: int
+    waiting: int
+    wait_s: float | None  # until a new prompt would be started
+    busy: float | None  # share of the last seconds in which it computed
+    sessions: int  # of which it is the home
+    tiers: dict[str, TierUse]
+
+
+class FleetRedis(_Answer):
+    state: Literal["ok", "away"]
+    failures: int
+
+
+class FleetKv(_Answer):
+    used_bytes: int
+    budget_bytes: int
+
+
+class Fleet(_Answer):
+    object: Literal["fleet"]
+    redis: FleetRedis
+    kv: FleetKv | None  # in Redis
+    states: dict[str, int]
+    replicas: list[FleetReplica]
+    has_more: bool
+    gateway: dict[str, Any] | None  # what a gateway has counted
+
+
 class ReadyStatus(_Answer):
     status: Literal["ready"]
     model: str

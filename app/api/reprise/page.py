@@ -46,25 +46,22 @@ def _read(path: Path) -> File:
 FILES = {path.name: _read(path) for path in sorted(DIRECTORY.iterdir()) if path.suffix in TYPES}
 
 
+# A path -> its file. No path from a request reaches the file system.
+PATHS = {
+    "/": FILES["index.html"],
+    "/docs": FILES["docs.html"],
+    **{f"/page/{name}": file for name, file in FILES.items()},
+}
+
+
 @router.get("/")
-async def index(request: Request) -> Response:
-    return _answer(request, FILES["index.html"])
-
-
 @router.get("/docs")
-async def docs(request: Request) -> Response:
-    return _answer(request, FILES["docs.html"])
-
-
 @router.get("/page/{name}")
-async def file(request: Request, name: str) -> Response:
-    """Looks the name up in a table, so no path from a request reaches the file system."""
-    if name not in FILES:
+async def file(request: Request) -> Response:
+    """Answers with a file of the page. On a gateway too, which has nothing else of this app."""
+    found = PATHS.get(request.scope["path"])
+    if found is None:
         raise HTTPException(404)
-    return _answer(request, FILES[name])
-
-
-def _answer(request: Request, found: File) -> Response:
     headers = {**HEADERS, "etag": found.etag}
     if request.headers.get("if-none-match") == found.etag:
         return Response(status_code=304, headers=headers)

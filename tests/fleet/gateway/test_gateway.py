@@ -78,6 +78,33 @@ async def test_the_fleet_and_its_targets():
         assert targets[0]["labels"]["replica"] == "a"
 
 
+async def test_what_became_of_turns_is_counted():
+    async with fleet(a=one_answer, b=one_answer) as whole:
+        whole.directory.records[SessionName("local", "s")] = record("gone")
+        await whole.stream(**{"x-session-id": "s"})
+        await whole.stream()
+        counted = (await whole.client.get("/v1/fleet?limit=1")).json()
+        assert (len(counted["replicas"]), counted["has_more"], counted["states"]) == (1, True, {"ready": 2})
+        assert {route: count for route, count in counted["gateway"]["routes"].items() if count} == {
+            "new": 1,
+            "moved": 1,
+        }
+        assert counted["gateway"]["moves"]["dead"] == 1
+        assert counted["gateway"]["resumes"] == {"done": 0, "lost": 0}
+
+
+async def test_the_page_is_there_without_a_replica():
+    async with fleet(WITH_KEYS) as whole:
+        answer = await whole.client.get("/")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        found = await whole.client.get("/page/fleet.js", headers={"if-none-match": "x"})
+        assert found.status_code == 200
+        again = await whole.client.get("/page/fleet.js", headers={"if-none-match": found.headers["etag"]})
+        assert again.status_code == 304
+        assert (await whole.client.get("/page/../secret")).status_code in (401, 503)
+
+
 async def test_an_operator_drains_and_moves():
     async with fleet(a=one_answer, b=one_answer) as whole:
         post = whole.client.post
@@ -203,6 +230,8 @@ async def test_the_models_of_all_replicas_are_one_list():
         told = (await whole.client.get("/v1/models")).json()
         assert len(told["data"]) == 3
         assert sum(len(replica.asked) for replica in whole.replicas.values()) == 2, "one of each model"
+        await whole.replicas["a"].stop()
+        assert len((await whole.client.get("/v1/models")).json()["data"]) == 3, "another one of its model answers"
 
 
 async def test_what_is_about_a_model_is_asked_of_a_replica_that_serves_it():

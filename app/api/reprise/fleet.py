@@ -1,0 +1,43 @@
+"""GET /v1/fleet: the other servers of this one's fleet."""
+
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+
+from app.api.calls import require_admin
+from app.api.operation import described
+from app.errors import from_validation
+from app.schemas import answers
+
+router = APIRouter()
+
+
+class FleetPage(BaseModel):
+    """How many replicas are shown."""
+
+    model_config = ConfigDict(extra="ignore")
+    limit: int = Field(1000, ge=1, le=1000)
+
+
+class Member(Protocol):
+    """This server, where it is a replica."""
+
+    async def overview(self, *, limit: int) -> dict[str, Any]: ...
+
+
+@router.get("/v1/fleet", **described("Show the replicas of this server's fleet", answers.Fleet, query=FleetPage))
+async def fleet(request: Request) -> dict[str, Any]:
+    """What each replica last said of itself: its state, wait, conversations and tiers; and the KV in Redis. Where keys
+    are configured only `server.admin_keys` may read it. 404 on a server that is in no fleet. A gateway's answer counts
+    its routes, moves and resumed answers as well."""
+    replica: Member | None = request.app.state.replica
+    if replica is None:
+        raise HTTPException(404)
+    require_admin(request)
+    try:
+        page = FleetPage.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from None
+    return await replica.overview(limit=page.limit)

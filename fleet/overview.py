@@ -1,0 +1,86 @@
+"""Tells operators what is known of the fleet: `GET /v1/fleet` of a gateway or of a replica."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fleet.directory import Directory
+from fleet.members import Members
+from fleet.records import Heartbeat
+
+MAX_SHOWN = 1000  # replicas
+_REDIS = "redis"
+SILENT = "silent"  # state of a replica that says nothing any more
+
+
+def overview(
+    members: Members,
+    directory: Directory,
+    now: float,
+    *,
+    limit: int = MAX_SHOWN,
+    under_way: Callable[[str], int] | None = None,
+    gateway: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Describe the fleet as the table of members has it. now: by its clock. limit: of the replicas, which come by name.
+    under_way: how many requests the gateway that is asked waits for at a replica. gateway: what that gateway has
+    counted since its start; None where a replica is asked."""
+    silent, beats = set(members.silent()), members.beats
+    states: dict[str, int] = {}
+    for name, beat in beats.items():
+        state = state_of(beat, is_silent=name in silent, is_drained=name in members.drained)
+        states[state] = states.get(state, 0) + 1
+    shown = sorted(beats)[:limit]
+    return {
+        "object": "fleet",
+        "redis": {"state": "ok" if directory.state == "closed" else "away", "failures": directory.failures},
+        "kv": _kv(members),
+        "states": states,
+        "replicas": [
+            {
+                **_describe(members, name, now, is_silent=name in silent),
+                **({} if under_way is None else {"relayed_here": under_way(name)}),
+            }
+            for name in shown
+        ],
+        "has_more": len(beats) > len(shown),
+        "gateway": gateway,
+    }
+
+
+def state_of(beat: Heartbeat, *, is_silent: bool, is_drained: bool) -> str:
+    """Return the state of a replica as an operator sees it: what it says of itself, unless it says nothing any more, or
+    is told to take nothing new."""
+    if is_silent:
+        return SILENT
+    return "draining" if is_drained and beat.state == "ready" else beat.state
+
+
+def _describe(members: Members, name: str, now: float, *, is_silent: bool) -> dict[str, Any]:
+    beat, view = members.beats[name], members.view
+    load = view.beat(name)
+    return {
+        "replica": name,
+        "url": beat.url,
+        "state": beat.state,
+        "open": view.is_open(name, now),
+        "silent": is_silent,
+        "drained": name in members.drained,
+        "model": beat.model,
+        "fingerprint": beat.fingerprint,
+        "version": beat.version,
+        "running": beat.running,
+        "waiting": beat.waiting,
+        "wait_s": None if load is None else round(view.wait_s(name, now), 3),
+        "busy": None if load is None else round(load.busy, 3),
+        "sessions": beat.sessions,
+        "tiers": {tier: dict(size) for tier, size in beat.tiers.items() if tier != _REDIS},
+    }
+
+
+def _kv(members: Members) -> dict[str, int] | None:
+    """Return the bytes of KV that all replicas keep in Redis, as the one that beat last knows; None: none keeps any."""
+    known = [name for name, beat in members.beats.items() if _REDIS in beat.tiers]
+    if not known:
+        return None
+    tier = members.beats[max(known, key=members.made_s)].tiers[_REDIS]
+    return {"used_bytes": tier["used_bytes"], "budget_bytes": tier["capacity_bytes"]}
