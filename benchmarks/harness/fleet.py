@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,7 @@ class FleetProcesses:
     kv: RedisServer
     gateways: list[Gateway]
     settings: dict[str, Any]
+    own_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     replicas: dict[str, ServerProcess] = field(default_factory=dict)
     _running: dict[str, ExitStack] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
@@ -89,7 +90,8 @@ class FleetProcesses:
     def start(self, name: str) -> None:
         """Start a replica, where it was before if it was there."""
         port = self._ports.setdefault(name, free_port())
-        settings = SMALL | self.settings | {"fleet.replica": name, "cache.disk_dir": str(self.directory / name)}
+        own = {**self.own_settings.get(name, {}), "fleet.replica": name, "cache.disk_dir": str(self.directory / name)}
+        settings = SMALL | self.settings | own
         running = ExitStack()
         self.replicas[name] = running.enter_context(serve(name, settings, ready_timeout_s=READY_S, port=port))
         self._running[name] = running
@@ -142,17 +144,23 @@ class FleetProcesses:
 
 @contextmanager
 def fleet_processes(
-    directory: Path, *names: str, gateways: int = 1, settings: Mapping[str, Any] | None = None
+    directory: Path,
+    *names: str,
+    gateways: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    settings_of: Callable[[str, RedisServer, RedisServer], dict[str, Any]] = lambda name, directory, kv: {},
+    directory_options: Sequence[str] = (),
 ) -> Iterator[FleetProcesses]:
-    """Start two Redis, gateways and replicas of these names; the gateways see all of them. settings: of all. Raises
-    FileNotFoundError where there is no Redis, and ServerFailed."""
+    """Start two Redis, gateways and replicas of these names; the gateways see all of them. settings: of all.
+    settings_of: of one process, a replica's name or "gateway", given both Redis. directory_options: of redis-server.
+    Raises FileNotFoundError where there is no Redis, and ServerFailed."""
     with ExitStack() as stack:
         # A socket's path may have about a hundred characters.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r")))
         stores = []
         for name in ("directory", "kv"):
             (short / name).mkdir()
-            store = RedisServer(short / name)
+            store = RedisServer(short / name, *(directory_options if name == "directory" else ()))
             stack.callback(store.stop)
             store.start()
             stores.append(store)
@@ -163,10 +171,14 @@ def fleet_processes(
         shared = {"fleet.redis_url": redis.url, "cache.redis_url": kv.url, "server.tenant_secret_file": secret}
         shared |= settings or {}
         made = [
-            Gateway({**shared, "cache.disk_dir": directory / f"gateway{n}"}, directory / f"gateway{n}.log")
+            Gateway(
+                {**shared, **settings_of("gateway", redis, kv), "cache.disk_dir": directory / f"gateway{n}"},
+                directory / f"gateway{n}.log",
+            )
             for n in range(gateways)
         ]
-        fleet = FleetProcesses(directory, redis, kv, made, shared)
+        own = {name: settings_of(name, redis, kv) for name in names}
+        fleet = FleetProcesses(directory, redis, kv, made, shared, own)
         stack.callback(fleet.close)
         for gateway in made:
             gateway.start()
