@@ -56,6 +56,7 @@ FORGOTTEN_S = 30 * 86_400.0  # for so long
 FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
 RENEWED_AT_ONCE = 256  # leases
 _RECORD = ("id", "home", "boot", "wanted", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
+_COUNTS = (b"size", b"branches")  # fields of a transcript that are no rows
 _SCRIPTS = Path(__file__).parent / "scripts"
 
 log = logging.getLogger(__name__)
@@ -321,7 +322,7 @@ class Directory:
         key = self._keys_of(name, fingerprint).transcript
         found = await self._ask(self._redis.hgetall(key))
         with _reading():
-            rows = {digest: self._unsealed(row, key) for digest, row in found.items() if digest != b"size"}
+            rows = {digest: self._unsealed(row, key) for digest, row in found.items() if digest not in _COUNTS}
         return {digest: row for digest, row in rows.items() if row}
 
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:

@@ -5,8 +5,8 @@
 local born, replica, boot, id, tenant, name, member, lives, most_sessions, begun = unpack(ARGV)
 if redis.call('GET', BORN) ~= born then return {'flushed'} end
 local record, names, by_use = record_of(tenant, member), names_of(name), by_use_of(tenant)
-local home, booted, epoch, turn, tokens, head, ttl, branches =
-  unpack(redis.call('HMGET', record, 'home', 'boot', 'epoch', 'turn', 'tokens', 'head', 'ttl', 'branches'))
+local home, booted, epoch, turn, tokens, head, ttl =
+  unpack(redis.call('HMGET', record, 'home', 'boot', 'epoch', 'turn', 'tokens', 'head', 'ttl'))
 local left, left_of_names = redis.call('PTTL', by_use), redis.call('PTTL', names)
 lives = tonumber(ttl or lives)
 if home ~= replica or booted ~= boot then
@@ -24,4 +24,4 @@ redis.call('ZADD', by_use, string.format('%.0f', now_us), member)
 live_at_least(by_use, lives, left)
 tidy(tenant, member, tonumber(most_sessions))
 return {'claimed', epoch, turn or '0', home or '', redis.call('ZSCORE', FORGOTTEN, name) or '0', tokens or '0',
-  head or '', branches or '0'}
+  head or '', redis.call('HGET', transcript_of(tenant, member), 'branches') or '0'}

@@ -62,8 +62,8 @@ else
 end
 if newest and last == nonce and home == replica then return answer() end -- it came twice
 if not is_mine then
+  if #ARGV >= first_row then redis.call('HINCRBY', transcript, 'branches', 1) end
   keep_conversation()
-  if #ARGV >= first_row then redis.call('HINCRBY', record, 'branches', 1) end
   return {'fenced'}
 end
 local left, left_of_names, left_of_held = redis.call('PTTL', by_use), redis.call('PTTL', names), redis.call('PTTL', held)
