@@ -10,14 +10,15 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.fleet import fleet_processes
 from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import free_port, serve
 from model.directories import SMOLLM2
-from tests.fleet.processes import fleet_processes
 from tests.page.browser import chromium, send
 
 DOCS = ROOT / "docs"
 TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
+SETTINGS = {"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}
 NAMES = ("lighthouse", "harbour", "island")
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
@@ -63,7 +64,7 @@ def fleet_picture() -> None:
     """Three replicas, of which one is killed while it answers."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        fleet_processes(Path(directory), *NAMES, **{"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}) as fleet,
+        fleet_processes(Path(directory), *NAMES, settings=SETTINGS) as fleet,
         chromium() as browser,
     ):
         page = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light").new_page()
