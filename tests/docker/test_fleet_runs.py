@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.harness.servers import free_port
 from tests.docker.daemon import BUILD_S, Docker, docker_daemon, make_images, run, skip_where_it_cannot_run
-from tests.docker.queries import DOCKER, FLEET, SERVER, alerts, shown
+from tests.docker.queries import ALERTS_TEST, DOCKER, FLEET, SERVER, alerts, shown
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -361,6 +361,10 @@ def test_promtool_accepts_the_files(fleet: Fleet) -> None:
     (container,) = fleet.containers("prometheus")
     # It looks for the key's file too, and for the rules.
     fleet.docker("exec", container, "promtool", "check", "config", "/etc/prometheus/prometheus.yaml")
+    places = (DOCKER / "prometheus", ALERTS_TEST)
+    mounts = [word for place in places for word in ("--volume", f"{place}:/w/{place.relative_to(ROOT)}:ro")]
+    promtool = ("--entrypoint", "promtool", "prom/prometheus:v3.5.0", "test", "rules")
+    fleet.docker("run", "--rm", *mounts, *promtool, f"/w/{ALERTS_TEST.relative_to(ROOT)}")
     rules = {rule["name"] for group in fleet.prometheus("rules")["groups"] for rule in group["rules"]}
     assert rules == {name for name, _ in alerts()}
 
