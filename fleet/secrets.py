@@ -25,14 +25,15 @@ CLIENT_KEY, PROMETHEUS_KEY, GRAFANA_PASSWORD = "client_key", "prometheus_key", "
 REDIS_FILES = ("directory.acl", "kv.acl", "replica.toml", "gateway.toml", "redis_passwords.json")
 """Made together, as they have passwords in common."""
 
-# Sessions with their heads (r1:s), answers that lead to them (r1:c), what keys use (r1:q, r1:p); a transcript is r1:t.
+# Sessions with their heads (r1:s), answers that lead to them (r1:c), allowances (r1:q) and places (r1:p) of keys. A
+# transcript is r1:t.
 _GATEWAY_KEYS = "%R~r1:born %R~r1:m %R~r1:ma ~r1:dr %R~r1:c:* ~r1:s:* ~r1:q:* ~r1:p:*"
 _GATEWAY_MAY = (
-    "+@connection +@transaction +time +get +mget +hmget +hgetall +hset +exists +pexpire +pttl +smembers"
-    " +zrange +zadd +zrem +zremrangebyscore"
+    "+@connection +@transaction +time +get +mget +hget +hmget +hgetall +hset +exists +pexpire +pttl +persist "
+    "+smembers +sadd +srem +zrange +zadd +zrem +zremrangebyscore"
 )
 _SCRIPTS = "+eval +evalsha +script|load +script|exists"
-_NOTHING_DANGEROUS = "-@dangerous"
+_NOTHING_DANGEROUS = "-@dangerous +info"  # `reprise doctor` reads how the server is set up
 
 
 class SecretsExist(Exception):
@@ -82,7 +83,7 @@ def directory_acl(*, replica: str, gateway: str, metrics: str) -> str:
     return _acl(
         metrics,
         _user("replica", replica, "~r1:* ~reprise:*", f"+@read +@write +@connection +@transaction +time {_SCRIPTS}"),
-        _user("gateway", gateway, _GATEWAY_KEYS, f"{_GATEWAY_MAY} +sadd +srem {_SCRIPTS}"),
+        _user("gateway", gateway, _GATEWAY_KEYS, f"{_GATEWAY_MAY} {_SCRIPTS}"),
     )
 
 

@@ -18,7 +18,6 @@ from tests.docker.queries import ALERTS, ALERTS_TEST, DOCKER, FLEET, SERVER, ale
 # What redis_exporter and Prometheus itself report; `make test-compose` sees that they do.
 OF_OTHERS = {
     "up": {"job", "instance"},
-    "redis_up": {"redis"},
     "redis_memory_used_bytes": {"redis"},
     "redis_memory_max_bytes": {"redis"},
     "redis_commands_processed_total": {"redis"},

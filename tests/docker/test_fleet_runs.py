@@ -141,7 +141,10 @@ def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tell("the image", lambda: docker(*build, str(tree), timeout_s=BUILD_S))
     shutil.rmtree(tree / "docker" / "wheels")
     port = free_port()
-    environ = {**docker.environ, **SMALL, "REPRISE_LISTEN": f"127.0.0.1:{port}", "REPRISE_DIRECTORY_MAXMEMORY": "100mb"}
+    environ = {
+        **docker.environ, **SMALL, "REPRISE_LISTEN": f"127.0.0.1:{port}", "REPRISE_DIRECTORY_MAXMEMORY": "100mb",
+        "COMPOSE_HTTP_TIMEOUT": str(int(WAIT_S)),
+    }  # fmt: skip
     fleet = Fleet(docker, for_docker_compose_1(tree / "docker"), environ, f"http://127.0.0.1:{port}")
     try:
         began_s = time.monotonic()
