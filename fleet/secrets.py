@@ -68,9 +68,9 @@ def make_secrets(directory: Path, *, directory_host: str, kv_host: str) -> list[
             "kv.acl": kv_acl(replica=replica, metrics=metrics),
             "replica.toml": of_directory.format(user="replica", password=replica) + of_kv,
             "gateway.toml": of_directory.format(user="gateway", password=gateway),
-            # As redis_exporter reads it.
+            # As redis_exporter reads it: the address with the user, or in older versions without.
             "redis_passwords.json": json.dumps(
-                {f"redis://metrics@{host}": metrics for host in (directory_host, kv_host)}
+                {f"redis://{user}{host}": metrics for host in (directory_host, kv_host) for user in ("metrics@", "")}
             ),
         }
         for name, text in texts.items():

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from fleet.gateway.metrics import Metrics as GatewayMetrics
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, FakeEngine, in_process, make_settings, write_tokenizer
 from tests.docker.queries import ALERTS, ALERTS_TEST, DOCKER, FLEET, SERVER, alerts, labels_in, names_in, panels, shown
+from tests.redis_servers import RedisServer, redis_server
 
 # What redis_exporter and Prometheus itself report; `make test-compose` sees that they do.
 OF_OTHERS = {
@@ -27,9 +29,14 @@ OF_TARGETS = {"job", "instance", "replica"}  # labels that Prometheus adds
 
 
 @pytest.fixture
-async def reported(tmp_path: Path) -> dict[str, set[str]]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("r")) as server:
+        yield server
+
+
+@pytest.fixture
+async def reported(redis: RedisServer, tmp_path: Path) -> dict[str, set[str]]:
     """Metric -> its labels, of a replica that has answered and of a gateway."""
-    pytest.importorskip("redis")
     engine = FakeEngine(directory=write_tokenizer(tmp_path))
     state = msgspec.structs.replace(
         queue(waiting("r/0", "t")), timer={"late": 1}, loads={"hidden": 2}, waiting={"1": 0, "2": 0, "3": 1}
@@ -37,8 +44,9 @@ async def reported(tmp_path: Path) -> dict[str, set[str]]:
     engine.stats = msgspec.structs.replace(STATS, scheduler=state)
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32)
-    fleet = {"fleet": {"redis_url": f"unix://{tmp_path}/nobody.sock"}, "server": {"tenant_secret_file": str(secret)}}
+    fleet = {"fleet": {"redis_url": redis.url}, "server": {"tenant_secret_file": str(secret)}}
     async with in_process(engine, make_settings(tmp_path, **fleet)) as running:
+        await running.app.state.replica.beat()
         await running.chat()
         engine.script.refuse = "internal_error"
         await running.chat()
