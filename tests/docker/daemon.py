@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+# Debian keeps dockerd and iptables where not everybody's PATH leads.
+ENVIRON = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 START_S = 60.0
 BUILD_S = 1800.0
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
@@ -47,7 +49,7 @@ def skip_where_it_cannot_run() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may start a docker daemon")
     for program in ("dockerd", "docker", "docker-compose", "mmdebstrap", "iptables-save"):
-        if shutil.which(program) is None:
+        if shutil.which(program, path=ENVIRON["PATH"]) is None:
             pytest.skip(f"{program} is not installed")
 
 
@@ -55,7 +57,7 @@ class Docker:
     """A client of one daemon."""
 
     def __init__(self, socket: Path) -> None:
-        self.environ = {**os.environ, "DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "0"}
+        self.environ = {**ENVIRON, "DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "0"}
 
     def __call__(self, *words: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True) -> str:
         """Run a command and return what it printed. Raises AssertionError with all it said."""
@@ -75,7 +77,14 @@ def run(
     check: bool = True,
 ) -> str:
     done = subprocess.run(
-        command, env=environ, input=stdin, cwd=cwd, timeout=timeout_s, capture_output=True, text=True, check=False
+        command,
+        env=environ or ENVIRON,
+        input=stdin,
+        cwd=cwd,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert not check or done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -101,7 +110,7 @@ def docker_daemon(directory: Path) -> Iterator[Docker]:
     ]
     command += ["--data-root", str(directory / "data"), "--exec-root", str(directory / "exec")]
     with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON, start_new_session=True)
     docker = Docker(socket)
     try:
         end_s = time.monotonic() + START_S
