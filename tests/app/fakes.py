@@ -128,6 +128,7 @@ class Script:
     answer: str = "Hello there, how are you today?"
     step_s: float = 0.0  # between two tokens
     start_s: float = 0.0  # before the first
+    may_start: asyncio.Event | None = None  # the first waits for it too
     tokens_per_output: int = 1
     die_after: int | None = None  # tokens, then EngineLost
     refuse: str | None = None  # error_code of the first output
@@ -319,6 +320,8 @@ class FakeEngine:
         said = len(request.resume[choice] or ()) if request.resume else 0
         reason = "stop" if limited == ids and ids[-1] == 2 else "length"
         await asyncio.sleep(script.start_s)
+        if script.may_start is not None:
+            await script.may_start.wait()
         for start in range(said, len(limited), script.tokens_per_output):
             if script.die_after is not None and start >= script.die_after:
                 stream.lose()

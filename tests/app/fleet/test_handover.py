@@ -86,11 +86,15 @@ async def test_both_answer_when_both_are_asked_at_once(server, tmp_path):
 async def test_a_turn_that_another_replica_has_overtaken_is_known_there_too(server, tmp_path, first_to_end):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
         a.engine.script.token_ids, b.engine.script.token_ids = [40, 41, 42], [50, 51]
-        (b if first_to_end == "a" else a).engine.script.start_s = 0.5
-        overtaken = asyncio.create_task(say(a, HELLO))
-        await until(lambda: a.engine.submitted, timeout_s=30)
-        await say(b, HELLO)  # it claims last, so its turn is the one that counts
-        said = await overtaken
+        turns = {}
+        for name, which in (("a", a), ("b", b)):  # b claims last, so its turn is the one that counts
+            which.engine.script.may_start = asyncio.Event()
+            turns[name] = asyncio.create_task(say(which, HELLO))
+            await until(lambda which=which: which.engine.submitted, timeout_s=30)
+        for name in sorted(turns, key=lambda name: name != first_to_end):
+            {"a": a, "b": b}[name].engine.script.may_start.set()
+            await turns[name]
+        said = await turns["a"]
         assert a.app.state.replica.commits == {"fenced": 1}
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
         first, second = a.engine.submitted[0].token_ids, b.engine.submitted[1].token_ids
