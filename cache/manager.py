@@ -91,6 +91,7 @@ class CacheManager:
             arrived=arrived,
             progress=progress,
             bytes_per_token=options.bytes_per_token,
+            codes=bool(options.coded_block_bytes),
         )
         self._saver = saver = Saver(tiers=tiers, exact=options.exact)
         placer = Placer(tiers=tiers, matcher=matcher, siblings=siblings, loads=loads, reuse=options.reuse)
@@ -130,7 +131,7 @@ class CacheManager:
             case Fetched():
                 tiers.fetches.on_fetched(event.job_id, event.failed, now)
             case Written():
-                tiers.writes.on_written(event.job_id, event.extent, now)
+                tiers.writes.on_written(event.job_id, event.extent, event.refused, now)
                 if event.extent is not None:
                     tiers.redis.want(event.extent)
             case Uploaded():

@@ -127,6 +127,7 @@ class WriteExtent:
     blocks: tuple[StoredBlock, ...]
     slots: tuple[int, ...]
     extent_id: int | None = None  # that another process has chosen for the same blocks; None: a new one
+    is_coded: bool = False  # by the codec of the tiers below DRAM; blocks that it refuses are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +264,13 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Reports the end of a write. extent: None if nothing was stored, for this reason."""
+    """Reports the end of a write. extent: None if nothing was stored, for this reason. refused: blocks that the codec
+    could not encode, which were left out."""
 
     job_id: int
     extent: ExtentInfo | None
     reason: str | None
+    refused: tuple[BlockKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,7 @@ class RunningContext:
     client_cuts: list[Range] = field(default_factory=list)  # the part of `cuts` that the client dropped itself
     open_hint: BlockKey | None = None  # an open block that the request can continue, whatever its key chains on
     open_place: int = 0  # number of full blocks before `open_hint`
+    continues_raw: bool = False  # the first rows of the block at `open_place` may have come out of a codec
     # keys of the stream's full blocks; filled only if there are cuts
     sent_keys: list[BlockKey] = field(default_factory=list)
     cut_now: bool = False  # this turn makes a cut; tokens between the last full block and the cut are lost

@@ -52,6 +52,12 @@ class SessionRecord:
         return self.tenant, self.salt, self.session_id
 
 
+def is_coded(extent: int | bytes) -> bool:
+    """Whether an extent's segments are coded, on a server that codes: the last bit of its id, or of its name in Redis,
+    says so. On a server that does not, that bit means nothing."""
+    return bool((extent if isinstance(extent, int) else extent[-1]) & 1)
+
+
 @dataclass(frozen=True, slots=True)
 class RedisExtent:
     """An extent in Redis, as its header tells it."""

@@ -32,6 +32,7 @@ class BlockRow:
     origin: int | None = None  # position of its first token when it was computed
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
+    kept_raw: bool = False  # never to be coded: it begins a context, came out of a codec once, or did not fit one
     owners: tuple[SessionName, ...] = ()
     score: int = 0  # CaR's (`cache.blocks.scores`): blocks with a low score leave HBM first
 
@@ -48,6 +49,7 @@ class BlockRow:
             origin=self.origin,
             place=self.place,
             hops=self.hops,
+            kept_raw=self.kept_raw,
             owners=self.owners,
             score=self.score,
         )

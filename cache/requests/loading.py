@@ -7,12 +7,19 @@ from dataclasses import dataclass, replace
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.stored import is_coded
 from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
 from cache.tiers.hierarchy import Hierarchy
 
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
+
+
+def is_coded_copy(block: BlockLoad) -> bool:
+    """Whether a block comes out of the codec, on a server that codes."""
+    address = block.extent or block.redis
+    return address is not None and is_coded(address[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,9 @@ class Loads:
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
         bytes_per_token: int,
+        codes: bool,
     ) -> None:
+        """codes: what lies below DRAM is coded, where an extent says so."""
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._dram, self._disk, self._redis = tiers.dram, tiers.disk, tiers.redis
@@ -49,7 +58,7 @@ class Loads:
         self._rates = rates
         self._arrived = arrived  # job -> the share of its load that is in HBM
         self._progress = progress  # job -> how far the disk has come with its load
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token, self._codes = bytes_per_token, codes
         self._stats = tiers.stats
         self.now = -math.inf
         """Time of the last plan. Set by whoever plans."""
@@ -182,6 +191,8 @@ class Loads:
                 else:
                     self._dram.keep(block.key, block.slot)
             row = self._table.get(block.key)
+            if row is not None and self._codes and is_coded_copy(block):
+                row.kept_raw = True
             is_here = not event.failed or block.key in event.whole
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)

@@ -62,6 +62,7 @@ class Placer:
         context.sealed = len(match.rows)
         context.open_hint = match.partial.key if match.partial is not None else None
         context.open_place = len(match.rows)
+        context.continues_raw = match.partial is not None and (match.partial.kept_raw or not match.partial.is_open)
         if self._reuse:
             prompt_blocks = context.prompt_tokens // BLOCK_TOKENS
             for key in context.chain()[len(match.rows) : prompt_blocks]:

@@ -1,7 +1,7 @@
 """The format of a stored extent: a run of blocks of one session in one file, with a checksum per block and layer.
 
     header    magic, version, length, xxh3 and MAC of the header; msgpack: fingerprint, id, session, keys, checksums
-    layer 0   one segment per block: [K of 32 rows][V of 32 rows]
+    layer 0   one segment per block: [K of 32 rows][V of 32 rows], or what a codec has made of that
     layer 1   ...
 
 The header and every layer start at a multiple of 4 KiB, so that O_DIRECT is possible; gaps are zeros. A header
@@ -20,7 +20,7 @@ import msgspec
 from xxhash import xxh3_64, xxh3_64_digest
 
 from cache.blocks.keys import typed_fields
-from cache.blocks.stored import SessionRecord, StoredBlock
+from cache.blocks.stored import SessionRecord, StoredBlock, is_coded
 from cache.storage.errors import BlockMissing
 
 ALIGNMENT = 4096
@@ -71,6 +71,26 @@ class ExtentHeader:
     def _checksum(self, layer: int, block: int) -> bytes:
         start = DIGEST_BYTES * (layer * len(self.blocks) + block)
         return self.checksums[start : start + DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSizes:
+    """Bytes of one block's segment, by layer: as its rows are, and as a codec makes it. coded: None where there is no
+    codec. Raises ValueError for what cannot be sizes."""
+
+    raw: tuple[int, ...]
+    coded: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_segments(self.raw)
+        if self.coded is not None:
+            check_segments(self.coded)
+            if len(self.coded) != len(self.raw):
+                raise ValueError("a codec of as many layers")
+
+    def of(self, extent: int | bytes) -> tuple[int, ...]:
+        """Return the sizes in an extent, by its id or its name in Redis."""
+        return self.coded if self.coded is not None and is_coded(extent) else self.raw
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ import mmap
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from functools import partial
 
 from cache.blocks.stored import ExtentInfo
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
+from cache.storage.extent_format import SegmentSizes
 from cache.storage.extent_reader import ExtentReader
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
 from cache.storage.rare_log import RareLog
@@ -30,18 +30,18 @@ class ExtentOpener:
         *,
         shards: Shards,
         fingerprint: bytes,
-        segment_bytes: Sequence[int],
+        sizes: SegmentSizes,
         key: bytes,
         throttle: Throttle,
         rare_log: RareLog,
     ) -> None:
-        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`."""
+        """key: `cache.storage.extent_format.record_key`."""
         self._shards = shards
-        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
         self._throttle, self._rare_log = throttle, rare_log
         self._headers = HeaderCache()
         self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
-        self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
+        self._buffer_bytes = max(CHUNK_BYTES, *sizes.raw)
         self._lock = threading.Lock()  # guards what follows
         self._damaged: set[int] = set()  # extents whose damage has been logged
 
@@ -95,7 +95,7 @@ class ExtentOpener:
         return open_extent(
             self._shards.path(extent_id),
             fingerprint=self._fingerprint,
-            segment_bytes=self._segment_bytes,
+            segment_bytes=self._sizes.of(extent_id),
             key=self._key,
             extent_id=extent_id,
             known=known,

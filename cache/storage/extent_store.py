@@ -24,7 +24,7 @@ from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.storage.directory_lock import DirectoryLock, DirectoryLocked
 from cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
 from cache.storage.extent_file import remove_extent
-from cache.storage.extent_format import MAX_EXTENT_ID, check_segments
+from cache.storage.extent_format import MAX_EXTENT_ID, SegmentSizes
 from cache.storage.extent_opener import READ_THREADS, ExtentOpener
 from cache.storage.extent_reader import ExtentReader, flat
 from cache.storage.extent_writer import WRITE_THREADS, ExtentWriter
@@ -58,6 +58,7 @@ class ExtentStore:
         directory: Path,
         fingerprint: bytes,
         segment_bytes: Sequence[int],
+        coded_segment_bytes: Sequence[int] | None = None,
         key: bytes,
         capacity_bytes: int,
         min_free_bytes: int,
@@ -66,14 +67,15 @@ class ExtentStore:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`. min_free_bytes: what
-        the file system always keeps free. Bandwidth caps of 0: none. owner: name of this process, shown to people who
-        find the directory locked."""
+        """segment_bytes: of one block, by layer; coded_segment_bytes: of one that a codec has encoded. key:
+        `cache.storage.extent_format.record_key`. min_free_bytes: what the file system always keeps free. Bandwidth caps
+        of 0: none. owner: name of this process, shown to people who find the directory locked."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
-        check_segments(segment_bytes)
+        sizes = SegmentSizes(tuple(segment_bytes), None if coded_segment_bytes is None else tuple(coded_segment_bytes))
         self.capacity_bytes = capacity_bytes
         self._num_layers = len(segment_bytes)
+        self._codes = coded_segment_bytes is not None
         self._directory = directory
         self._deadline_s = deadline_s
         self._held = DirectoryLock(directory, owner)
@@ -89,7 +91,7 @@ class ExtentStore:
         self._opener = ExtentOpener(
             shards=self._shards,
             fingerprint=fingerprint,
-            segment_bytes=segment_bytes,
+            sizes=sizes,
             key=key,
             throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
             rare_log=self._log,
@@ -98,7 +100,7 @@ class ExtentStore:
             shards=self._shards,
             space=self._space,
             fingerprint=fingerprint,
-            segment_bytes=segment_bytes,
+            sizes=sizes,
             key=key,
             throttle=Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
         )
@@ -160,16 +162,17 @@ class ExtentStore:
         checksums: bytes,
         segments: Callable[[int], Sequence[memoryview]],
         extent_id: int | None = None,
+        is_coded: bool = False,
     ) -> ExtentInfo:
         """Store the blocks as one extent, all or nothing; durable on return. extent_id: None for a new one, else one
-        that the store of another rank has chosen for its part of the same blocks.
+        that the store of another rank has chosen for its part of the same blocks. is_coded: these are coded segments.
         checksums: of all segments, layer by layer (`cache.storage.extent_format.checksum`); compared with the bytes
         only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces; they are
         read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
         Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
         than a record may hold). No answer depends on success."""
         views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
-        new_id = self._new_id() if extent_id is None else self._known_id(extent_id)
+        new_id = self._new_id(is_coded) if extent_id is None else self._known_id(extent_id)
         try:
             extent = self._writer.encode(new_id, session, blocks, checksums, views)
         except ValueError as error:
@@ -264,11 +267,13 @@ class ExtentStore:
             raise BlockMissing("the disk tier is closed", reason="io")
         return self._opener.open(extent_id, threads, trust_cached=trust_cached)
 
-    def _new_id(self) -> int:
+    def _new_id(self, is_coded: bool = False) -> int:
         # Ids come from the clock, so that they are never reused even if index and records are lost, and exceed the last
         # id, so that they increase even if the clock does not.
         with self._lock:
             self._last_id = max(self._last_id + 1, time.time_ns())
+            if self._codes and self._last_id % 2 != is_coded:  # `cache.blocks.stored.is_coded`
+                self._last_id += 1
             if self._last_id > MAX_EXTENT_ID:
                 raise TierFailed("no extent ids are left: what does the clock say?", reason="format")
             return self._last_id

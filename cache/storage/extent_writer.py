@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
-from cache.storage.extent_format import ExtentHeader, Layout, encode_header
+from cache.storage.extent_format import ExtentHeader, Layout, SegmentSizes, encode_header
 from cache.storage.io_threads import Beat
 from cache.storage.shards import Shards
 from cache.storage.space import DiskSpace
@@ -37,13 +37,13 @@ class ExtentWriter:
         shards: Shards,
         space: DiskSpace,
         fingerprint: bytes,
-        segment_bytes: Sequence[int],
+        sizes: SegmentSizes,
         key: bytes,
         throttle: Throttle,
     ) -> None:
-        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`."""
+        """key: `cache.storage.extent_format.record_key`."""
         self._shards, self._space = shards, space
-        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
         self._throttle = throttle
         self._buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
 
@@ -56,7 +56,8 @@ class ExtentWriter:
         segments: Sequence[Sequence[memoryview]],
     ) -> EncodedExtent:
         """Raises ValueError for segments of another size, and for more than a record may hold."""
-        for size, pieces in zip(self._segment_bytes, segments, strict=True):
+        sizes = self._sizes.of(extent_id)
+        for size, pieces in zip(sizes, segments, strict=True):
             if sum(map(len, pieces)) != size * len(blocks):
                 raise ValueError(f"a segment of this layer has {size} bytes")
         header = ExtentHeader(
@@ -64,11 +65,11 @@ class ExtentWriter:
             extent_id=extent_id,
             session=session,
             blocks=tuple(blocks),
-            segment_bytes=self._segment_bytes,
+            segment_bytes=sizes,
             checksums=checksums,
         )
         encoded = encode_header(header, self._key)
-        layout = Layout.of(header_bytes=len(encoded), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
+        layout = Layout.of(header_bytes=len(encoded), segment_bytes=sizes, num_blocks=len(blocks))
         return EncodedExtent(
             ExtentInfo(extent_id, session, header.blocks, layout.size_bytes), encoded, layout, segments
         )

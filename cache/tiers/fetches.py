@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey
+from cache.blocks.stored import is_coded
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import NOT_ITS_COPY, FetchBlocks, FetchRemote, Orders
 from cache.stats import CacheStats
@@ -28,10 +29,12 @@ class Fetches:
         dram: DramTier,
         disk: DiskLedger,
         redis: RedisLedger,
+        codes: bool,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        self._table, self._dram, self._disk, self._redis = table, dram, disk, redis
+        """codes: what lies below DRAM is coded, where an extent says so."""
+        self._table, self._dram, self._disk, self._redis, self._codes = table, dram, disk, redis, codes
         self._orders, self._stats = orders, stats
         self._under_way: dict[int, _Fetch] = {}  # by job
         self._coming: dict[BlockKey, str] = {}  # block -> the tier from which it is fetched
@@ -103,6 +106,7 @@ class Fetches:
             if key in failed or row is None or row.slot is not None or (row.redis if is_remote else row.extent) != copy:
                 self._dram.give_back(slot)
             else:
+                row.kept_raw |= self._codes and is_coded(copy[0])
                 self._dram.attach(row, slot)
         if isinstance(order, FetchRemote):
             self._redis.settle({key: copy for key, copy, _ in order.blocks}, failed, fetch.session, now)

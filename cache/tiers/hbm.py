@@ -324,6 +324,12 @@ class HbmPool:
             position=first,
             origin=first,
             place=block,
+            kept_raw=(
+                parent == context.domain.root
+                or block < context.open_place  # it was not computed for this context
+                or (block == context.open_place and context.continues_raw)
+                or lineage.is_moved(block)
+            ),
             owners=(context.session,),
         )
 

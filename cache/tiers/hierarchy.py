@@ -88,10 +88,22 @@ class Hierarchy:
             stats=stats,
         )
         self.fetches = Fetches(
-            table=self.table, dram=self.dram, disk=self.disk, redis=self.redis, orders=self.orders, stats=stats
+            codes=bool(options.coded_block_bytes),
+            table=self.table,
+            dram=self.dram,
+            disk=self.disk,
+            redis=self.redis,
+            orders=self.orders,
+            stats=stats,
         )
         self.writes = WriteBehind(
-            table=self.table, dram=self.dram, disk=self.disk, dirty=dirty, orders=self.orders, stats=stats
+            table=self.table,
+            dram=self.dram,
+            disk=self.disk,
+            coded_block_bytes=options.coded_block_bytes,
+            dirty=dirty,
+            orders=self.orders,
+            stats=stats,
         )
         self.policies = (self.hbm.policy, self.dram.policy, self.disk.policy)
 

@@ -1,6 +1,6 @@
 """Writes to disk what turns have left in DRAM, after their end, and records their sessions there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey, token_bytes
@@ -27,6 +27,7 @@ class _Write:
     keys: list[BlockKey]
     slots: list[int]
     size_bytes: int
+    is_coded: bool
 
 
 class WriteBehind:
@@ -38,10 +39,13 @@ class WriteBehind:
         table: CacheTable,
         dram: DramTier,
         disk: DiskLedger,
+        coded_block_bytes: int,
         dirty: DirtyBlocks,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
+        """coded_block_bytes: see `CacheOptions`."""
+        self._coded_block_bytes = coded_block_bytes
         self._table, self._dram, self._disk = table, dram, disk
         self._dirty, self._orders, self._stats = dirty, orders, stats
         self._writes: dict[int, _Write] = {}
@@ -121,13 +125,24 @@ class WriteBehind:
                 continue
             rows = [row for key in keys if (row := self._table.get(key)) and row.slot is not None and not row.extent]
             if rows:
+                # An extent holds one kind; what is left is written next.
+                is_coded = any(map(self._may_be_coded, rows))
+                rows = [row for row in rows if self._may_be_coded(row) == is_coded]
                 known = record(name) or SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
-                self._write(name, rows[:_MAX_EXTENT_BLOCKS], known, now)
+                self._write(name, rows[:_MAX_EXTENT_BLOCKS], is_coded, known, now)
             else:
                 self._dirty.forget(name)
 
-    def _write(self, name: SessionName, rows: list[BlockRow], record: SessionRecord, now: float) -> None:
-        size = len(rows) * self._dram.slot_bytes + _EXTENT_OVERHEAD + len(record.context)
+    def _may_be_coded(self, row: BlockRow) -> bool:
+        """An open block is coded when it is full: until then its rows are read and written again every turn, and
+        nothing is coded twice."""
+        return bool(self._coded_block_bytes) and not row.kept_raw and not row.is_open
+
+    def _write(
+        self, name: SessionName, rows: list[BlockRow], is_coded: bool, record: SessionRecord, now: float
+    ) -> None:
+        block_bytes = self._coded_block_bytes if is_coded else self._dram.slot_bytes
+        size = len(rows) * block_bytes + _EXTENT_OVERHEAD + len(record.context)
         if not self._disk.reserve(size):
             self._stats.refused["disk"] += len(rows)
             self._refused_until(now + _RETRY_S)
@@ -137,26 +152,33 @@ class WriteBehind:
         for slot in slots:
             self._dram.pin(slot)
         job = self._orders.next_job()
-        self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
+        self._writes[job] = _Write(name, [row.key for row in rows], slots, size, is_coded)
         self._writing.add(name)
         self._unrecorded.pop(name, None)
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
-        self._orders.add(WriteExtent(job, record, blocks, tuple(slots)))
+        self._orders.add(WriteExtent(job, record, blocks, tuple(slots), is_coded=is_coded))
 
-    def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
-        """Record the end of a write. extent: None if the disk has refused; it is asked again later."""
+    def on_written(self, job: int, extent: ExtentInfo | None, refused: Sequence[BlockKey], now: float) -> None:
+        """Record the end of a write. extent: None if the disk has refused; it is asked again later. refused: blocks
+        that the codec has refused; if there are any, extent None means that no block was left."""
         self._dirty.changes += 1
         write = self._writes.pop(job)
+        for key in refused:
+            if (row := self._table.get(key)) is not None:
+                row.kept_raw = True  # and is written as it is, with the next extent
         self._writing.discard(write.session)
         self._disk.give_back(write.size_bytes)
-        if extent is None:
+        if extent is None and refused:
+            self.session_changed(write.session)
+        elif extent is None:
             self._refused_until(now + _RETRY_S)
             self.session_changed(write.session)
             self._stats.refused["disk"] += len(write.keys)
             self._stats.write_failures["disk"] += 1
         else:
-            self._dirty.written(write.session, write.keys)
-            self._disk.add(extent, write.keys)
+            keys = [block.key for block in extent.blocks]
+            self._dirty.written(write.session, keys)
+            self._disk.add(extent, keys)
         self._dirty.settle(write.session)
         for slot in write.slots:
             self._dram.unpin(slot)

@@ -2,19 +2,24 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import ClassVar
 
+import torch
+
 from cache.blocks.keys import BlockKey
+from cache.blocks.stored import is_coded
 from cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
 from cache.storage.slab import Slab
+from cache.transfer.coding import decode_segments
 from cache.transfer.events import Events
+from kernels.codecs.codec import Codec
 
 Found = Sequence[tuple[BlockKey, int, int]]
 """Blocks of one extent, each with its place in it and its slot; places ascend."""
@@ -25,8 +30,8 @@ class FetchStream(ABC):
 
     direction: ClassVar[str]
 
-    def __init__(self, *, slab: Slab, completions: Events) -> None:
-        self._slab, self._completions = slab, completions
+    def __init__(self, *, slab: Slab, codec: Codec | None, completions: Events) -> None:
+        self._slab, self._codec, self._completions = slab, codec, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
 
     def put(self, order: FetchBlocks | FetchRemote) -> None:
@@ -78,10 +83,28 @@ class FetchStream(ABC):
 
     @abstractmethod
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
-        """Fill the slots with verified bytes. Returns the blocks' checksums, by layer. Raises BlockMissing."""
+        """Fill the slots with verified bytes. Returns the checksums of what is in them, by layer. Raises
+        BlockMissing."""
 
-    def _segments(self, layer: int, found: Found) -> list[memoryview]:
-        return [self._slab.segment(layer, slot) for _, _, slot in found]
+    def _read(
+        self, extent: int | bytes, found: Found, read: Callable[[int, list[memoryview]], None]
+    ) -> list[tuple[bytes, ...]] | None:
+        """Have all layers read, into the slots or to be decoded into them. read(layer, one buffer for each block) fills
+        these with verified bytes. Returns what `_fill` does of blocks that were decoded; None of those that were
+        not."""
+        if self._codec is None or not is_coded(extent):
+            for layer in range(self._slab.num_layers):
+                read(layer, [self._slab.segment(layer, slot) for _, _, slot in found])
+            return None
+        slots, sums = [slot for _, _, slot in found], []
+        for layer, size in enumerate(self._codec.segment_bytes):
+            segments = torch.empty(len(found), size, dtype=torch.uint8)
+            view = memoryview(segments.view(-1).numpy().data)
+            read(layer, [view[start : start + size] for start in range(0, len(view), size)])
+            raw = torch.empty_like(self._slab.segments(layer)[: len(found)])
+            sums.append(decode_segments(self._codec, layer, segments, raw))
+            self._slab.segments(layer)[slots] = raw
+        return list(zip(*sums, strict=True))
 
 
 class DiskFetches(FetchStream):
@@ -89,8 +112,8 @@ class DiskFetches(FetchStream):
 
     direction = "disk_to_dram"
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
-        super().__init__(slab=slab, completions=completions)
+    def __init__(self, *, slab: Slab, disk: ExtentStore, codec: Codec | None, completions: Events) -> None:
+        super().__init__(slab=slab, codec=codec, completions=completions)
         self._disk = disk
 
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
@@ -98,9 +121,8 @@ class DiskFetches(FetchStream):
         places = [place for _, place, _ in found]
         with self._disk.reader(extent) as reader:
             checksums = [reader.checksums(place, key) for key, place, _ in found]
-            for layer in range(self._slab.num_layers):
-                reader.read(layer, places, self._segments(layer, found))
-        return checksums
+            decoded = self._read(extent, found, lambda layer, outs: reader.read(layer, places, outs))
+        return checksums if decoded is None else decoded
 
 
 class RedisFetches(FetchStream):
@@ -108,14 +130,13 @@ class RedisFetches(FetchStream):
 
     direction = "redis_to_dram"
 
-    def __init__(self, *, slab: Slab, redis: RedisExtents, completions: Events) -> None:
-        super().__init__(slab=slab, completions=completions)
+    def __init__(self, *, slab: Slab, redis: RedisExtents, codec: Codec | None, completions: Events) -> None:
+        super().__init__(slab=slab, codec=codec, completions=completions)
         self._redis = redis
 
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
         assert isinstance(extent, bytes)
         reader = RedisReader(self._redis, [(extent, [place for _, place, _ in found])])
         checksums = [reader.checksums(0, place, key) for key, place, _ in found]
-        for layer in range(self._slab.num_layers):
-            reader.read(layer, self._segments(layer, found))
-        return checksums
+        decoded = self._read(extent, found, reader.read)
+        return checksums if decoded is None else decoded

@@ -21,6 +21,8 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
 from cache.storage.slab import Slab
+from cache.transfer.coding import decode_segments
+from kernels.codecs.codec import Codec
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
@@ -74,14 +76,15 @@ class SlotSource:
         return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
 
 
-def layers_landed(slab: Slab, num_blocks: int) -> int:
-    """Return how many layers of a load of so many blocks may have come off the disk before they are placed."""
-    return min(slab.num_layers, max(LAYERS_LANDED, LANDING_BYTES // _room(slab, num_blocks)))
+def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
+    """Return how many layers of a load of so many blocks may have come off the disk before they are placed. sizes: of
+    segments, by layer."""
+    return min(len(sizes), max(LAYERS_LANDED, LANDING_BYTES // _room(sizes, num_blocks)))
 
 
-def _room(slab: Slab, num_blocks: int) -> int:
+def _room(sizes: Sequence[int], num_blocks: int) -> int:
     """Return the bytes of memory in which any layer of a load may land."""
-    return -(-num_blocks * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT
+    return -(-num_blocks * max(sizes) // ALIGNMENT) * ALIGNMENT
 
 
 class Landings:
@@ -115,10 +118,12 @@ class LandedSource(ABC):
     """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
     copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
     with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
-    all."""
+    all. codec: of all these blocks, which then are checked and decoded by `prepare`; None: they are as rows are."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings) -> None:
-        self._slab, self._landings = slab, landings
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, codec: Codec | None = None) -> None:
+        self._slab, self._landings, self._codec = slab, landings, codec
+        self._sizes = slab.segment_bytes if codec is None else codec.segment_bytes
+        self._decoded: Tensor | None = None  # the layer that was prepared last
         by_extent: dict[int | bytes, list[tuple[int, BlockLoad]]] = {}  # extent -> places in it, and their blocks
         for block in blocks:
             address = block.extent or block.redis
@@ -133,9 +138,11 @@ class LandedSource(ABC):
         kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
         self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
         self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
+        self._raw_sums: list[list[bytes]] = []  # by layer, of what was decoded, by block
         self._sums: Sums = _NO_SUMS  # until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
-        self._room, self._num_landed = _room(slab, len(blocks)), layers_landed(slab, len(blocks))
+        self._room = _room(self._sizes, len(blocks))
+        self._num_landed = layers_landed(self._sizes, len(blocks))
         try:
             self._memory = landings.take(self._num_landed * self._room)
         except OSError as error:
@@ -169,11 +176,29 @@ class LandedSource(ABC):
 
     def _landed(self, layer: int) -> memoryview:
         start = layer % self._num_landed * self._room
-        return self._view[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+        return self._view[start : start + len(self.blocks) * self._sizes[layer]]
+
+    def prepare(self, layer: int) -> list[BlockKey]:
+        """Make a layer that has landed what `segments`, `sums` and `altered` tell of, if that is not what has landed.
+        Returns the blocks that are not what was stored; if there is one, the layer must not be placed."""
+        if self._codec is None:
+            return []
+        if altered := self._altered(layer):
+            return altered
+        start = layer % self._num_landed * self._room
+        landed = self._tensor[start : start + len(self.blocks) * self._sizes[layer]].view(len(self.blocks), -1)
+        shape = len(self.blocks), self._slab.segment_bytes[layer] // self._slab.dtype.itemsize
+        if self._decoded is None or self._decoded.shape != shape:
+            self._decoded = torch.empty(shape, dtype=self._slab.dtype)
+        self._raw_sums.append(decode_segments(self._codec, layer, landed, self._decoded))
+        self._sums[layer] = np.frombuffer(b"".join(self._raw_sums[layer]), ">u8")
+        return []
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        if self._decoded is not None:
+            return self._decoded, self._chosen
         start = layer % self._num_landed * self._room
-        landed = self._tensor[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+        landed = self._tensor[start : start + len(self.blocks) * self._sizes[layer]]
         return landed.view(self._slab.dtype).view(len(self.blocks), -1), self._chosen
 
     def sums(self, layer: int) -> Sums:
@@ -181,7 +206,11 @@ class LandedSource(ABC):
         return sums
 
     def altered(self, layer: int) -> list[BlockKey]:
-        view, size = self._landed(layer), self._slab.segment_bytes[layer]
+        """See LayerSource. What was decoded has been compared before."""
+        return self._altered(layer) if self._codec is None else []
+
+    def _altered(self, layer: int) -> list[BlockKey]:
+        view, size = self._landed(layer), self._sizes[layer]
         found = [checksum(view[number * size : (number + 1) * size]) for number in range(len(self.blocks))]
         return [
             block.key
@@ -198,7 +227,8 @@ class LandedSource(ABC):
     def seal(self) -> None:
         """Seal the slots that `keep` has filled with all layers."""
         for number, slot in self._kept.T.tolist():
-            self._slab.seal_as(slot, self._checksums[number])
+            sums = self._checksums[number] if self._codec is None else [layer[number] for layer in self._raw_sums]
+            self._slab.seal_as(slot, sums)
 
     @abstractmethod
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
@@ -208,8 +238,15 @@ class LandedSource(ABC):
 class ExtentSource(LandedSource):
     """Blocks on disk."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: ExtentStore, landings: Landings) -> None:
-        super().__init__(blocks, slab, landings)
+    def __init__(
+        self,
+        blocks: Sequence[BlockLoad],
+        slab: Slab,
+        disk: ExtentStore,
+        landings: Landings,
+        codec: Codec | None = None,
+    ) -> None:
+        super().__init__(blocks, slab, landings, codec)
         self._disk = disk
         self._readers: dict[int, ExtentReader] = {}
 
@@ -245,8 +282,15 @@ class ExtentSource(LandedSource):
 class RedisSource(LandedSource):
     """Blocks in Redis."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, redis: RedisExtents, landings: Landings) -> None:
-        super().__init__(blocks, slab, landings)
+    def __init__(
+        self,
+        blocks: Sequence[BlockLoad],
+        slab: Slab,
+        redis: RedisExtents,
+        landings: Landings,
+        codec: Codec | None = None,
+    ) -> None:
+        super().__init__(blocks, slab, landings, codec)
         self._redis = redis
         self._reader: RedisReader | None = None
 

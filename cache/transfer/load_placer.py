@@ -48,13 +48,15 @@ class LoadPlacer:
         failed: dict[BlockKey, str] = {}
         source, loader = self._begun(part, failed)
         layer = part.placed
+        if isinstance(source, LandedSource) and not failed:
+            failed.update(dict.fromkeys(source.prepare(layer), "checksum"))
         if not failed:
             loader.place(layer, failed, rotations, together=together)
             self._synchronise()
-            if isinstance(source, LandedSource) and not failed:
-                source.keep(layer)
-            elif isinstance(source, LandedSource):
-                source.tell_damage(failed, layer)
+        if isinstance(source, LandedSource) and not failed:
+            source.keep(layer)
+        elif isinstance(source, LandedSource):
+            source.tell_damage(failed, layer)
         part.placing_s += time.perf_counter() - started
         with self._changed:
             if failed:

@@ -40,6 +40,7 @@ class LoadPart:
     num_layers: int
     tier: str  # dram | disk | redis
     in_step: bool
+    is_coded: bool = False  # its layers are decoded when they are placed
     landed: int = 0  # leading layers that may be placed
     reading: int = 0  # how many a thread has set out to read, until it has ended
     has_ended: bool = False  # if it ended while it was read, the thread that reads closes its source

@@ -1,10 +1,10 @@
 """Reads the layers of loads out of one tier, disk or Redis, in a thread of its own."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from cache.moves import BlockLoad, Late
+from cache.moves import Late
 from cache.rates import LoadProgress
 from cache.storage.errors import BlockMissing
 from cache.storage.slab import Slab
@@ -12,7 +12,7 @@ from cache.transfer.events import Events
 from cache.transfer.layer_source import LandedSource, Landings, SlotSource
 from cache.transfer.load_queue import LoadPart, LoadQueue
 
-MakeSource = Callable[[Sequence[BlockLoad], Landings], LandedSource]
+MakeSource = Callable[[LoadPart, Landings], LandedSource]
 
 
 class LoadReader:
@@ -70,7 +70,7 @@ class LoadReader:
         """Return where a part's bytes come from. None if its load has failed, because its slots are others' then."""
         with self._changed:
             if part.source is None and not part.load.failed:
-                part.source = self._make(part.blocks, self._landings)
+                part.source = self._make(part, self._landings)
             assert not isinstance(part.source, SlotSource)
             return part.source
 

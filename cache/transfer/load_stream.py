@@ -3,8 +3,10 @@ out of Redis. Another places layers in HBM, or where processors copy, the step t
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
-from cache.moves import LoadBlocks
+from cache.blocks.stored import is_coded
+from cache.moves import BlockLoad, LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
@@ -18,6 +20,7 @@ from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from cache.transfer.load_reader import LoadReader
 from cache.transfer.loader import PagePool
 from kernels.attention.ragged_batch import KvPages
+from kernels.codecs.codec import Codec
 
 
 class LoadStream:
@@ -38,6 +41,7 @@ class LoadStream:
         slab: Slab,
         disk: ExtentStore | None,
         redis: RedisExtents | None,
+        codec: Codec | None,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
@@ -45,7 +49,7 @@ class LoadStream:
     ) -> None:
         """rotations: for the engine's thread. read_buffer_layers: how many may come before the request runs; negative:
         all."""
-        self._slab = slab
+        self._slab, self._codec = slab, codec
         self._pool = PagePool(pages)
         self._rotations = rotations
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
@@ -62,7 +66,7 @@ class LoadStream:
                 queue=self._queue,
                 slab=slab,
                 tier="disk",
-                make=lambda blocks, landings: ExtentSource(blocks, slab, disk, landings),
+                make=lambda part, landings: ExtentSource(part.blocks, slab, disk, landings, self._codec_of(part)),
                 completions=completions,
             )
         if redis is not None:
@@ -70,7 +74,7 @@ class LoadStream:
                 queue=self._queue,
                 slab=slab,
                 tier="redis",
-                make=lambda blocks, landings: RedisSource(blocks, slab, redis, landings),
+                make=lambda part, landings: RedisSource(part.blocks, slab, redis, landings, self._codec_of(part)),
                 completions=completions,
             )
         self._placer = LoadPlacer(
@@ -92,10 +96,12 @@ class LoadStream:
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
-        for tier in self.readers:
-            if read := tuple(block for block in move.blocks if block.tier == tier):
-                ahead = layers_landed(self._slab, len(read))
-                load.parts.append(LoadPart(read, load, num_layers, tier=tier, in_step=in_step, ahead=ahead))
+        for tier, codec in product(self.readers, {None, self._codec}):
+            coded = codec is not None
+            if read := tuple(block for block in move.blocks if block.tier == tier and self._is_coded(block) == coded):
+                ahead = layers_landed(self._slab.segment_bytes if codec is None else codec.segment_bytes, len(read))
+                part = LoadPart(read, load, num_layers, tier=tier, in_step=in_step, is_coded=coded, ahead=ahead)
+                load.parts.append(part)
         if in_dram:
             # Who waits for a link that is made slower does so on a thread.
             together = in_step and not self._throttle.is_capped
@@ -106,6 +112,13 @@ class LoadStream:
             self._queue.parts += load.parts
             if any(part.is_far or not part.in_step for part in load.parts):
                 self._changed.notify_all()
+
+    def _is_coded(self, block: BlockLoad) -> bool:
+        address = block.extent or block.redis
+        return self._codec is not None and address is not None and is_coded(address[0])
+
+    def _codec_of(self, part: LoadPart) -> Codec | None:
+        return self._codec if part.is_coded else None
 
     def start(self, job_id: int) -> None:
         """Let the layers beyond the read buffer come: the request of a load runs now, or waits for it no longer."""

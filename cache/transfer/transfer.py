@@ -55,6 +55,7 @@ from cache.transfer.save_stream import SaveStream
 from cache.transfer.upload_stream import RemoteCalls, UploadStream
 from cache.transfer.write_stream import WriteStream
 from kernels.attention.ragged_batch import KvPages
+from kernels.codecs.codec import Codec
 from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Transfer:
         slab: Slab,
         disk: ExtentStore | None,
         redis: RedisExtents | None = None,
+        codec: Codec | None = None,
         rotations: Callable[[], KeyRotations],
         read_buffer_layers: int,
         dram_throttle: Throttle,
@@ -78,7 +80,8 @@ class Transfer:
         synchronous: bool,
         max_backlog_bytes: int,
     ) -> None:
-        """dram_throttle: caps loads out of DRAM; save_throttle: caps saves into it."""
+        """codec: of what lies below DRAM, where an extent says so. dram_throttle: caps loads out of DRAM; save_throttle:
+        caps saves into it."""
         self._pages = pages
         self._slab = slab
         self._disk, self._redis = disk, redis
@@ -99,6 +102,7 @@ class Transfer:
             slab=slab,
             disk=disk,
             redis=redis,
+            codec=codec,
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=dram_throttle,
@@ -110,13 +114,13 @@ class Transfer:
             "kv-load": (lambda: self._loads.place(rotations()), 0),
         }
         if disk is not None:
-            self._fetches = DiskFetches(slab=slab, disk=disk, completions=self._completions)
-            self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
+            self._fetches = DiskFetches(slab=slab, disk=disk, codec=codec, completions=self._completions)
+            self._writes = WriteStream(slab=slab, disk=disk, codec=codec, completions=self._completions)
             work["kv-load-disk"] = (self._loads.readers["disk"].run, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         if redis is not None:
             self._calls = RemoteCalls(redis=redis, completions=self._completions)
-            self._redis_fetches = RedisFetches(slab=slab, redis=redis, completions=self._completions)
+            self._redis_fetches = RedisFetches(slab=slab, redis=redis, codec=codec, completions=self._completions)
             work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), "kv-redis": (self._calls.run, 0)}
             work["kv-fetch-redis"] = (self._redis_fetches.run, 0)
         if redis is not None and disk is not None:

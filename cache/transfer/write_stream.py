@@ -2,15 +2,21 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
+from cache.blocks.keys import BlockKey
+from cache.blocks.stored import StoredBlock
 from cache.moves import Deleted, DeleteExtents, Lost, PutSession, Transferred, WriteExtent, Written
 from cache.storage.errors import TierFailed, TierFull
 from cache.storage.extent_file import runs
 from cache.storage.extent_store import ExtentStore
 from cache.storage.rare_log import RareLog
 from cache.storage.slab import Slab
+from cache.transfer.coding import encode_slots
 from cache.transfer.events import Events
+from kernels.codecs.codec import Codec
 
 _TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
@@ -19,8 +25,8 @@ WriteOrder = WriteExtent | DeleteExtents | PutSession
 class WriteStream:
     """`run` is the work of a thread; the engine's thread calls the other methods."""
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
-        self._slab, self._disk, self._completions = slab, disk, completions
+    def __init__(self, *, slab: Slab, disk: ExtentStore, codec: Codec | None, completions: Events) -> None:
+        self._slab, self._disk, self._codec, self._completions = slab, disk, codec, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
         self._looked_at: deque[WriteOrder | None] = deque()  # taken from `_orders`, to be done before the rest
@@ -51,25 +57,38 @@ class WriteStream:
 
     def _write(self, order: WriteExtent) -> None:
         started = time.perf_counter()
-        # Slots are handed out in a row as a rule: a dozen pieces instead of one for each block and layer.
-        spans = [(order.slots[first], order.slots[stop - 1] + 1) for first, stop in runs(order.slots)]
+        blocks: Sequence[StoredBlock] = order.blocks
+        refused: tuple[BlockKey, ...] = ()
+        if order.is_coded:
+            assert self._codec is not None
+            coded = encode_slots(self._codec, self._slab, order.slots)
+            refused = tuple(block.key for block, is_coded in zip(blocks, coded.taken, strict=True) if not is_coded)
+            blocks = [block for block, is_coded in zip(blocks, coded.taken, strict=True) if is_coded]
+            if not blocks:
+                self._completions.tell(Written(order.job_id, None, "the codec took none of the blocks", refused))
+                return
+            checksums, segments = coded.checksums, coded.segments
+        else:
+            # Slots are handed out in a row as a rule: a dozen pieces instead of one for each block and layer.
+            spans = [(order.slots[first], order.slots[stop - 1] + 1) for first, stop in runs(order.slots)]
+            checksums = self._slab.checksums(order.slots)
+            segments = partial(self._spans, spans)
         try:
             extent = self._disk.write(
-                order.session,
-                order.blocks,
-                self._slab.checksums(order.slots),
-                lambda layer: [self._slab.span(layer, *span) for span in spans],
-                extent_id=order.extent_id,
+                order.session, blocks, checksums, segments, extent_id=order.extent_id, is_coded=order.is_coded
             )
         except (TierFull, TierFailed) as error:
             kind = error.reason if isinstance(error, TierFailed) else "full"
-            self._log.warn(f"write {kind}", "%d blocks were not written to disk: %s", len(order.blocks), error)
+            self._log.warn(f"write {kind}", "%d blocks were not written to disk: %s", len(blocks), error)
             self._completions.tell(Written(order.job_id, None, str(error)))
             return
         seconds = time.perf_counter() - started
         self._completions.tell(
-            Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None)
+            Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None, refused)
         )
+
+    def _spans(self, spans: Sequence[tuple[int, int]], layer: int) -> list[memoryview]:
+        return [self._slab.span(layer, *span) for span in spans]
 
     def _next(self) -> WriteOrder | None:
         return self._looked_at.popleft() if self._looked_at else self._orders.get()

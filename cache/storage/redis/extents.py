@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from cache.blocks.keys import typed_fields
 from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
-from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, decode_header, encode_header
+from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, SegmentSizes, decode_header, encode_header
 from cache.storage.rare_log import RareLog
 from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
 from cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
@@ -103,20 +103,23 @@ class RedisExtents:
         urls: Sequence[str],
         fingerprint: bytes,
         segment_bytes: Sequence[int],
+        coded_segment_bytes: Sequence[int] | None = None,
         key: bytes,
         capacity_bytes: int,
         ttl_s: float,
         upload_bytes_per_s: float,
         deadline_s: float,
     ) -> None:
-        """urls: of all servers, among which extents are spread by their names. segment_bytes: of one block, by layer.
-        key: `cache.storage.extent_format.record_key`. capacity_bytes: of all extents on one server, whoever wrote them;
-        0: whatever Redis allows. ttl_s: how long an extent stays that nobody uses. Raises ValueError for a URL that is
-        none."""
+        """urls: of all servers, among which extents are spread by their names. segment_bytes: of one block, by layer;
+        coded_segment_bytes: of one that a codec has encoded. key: `cache.storage.extent_format.record_key`.
+        capacity_bytes: of all extents on one server, whoever wrote them; 0: whatever Redis allows. ttl_s: how long an
+        extent stays that nobody uses. Raises ValueError for a URL that is none."""
         if not urls:
             raise ValueError("at least one Redis URL")
         self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
-        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._fingerprint, self._key = fingerprint, key
+        coded = None if coded_segment_bytes is None else tuple(coded_segment_bytes)
+        self._sizes = SegmentSizes(tuple(segment_bytes), coded)
         self._capacity_bytes, self._ttl = capacity_bytes, b"%d" % max(1, int(ttl_s))
         self._throttle = Throttle(bytes_per_s=upload_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._prefix = b"r1:k:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
@@ -132,10 +135,12 @@ class RedisExtents:
 
     def name_of(self, header: ExtentHeader) -> bytes:
         """Return the name of an extent: NAME_BYTES that nobody without the key can make."""
-        return self._named(encode_header(header, self._key))
+        return self._named(encode_header(header, self._key), header.extent_id)
 
-    def _named(self, encoded: bytes) -> bytes:
-        return blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
+    def _named(self, encoded: bytes, extent_id: int) -> bytes:
+        name = blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
+        # The last bit says what the id's says (`cache.blocks.stored.is_coded`).
+        return name[:-1] + bytes([name[-1] & 0xFE | extent_id & 1])
 
     def key_of(self, name: bytes) -> bytes:
         """Return the Redis key of an extent."""
@@ -162,7 +167,7 @@ class RedisExtents:
         the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises TierFull,
         TierFailed, and whatever `layers` raises."""
         encoded = encode_header(header, self._key)
-        name = self._named(encoded)
+        name = self._named(encoded, header.extent_id)
         server, key = self.server_of(name), self.key_of(name)
         try:
             with server.lease() as connection:
@@ -291,13 +296,13 @@ class RedisExtents:
         if not isinstance(reply, bytes):
             reason: Reason = "io" if isinstance(reply, RedisRefusal) else "format"
             raise BlockMissing(f"extent {extent}: {reply}", reason=reason, extent_id=name)
-        if self._named(reply) != name:
+        if self._named(reply, name[-1]) != name:
             self.tell_damage(name, "its header was altered")
             raise BlockMissing(f"the header of extent {extent} was altered", reason="checksum", extent_id=name)
         header = decode_header(reply, self._key)
         if header.fingerprint != self._fingerprint:
             raise BlockMissing(f"extent {extent} is another model's", reason="fingerprint", extent_id=name)
-        if header.segment_bytes != self._segment_bytes:
+        if header.segment_bytes != self._sizes.of(header.extent_id) or self._sizes.of(name) != header.segment_bytes:
             raise BlockMissing(f"extent {extent} has another layout", reason="format", extent_id=name)
         self._remember(name, header, len(reply))
         return header
