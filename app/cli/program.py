@@ -234,11 +234,12 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
     with _unused(settings):
         key = _record_key(settings)
-        for fingerprint, segment_bytes in stored_models(settings.state_dir, key).items():
+        for fingerprint, sizes in stored_models(settings.state_dir, key).items():
             tier = ExtentStore(
                 directory=settings.state_dir,
                 fingerprint=fingerprint,
-                segment_bytes=segment_bytes,
+                segment_bytes=sizes.raw,
+                coded_segment_bytes=sizes.coded,
                 key=key,
                 capacity_bytes=sys.maxsize,  # inspecting a directory must not make anything leave it
                 min_free_bytes=0,

@@ -134,6 +134,14 @@ class CacheSettings(_Section):
     max_pinned_share: float = Field(
         0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
     )
+    codec: Literal["raw", "transform", "fp8", "kivi4", "kivi2"] = Field(
+        "raw",
+        description="what KV becomes on disk and in Redis; all but raw are lossy: transform is calibrated to "
+        "codec_budget, the others are there for comparison",
+    )
+    codec_budget: float = Field(
+        0.001, ge=1e-6, le=1.0, description="nats a token by which transform may change what the model would say"
+    )
     redis_url: str = Field(
         "",
         max_length=2048,
@@ -393,6 +401,17 @@ class Settings(_Section, BaseSettings):
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
         return (sources["init_settings"],)
+
+    @model_validator(mode="after")
+    def _codes_nothing_that_has_to_be_exact(self) -> "Settings":
+        if self.cache.codec != "raw" and self.model.exact == "on":
+            raise ValueError("cache.codec: a lossy codec and model.exact on exclude each other; set codec to raw")
+        if self.cache.codec != "raw" and self.model.tensor_parallel > 1:
+            raise ValueError(
+                "cache.codec: KV that is split among processes cannot be coded yet; set model.tensor_parallel to 1, or "
+                "cache.codec to raw"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_no_parts_of_heads_in_redis(self) -> "Settings":

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.blocks.stored import is_coded
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import read_header, remove_extent
-from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader
+from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, SegmentSizes
 from cache.storage.io_threads import Beat
 
 _FINGERPRINT = re.compile(r"(?:[0-9a-f]{2})+")
@@ -60,17 +61,22 @@ def stored_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for shard in shards for path in shard.iterdir() if _RECORD.fullmatch(path.name))
 
 
-def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
-    """Map fingerprint to segment_bytes for every model with an intact record in a disk tier's directory. Tools need
-    this to open the tier without the model. key: `cache.storage.extent_format.record_key`. Raises OSError."""
-    models: dict[bytes, tuple[int, ...]] = {}
+def stored_models(directory: Path, key: bytes) -> dict[bytes, SegmentSizes]:
+    """Map fingerprint to the sizes of segments for every model with an intact record in a disk tier's directory. Tools
+    need this to open the tier without the model. key: `cache.storage.extent_format.record_key`. Raises OSError."""
+    models: dict[bytes, SegmentSizes] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
+        found: dict[bool, tuple[int, ...]] = {}  # by whether such extents are coded, if any are
         for path in sorted(model.glob("??/*.kv")):
             header = _header_of(path, key)
             if header is not None and header.fingerprint.hex() == model.name:
-                models[header.fingerprint] = header.segment_bytes
-                break
+                found.setdefault(is_coded(header.extent_id), header.segment_bytes)
+                if len(found) == 2:
+                    break
+        if found:
+            raw, coded = (found.get(kind, next(iter(found.values()))) for kind in (False, True))
+            models[bytes.fromhex(model.name)] = SegmentSizes(raw, None if raw == coded else coded)
     return models
 
 

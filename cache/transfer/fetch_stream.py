@@ -30,7 +30,7 @@ class FetchStream(ABC):
 
     direction: ClassVar[str]
 
-    def __init__(self, *, slab: Slab, codec: Codec | None, completions: Events) -> None:
+    def __init__(self, *, slab: Slab, completions: Events, codec: Codec | None = None) -> None:
         self._slab, self._codec, self._completions = slab, codec, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
 
@@ -112,7 +112,7 @@ class DiskFetches(FetchStream):
 
     direction = "disk_to_dram"
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, codec: Codec | None, completions: Events) -> None:
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, codec: Codec | None = None) -> None:
         super().__init__(slab=slab, codec=codec, completions=completions)
         self._disk = disk
 
@@ -130,7 +130,7 @@ class RedisFetches(FetchStream):
 
     direction = "redis_to_dram"
 
-    def __init__(self, *, slab: Slab, redis: RedisExtents, codec: Codec | None, completions: Events) -> None:
+    def __init__(self, *, slab: Slab, redis: RedisExtents, completions: Events, codec: Codec | None = None) -> None:
         super().__init__(slab=slab, codec=codec, completions=completions)
         self._redis = redis
 

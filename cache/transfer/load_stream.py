@@ -41,7 +41,7 @@ class LoadStream:
         slab: Slab,
         disk: ExtentStore | None,
         redis: RedisExtents | None,
-        codec: Codec | None,
+        codec: Codec | None = None,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,

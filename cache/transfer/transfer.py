@@ -80,8 +80,8 @@ class Transfer:
         synchronous: bool,
         max_backlog_bytes: int,
     ) -> None:
-        """codec: of what lies below DRAM, where an extent says so. dram_throttle: caps loads out of DRAM; save_throttle:
-        caps saves into it."""
+        """codec: of what lies below DRAM, where an extent says so. dram_throttle: caps loads out of DRAM;
+        save_throttle: caps saves into it."""
         self._pages = pages
         self._slab = slab
         self._disk, self._redis = disk, redis

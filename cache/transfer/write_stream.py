@@ -25,7 +25,7 @@ WriteOrder = WriteExtent | DeleteExtents | PutSession
 class WriteStream:
     """`run` is the work of a thread; the engine's thread calls the other methods."""
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, codec: Codec | None, completions: Events) -> None:
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, codec: Codec | None = None) -> None:
         self._slab, self._disk, self._codec, self._completions = slab, disk, codec, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()

@@ -36,7 +36,7 @@ def build_engine(config: EngineConfig) -> Engine:
         loaded, probed, room, tiers, warm = build_shared(config)
     else:
         loaded = load(config)
-        probed = probe_model(loaded, config.model.exact)
+        probed = probe_model(loaded, config)
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)
@@ -98,6 +98,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             num_slots=tiers.num_slots,
             dram_slots=tiers.dram_slots,
             disk_bytes=tiers.disk_bytes,
+            coded_block_bytes=sum(probed.coded_segment_bytes or ()),
             redis_bytes=settings.redis_bytes * len(settings.redis_urls),
             head_key=_head_key(config.tenant_secret, probed.fingerprint) if tiers.has_redis else b"",
             hbm_high_water=settings.hbm_high_water,
@@ -175,7 +176,11 @@ def _model_info(
         block_size=BLOCK_TOKENS,
         page_size=probed.page_size,
         fingerprint=probed.fingerprint.hex(),
-        warnings=(*room.warnings, *_tier_warnings(config.cache, tiers, hbm_tokens, room.max_context)),
+        warnings=(
+            *room.warnings,
+            *([probed.codec.warning] if probed.codec.warning else []),
+            *_tier_warnings(config.cache, tiers, hbm_tokens, room.max_context),
+        ),
         memory_plan={
             "weights": loaded.weight_bytes,
             "hbm": hbm_tokens * kv_bytes,

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from cache.blocks.keys import BLOCK_TOKENS
+from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint
 from engine.build.resources import memory
 from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
@@ -65,8 +67,14 @@ class ProbedModel:
     backend: AttentionBackend
     page_size: int  # tokens
     found: ProbeResult
-    fingerprint: bytes
+    fingerprint: bytes  # of the model, and of the codec if there is one
+    codec: ChosenCodec
     kv_bytes_per_token: int  # over all layers and ranks
+
+    @property
+    def coded_segment_bytes(self) -> Sequence[int] | None:
+        """The size of one coded block's segment, by layer; None: nothing is coded."""
+        return None if self.codec.codec is None else self.codec.codec.segment_bytes
 
 
 def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedModel:
@@ -88,9 +96,9 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     return LoadedModel(module, path, device, dtype, parameters, free, rank, num_ranks)
 
 
-def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
-    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. exact: the
-    setting. Raises ModelRefused."""
+def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
+    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. Raises
+    ModelRefused."""
     module, device = loaded.module, loaded.device
     backend, page_size, found = find_attention(module, device)
     log.debug(
@@ -99,17 +107,27 @@ def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
         found.logit_tolerance,
         found.decouplable,
     )
-    exact_kernels = exact == "on" and device.type == "cpu" and loaded.dtype == torch.bfloat16
+    exact_kernels = config.model.exact == "on" and device.type == "cpu" and loaded.dtype == torch.bfloat16
     if exact_kernels and loaded.num_ranks > 1:
         raise ModelRefused("model.exact is on, but in bf16 its kernels run whole layers only: model.tensor_parallel 1")
     if exact_kernels:
         backend = _exact_attention()
     digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
+    codec = choose_codec(
+        config.cache,
+        module=module,
+        dtype=loaded.dtype,
+        tokenizer=loaded.path / "tokenizer.json",
+        backend=backend,
+        page_size=page_size,
+        found=found,
+        model=digest,
+    )
+    digest = coded_fingerprint(digest, codec.codec)
     if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
-    return ProbedModel(
-        backend, page_size, found, digest, loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
-    )
+    kv_bytes_per_token = loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
+    return ProbedModel(backend, page_size, found, digest, codec, kv_bytes_per_token)
 
 
 def _device(name: str) -> torch.device:

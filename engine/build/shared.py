@@ -35,7 +35,7 @@ def build_shared(config: EngineConfig) -> tuple[LoadedModel, ProbedModel, Room, 
     local = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, source=str(path)))
     ranks = RankGroup(config=local, num_ranks=config.model.tensor_parallel)
     loaded = load(local, 0, ranks.rendezvous)
-    probed = probe_model(loaded, config.model.exact)
+    probed = probe_model(loaded, config)
     probed = replace(probed, fingerprint=ranks.model_fingerprint(probed.fingerprint))
     room = find_room(local, loaded, probed)
     ranks.make_tiers(MakeTiers(probed.fingerprint, encode_room(room)))

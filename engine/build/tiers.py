@@ -95,15 +95,16 @@ def build_tiers(
     extents: Sequence[ExtentInfo] = ()
     records: Sequence[SessionRecord] = ()
     if disk_bytes:
-        disk = _disk(config, loaded, probed.fingerprint, slab.segment_bytes, disk_bytes)
+        disk = _disk(config, loaded, probed, slab.segment_bytes, disk_bytes)
         extents, records = _opened(disk, cache.disk_dir)
-    redis = _redis(config, probed.fingerprint, slab.segment_bytes) if slab.num_slots else None
+    redis = _redis(config, probed, slab.segment_bytes) if slab.num_slots else None
     gbps = cache.dram_gbps / loaded.num_ranks
     transfer = make_transfer(
         pages=pages,
         slab=slab,
         disk=disk,
         redis=redis,
+        codec=probed.codec.codec,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
@@ -147,15 +148,16 @@ def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tupl
 def _disk(
     config: EngineConfig,
     loaded: LoadedModel,
-    fingerprint: bytes,
+    probed: ProbedModel,
     segment_bytes: Sequence[int],
     capacity_bytes: int,
 ) -> ExtentStore:
     cache, num_ranks = config.cache, loaded.num_ranks
     return ExtentStore(
         directory=Path(rank_directory(cache.disk_dir, loaded.rank)),
-        fingerprint=rank_fingerprint(fingerprint, loaded.rank, num_ranks),
+        fingerprint=rank_fingerprint(probed.fingerprint, loaded.rank, num_ranks),
         segment_bytes=segment_bytes,
+        coded_segment_bytes=probed.coded_segment_bytes,
         key=record_key(config.tenant_secret),
         capacity_bytes=capacity_bytes // num_ranks,
         min_free_bytes=cache.disk_min_free_bytes,
@@ -166,7 +168,7 @@ def _disk(
     )
 
 
-def _redis(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int]) -> RedisExtents | None:
+def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[int]) -> RedisExtents | None:
     """Raises ModelRefused for a URL that is none. Whether a server answers shows when it is asked."""
     cache = config.cache
     if not (cache.redis_urls and cache.redis_bytes):
@@ -174,8 +176,9 @@ def _redis(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int
     try:
         return RedisExtents(
             urls=cache.redis_urls,
-            fingerprint=fingerprint,
+            fingerprint=probed.fingerprint,
             segment_bytes=segment_bytes,
+            coded_segment_bytes=probed.coded_segment_bytes,
             key=record_key(config.tenant_secret),
             capacity_bytes=cache.redis_bytes,
             ttl_s=cache.redis_ttl_s,

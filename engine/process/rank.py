@@ -74,7 +74,7 @@ def _serve(launch: RankLaunch, socket: "zmq.Socket[bytes]") -> int:
 def _built(launch: RankLaunch, socket: "zmq.Socket[bytes]") -> Rank:
     """Raises ModelRefused."""
     loaded = load(launch.config, launch.rank, launch.rendezvous)
-    probed = probe_model(loaded, launch.config.model.exact)
+    probed = probe_model(loaded, launch.config)
     socket.send(encode(Probed(probed.fingerprint)))
     order = decode_to_rank(socket.recv())
     assert isinstance(order, MakeTiers)

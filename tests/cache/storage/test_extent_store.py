@@ -15,7 +15,7 @@ import cache.storage.extent_file as extent_file
 from cache.storage.directory import stored_models
 from cache.storage.directory_lock import DirectoryLocked, used_by
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_format import checksum
+from cache.storage.extent_format import SegmentSizes, checksum
 from cache.storage.throttle import CREDIT_S, Throttle
 from tests.cache.storage.disk_helpers import (
     FINGERPRINT,
@@ -301,7 +301,7 @@ def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
     record_files(tmp_path)[0].write_bytes(b"spoilt")
     assert stored_models(tmp_path, RECORD_KEY) == {}
     put(tier, "y")
-    assert stored_models(tmp_path, RECORD_KEY) == {FINGERPRINT: SEGMENTS}
+    assert stored_models(tmp_path, RECORD_KEY) == {FINGERPRINT: SegmentSizes(SEGMENTS)}
 
 
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):

@@ -104,7 +104,7 @@ class MemoryDisk:
         self.gate.set()
         self.write_gate.set()
 
-    def write(self, session, blocks, checksums, segments, extent_id=None):
+    def write(self, session, blocks, checksums, segments, extent_id=None, is_coded=False):
         self.write_gate.wait(10)
         if self.full:
             raise TierFull("no space")

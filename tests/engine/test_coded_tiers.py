@@ -1,0 +1,181 @@
+"""Tests engines whose KV below DRAM is coded: what comes back is near, nothing is coded twice, nothing of it is found
+by others, and whatever is wrong with it is a miss."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache.blocks.stored import is_coded
+from cache.moves import WriteExtent
+from tests.engine.driver import Answer, Driver, assert_greedy
+from tests.engine.models import random_ids, save_tiny, tiny_model
+
+pytest.importorskip("numba")
+
+HISTORY, ANSWER = 150, 9
+CODECS = ("transform", "fp8", "kivi4")
+Make = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Heads of 32, because KIVI's values go in groups of 32.
+    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def vanilla() -> Any:
+    return tiny_model(head_dim=32)
+
+
+@pytest.fixture(autouse=True)
+def random_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [torch.tensor(random_ids(320, seed)) for seed in range(6)]
+    monkeypatch.setattr("engine.codec.text.calibration_text", lambda _: (texts[:3], texts[3:]))
+
+
+@pytest.fixture
+def make(path: Path, tmp_path: Path) -> Iterator[Make]:
+    """Makes engines, one after the other, in one directory."""
+    made: list[Driver] = []
+
+    def make(codec: str = "transform", **changes: Any) -> Driver:
+        if made:
+            made[-1].close()
+        tiers = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 28, "disk_dir": str(tmp_path), "io_deadline_s": 20.0}
+        tiers |= {"codec": codec, "codec_budget": 1e-5, **changes}
+        driver = Driver(path, cache_mode="attentionstore", hbm_tokens=1024, max_context=512, **tiers)
+        driver.cache.rates.expect_steps(0.001, 0.02)  # so slow that every load is worth it
+        driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
+        made.append(driver)
+        return driver
+
+    yield make
+    made[-1].close()
+
+
+def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s") -> Answer:
+    answer = driver.ask(request_id, prompt, session=session, max_tokens=ANSWER, ignore_eos=True)
+    driver.settle()
+    driver.check()
+    return answer
+
+
+def codec_of(driver: Driver) -> Any:
+    return driver.engine._transfer._writes._codec
+
+
+def extents_of(driver: Driver) -> dict[int, list[int]]:
+    """Extent -> places of its blocks in their context."""
+    found: dict[int, list[int]] = {}
+    for row in driver.cache.tiers.table:
+        if row.extent is not None:
+            found.setdefault(row.extent[0], []).append(len(row.token_ids))
+    return found
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_restarted_engine_goes_on_from_coded_kv(make, vanilla, codec):
+    first = make(codec)
+    one = turn(first, "1", random_ids(HISTORY, 1))
+    assert_greedy(vanilla, one)
+    prompt = [*one.text, *random_ids(20, 2)]
+    second = make(codec)
+    two = turn(second, "2", prompt)
+    assert two.cached >= HISTORY  # all of the first turn's full blocks, and its open one
+    assert two.report.disk_tokens == two.cached
+    again = make(codec)
+    assert turn(again, "3", prompt, session="other").text == two.text  # the same bytes give the same text
+
+
+def test_full_blocks_but_the_first_are_coded_and_smaller(make):
+    driver = make()
+    turn(driver, "1", random_ids(HISTORY, 1))
+    kinds = {is_coded(extent): sizes for extent, sizes in extents_of(driver).items()}
+    assert sorted(kinds[True]) == [32, 32, 32]
+    assert sorted(kinds[False]) == [30, 32]  # the open block, and the first
+    assert sum(codec_of(driver).segment_bytes) < 32 * driver.engine.model.kv_bytes_per_token / 3
+
+
+def test_nothing_is_coded_twice(make, monkeypatch):
+    driver = make()
+    text = random_ids(HISTORY, 1)
+    turn(driver, "1", text)
+    driver = make()  # what it loads was decoded
+    orders = watch_writes(driver)
+    turn(driver, "2", [*text, *random_ids(80, 3)])
+    decoded = {row.key for row in driver.cache.tiers.table if row.kept_raw}
+    assert decoded
+    # Have the disk lose all, so that what DRAM has is written again.
+    driver.cache.tiers.disk.lost(list(extents_of(driver)))
+    turn(driver, "3", random_ids(40, 4), session="other")
+    coded = {block.key for order in orders if order.is_coded for block in order.blocks}
+    assert not coded & decoded
+    assert {block.key for order in orders if not order.is_coded for block in order.blocks} & decoded
+
+
+def watch_writes(driver: Driver) -> list[WriteExtent]:
+    seen: list[WriteExtent] = []
+    orders, add = driver.cache.tiers.orders, driver.cache.tiers.orders.add
+
+    def noted(move: Any) -> None:
+        if isinstance(move, WriteExtent):
+            seen.append(move)
+        add(move)
+
+    orders.add = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("other", ["raw", "fp8"])
+def test_servers_that_code_otherwise_find_nothing(make, vanilla, other):
+    one = turn(make("transform"), "1", random_ids(HISTORY, 1))
+    two = turn(make(other), "2", [*one.text, 5])
+    assert two.cached == 0
+    if other == "raw":
+        assert_greedy(vanilla, two)
+
+
+def test_flipped_bits_in_coded_segments_are_misses(make, vanilla, tmp_path):
+    driver = make()
+    one = turn(driver, "1", random_ids(HISTORY, 1))
+    for extent in [extent for extent in extents_of(driver) if is_coded(extent)]:
+        [file] = tmp_path.rglob(f"{extent:016x}.kv")
+        data = bytearray(file.read_bytes())
+        for place in range(4096, len(data), 256):
+            data[place] ^= 4
+        file.write_bytes(data)
+    second = make()
+    two = turn(second, "2", [*one.text, 5])
+    assert two.cached <= 64
+    assert_greedy(vanilla, two)
+
+
+def test_blocks_that_the_codec_refuses_are_written_raw(make, vanilla):
+    driver = make()
+    codec_of(driver).encode = lambda layer, raw, segments: [False] * len(raw)
+    one = turn(driver, "1", random_ids(HISTORY, 1))
+    assert not any(map(is_coded, extents_of(driver)))
+    assert sum(map(len, extents_of(driver).values())) >= 5
+    second = make()
+    two = turn(second, "2", [*one.text, 5])
+    assert two.cached >= HISTORY
+    assert_greedy(vanilla, two)
+
+
+def test_a_calibration_is_made_once(make, monkeypatch):
+    make()
+    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda **_: pytest.fail("calibrated again"))
+    make()
+
+
+def test_a_budget_that_cannot_be_kept_leaves_kv_raw_and_says_so(make, monkeypatch):
+    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda **_: None)
+    driver = make()
+    assert any("stays raw" in warning for warning in driver.engine.model.warnings)
+    turn(driver, "1", random_ids(HISTORY, 1))
+    assert codec_of(driver) is None
+    assert not driver.cache.tiers.writes._coded_block_bytes
