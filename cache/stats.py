@@ -44,6 +44,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     redis_tokens: int = 0
     truncated_tokens: int  # of the conversation, not in the context
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
+    coded_tokens: int = 0  # cached ones that have been through a lossy codec
     miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property

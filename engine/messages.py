@@ -171,6 +171,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hbm_tokens: int
     block_size: int
     page_size: int
+    codec: str = "raw"  # of KV below DRAM
+    coded_bytes: float = 1.0  # of a block, as a share of raw ones
+    codec_divergence: float | None = None  # nats a token that the codec changes answers by; None: not measured
     fingerprint: str  # hex
     warnings: tuple[str, ...]
     memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk -> bytes

@@ -103,6 +103,7 @@ class Metrics(TurnObserver):
             "computed": max(0, report.history_tokens - report.cached_tokens),  # of the history; new tokens are not lost
             "truncated": report.truncated_tokens,
             "shifted": report.shifted_tokens,
+            "coded": report.coded_tokens,
         }
         for outcome, tokens in outcomes.items():
             self.history.labels(outcome).inc(tokens)

@@ -253,6 +253,7 @@ class RunningContext:
     # tier -> prompt tokens whose KV came from it, counted at admission
     sources: dict[str, int] = field(default_factory=dict)
     own_tokens: int = 0  # part of these tokens that only its own session had
+    coded_tokens: int = 0  # part of these tokens that came out of a codec
     # first token to compute instead of load, because loading it was judged slower or failed
     recompute_from: int | None = None
     outlived: int | None = None  # number of a load that was too late; the request leaves the batch until that load ends

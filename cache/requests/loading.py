@@ -16,7 +16,7 @@ from cache.tiers.hierarchy import Hierarchy
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 
 
-def is_coded_copy(block: BlockLoad) -> bool:
+def _is_coded(block: BlockLoad) -> bool:
     """Whether a block comes out of the codec, on a server that codes."""
     address = block.extent or block.redis
     return address is not None and is_coded(address[0])
@@ -191,8 +191,8 @@ class Loads:
                 else:
                     self._dram.keep(block.key, block.slot)
             row = self._table.get(block.key)
-            if row is not None and self._codes and is_coded_copy(block):
-                row.kept_raw = True
+            if row is not None and self._codes and _is_coded(block):
+                row.decoded = True
             is_here = not event.failed or block.key in event.whole
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)

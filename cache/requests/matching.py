@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.match import Match, MatchBasis, RememberedMatch
+from cache.blocks.stored import is_coded
 from cache.blocks.table import BlockRow, common_prefix
 from cache.options import CacheOptions
 from cache.rates import Rates
@@ -22,6 +23,7 @@ class Matcher:
         self._rates = rates
         self._reuse = options.reuse
         self._bytes_per_token = options.bytes_per_token
+        self._codes = bool(options.coded_block_bytes)
         # A part of a block is used only if a slot has it, from which its rows can be saved once more; else they would
         # have to be un-rotated. At most 31 rows are computed again for that.
         self._only_slots = options.exact and tiers.dram.is_on
@@ -159,6 +161,18 @@ class Matcher:
         """Count the tokens of a match that only the context's session has."""
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
+
+    def coded_tokens(self, match: Match) -> int:
+        """Count the tokens of a match that have come out of a codec or will."""
+        if not self._codes:
+            return 0
+        return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
+
+    def _is_coded(self, row: BlockRow, block: int) -> bool:
+        if self._tier(row, block) in ("hbm", "dram"):
+            return row.decoded
+        address = row.extent or row.redis
+        return address is not None and is_coded(address[0])
 
     def residency(self, context: RunningContext) -> ResidencyValue:
         """Return where the KV of a context without pages is, and what has to be moved or computed."""

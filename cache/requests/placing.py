@@ -42,6 +42,7 @@ class Placer:
             self._matcher.sources(context, match),
             self._matcher.own_tokens(context, match),
         )
+        context.coded_tokens = self._matcher.coded_tokens(match)
         context.published = placement.moved
         for copy in placement.copies:
             self._tiers.orders.add(copy)

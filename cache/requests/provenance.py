@@ -47,6 +47,7 @@ def report_prompt(
         miss_reasons=dict(reasons.items()),
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),
+        coded_tokens=min(context.coded_tokens, cached),
     )
 
 

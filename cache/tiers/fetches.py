@@ -106,7 +106,7 @@ class Fetches:
             if key in failed or row is None or row.slot is not None or (row.redis if is_remote else row.extent) != copy:
                 self._dram.give_back(slot)
             else:
-                row.kept_raw |= self._codes and is_coded(copy[0])
+                row.decoded |= self._codes and is_coded(copy[0])
                 self._dram.attach(row, slot)
         if isinstance(order, FetchRemote):
             self._redis.settle({key: copy for key, copy, _ in order.blocks}, failed, fetch.session, now)

@@ -136,7 +136,7 @@ class WriteBehind:
     def _may_be_coded(self, row: BlockRow) -> bool:
         """An open block is coded when it is full: until then its rows are read and written again every turn, and
         nothing is coded twice."""
-        return bool(self._coded_block_bytes) and not row.kept_raw and not row.is_open
+        return bool(self._coded_block_bytes) and not (row.is_open or row.decoded or row.kept_raw)
 
     def _write(
         self, name: SessionName, rows: list[BlockRow], is_coded: bool, record: SessionRecord, now: float

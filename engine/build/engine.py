@@ -175,6 +175,9 @@ def _model_info(
         hbm_tokens=hbm_tokens,
         block_size=BLOCK_TOKENS,
         page_size=probed.page_size,
+        codec="raw" if probed.codec.codec is None else probed.codec.codec.name,
+        coded_bytes=probed.coded_bytes,
+        codec_divergence=probed.codec.divergence,
         fingerprint=probed.fingerprint.hex(),
         warnings=(
             *room.warnings,

@@ -76,6 +76,12 @@ class ProbedModel:
         """The size of one coded block's segment, by layer; None: nothing is coded."""
         return None if self.codec.codec is None else self.codec.codec.segment_bytes
 
+    @property
+    def coded_bytes(self) -> float:
+        """The size of a coded block, as a share of a raw one's."""
+        coded = self.coded_segment_bytes
+        return 1.0 if coded is None else sum(coded) / (BLOCK_TOKENS * self.kv_bytes_per_token)
+
 
 def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedModel:
     """Load the model, or with tensor parallelism a rank's part of it, together with all ranks. rendezvous: file in

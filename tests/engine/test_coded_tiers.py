@@ -87,6 +87,7 @@ def test_a_restarted_engine_goes_on_from_coded_kv(make, vanilla, codec):
     two = turn(second, "2", prompt)
     assert two.cached >= HISTORY  # all of the first turn's full blocks, and its open one
     assert two.report.disk_tokens == two.cached
+    assert two.report.coded_tokens == 3 * 32  # neither the first block nor what was open
     again = make(codec)
     assert turn(again, "3", prompt, session="other").text == two.text  # the same bytes give the same text
 
@@ -107,8 +108,10 @@ def test_nothing_is_coded_twice(make, monkeypatch):
     driver = make()  # what it loads was decoded
     orders = watch_writes(driver)
     turn(driver, "2", [*text, *random_ids(80, 3)])
-    decoded = {row.key for row in driver.cache.tiers.table if row.kept_raw}
-    assert decoded
+    decoded = {row.key for row in driver.cache.tiers.table if row.decoded}
+    assert len(decoded) == 3
+    third = turn(driver, "2b", [*text, *random_ids(80, 3), 7])
+    assert (third.report.coded_tokens, third.report.disk_tokens) == (3 * 32, 0)  # it is in HBM, and was coded once
     # Have the disk lose all, so that what DRAM has is written again.
     driver.cache.tiers.disk.lost(list(extents_of(driver)))
     turn(driver, "3", random_ids(40, 4), session="other")

@@ -157,6 +157,7 @@ def ours(generation: Generation) -> dict[str, Any]:
             "history_tokens": report.history_tokens,
             "truncated_tokens": report.truncated_tokens,
             "shifted_tokens": report.shifted_tokens,
+            "coded_tokens": report.coded_tokens,
             "miss_reasons": report.miss_reasons,
             "load_ms": fields["timings"]["load_ms"],
         }

@@ -62,6 +62,12 @@ def _describe(readiness: Readiness, settings: Settings, model: ModelInfo, name: 
             "hbm_tokens": model.hbm_tokens,
             "block_size": model.block_size,
             "page_size": model.page_size,
+            "codec": {
+                "name": model.codec,
+                "bytes": model.coded_bytes,
+                "budget": settings.cache.codec_budget if settings.cache.codec == "transform" else None,
+                "divergence": model.codec_divergence,
+            },
         },
         "exact": {"proven": model.exact, "detail": model.exactness},
         "probe": {"logit_error": model.logit_error, "logit_tolerance": model.logit_tolerance},
