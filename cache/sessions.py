@@ -311,7 +311,7 @@ class SessionStore:
                     token_ids=(tokens := tokens_of(block.token_ids)),
                     size_bytes=len(tokens) * self._bytes_per_token,
                     session_id=name[2] if block.is_open else None,
-                    kept_raw=not block.is_open,  # nobody knows whether it begins a context
+                    kept_raw=True,  # nobody knows whether it begins a context, or holds decoded rows
                     owners=(name,),
                 )
                 for block in extent.blocks

@@ -41,7 +41,7 @@ class ExtentOpener:
         self._throttle, self._rare_log = throttle, rare_log
         self._headers = HeaderCache()
         self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
-        self._buffer_bytes = max(CHUNK_BYTES, *sizes.raw)
+        self._buffer_bytes = max(CHUNK_BYTES, *sizes.raw, *(sizes.coded or ()))
         self._lock = threading.Lock()  # guards what follows
         self._damaged: set[int] = set()  # extents whose damage has been logged
 

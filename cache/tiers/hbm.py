@@ -301,6 +301,7 @@ class HbmPool:
             self.pages.add_resident(row.page)
             enter(self.policy, row)
         elif known.page is None:
+            known.kept_raw |= row.kept_raw
             self.settle(row.key, row.page, row.offset, row.position, hop=False)
 
     def row(

@@ -96,7 +96,7 @@ class RedisLedger:
                     token_ids=tokens,
                     size_bytes=len(tokens) * self._bytes_per_token,
                     session_id=extent.session.session_id if block.is_open else None,
-                    kept_raw=not block.is_open,  # nobody knows whether it begins a context
+                    kept_raw=True,  # nobody knows whether it begins a context, or holds decoded rows
                     owners=(name,),
                 )
                 self._table.publish(row)

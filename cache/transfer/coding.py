@@ -26,14 +26,17 @@ class CodedSlots:
 
 
 def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> CodedSlots:
-    """Encode sealed slots, which stay as they are. Any thread; as long as it takes, nobody may write to the slots."""
+    """Encode sealed slots, which stay as they are. What is not as it was sealed is not taken: coded, it would get a
+    checksum that vouches for it. Any thread; as long as it takes, nobody may write to the slots."""
     taken = np.ones(len(slots), np.bool_)
-    layers = []
+    layers, sealed = [], slab.sums(slots)
     for layer in range(slab.num_layers):
         segments = torch.empty(len(slots), codec.segment_bytes[layer], dtype=torch.uint8)
-        taken &= codec.encode(layer, slab.segments(layer)[list(slots)], segments)
+        raw = slab.segments(layer)[list(slots)]
+        taken &= np.frombuffer(b"".join(sums_of(raw.view(torch.uint8))), ">u8") == sealed[layer]
+        taken &= codec.encode(layer, raw, segments)
         layers.append(segments)
-    kept = [segments[torch.from_numpy(taken)] for segments in layers]
+    kept = layers if taken.all() else [segments[torch.from_numpy(taken)] for segments in layers]
     return CodedSlots(taken.tolist(), kept, b"".join(b"".join(sums_of(segments)) for segments in kept))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache.blocks.keys import token_bytes
 from cache.blocks.stored import is_coded
 from cache.moves import WriteExtent
 from tests.engine.driver import Answer, Driver, assert_greedy
@@ -118,6 +119,20 @@ def test_nothing_is_coded_twice(make, monkeypatch):
     coded = {block.key for order in orders if order.is_coded for block in order.blocks}
     assert not coded & decoded
     assert {block.key for order in orders if not order.is_coded for block in order.blocks} & decoded
+
+
+def test_an_open_block_that_began_with_decoded_rows_is_not_coded_after_a_restart(make):
+    one = turn(make(), "1", random_ids(HISTORY, 1))
+    branch = [*one.text[:80], *random_ids(5, 3)]  # goes off in the middle of a coded block
+    two = turn(make(), "2", branch, session="branch")
+    assert two.cached == 80
+    driver = make()
+    orders = watch_writes(driver)
+    three = turn(driver, "3", [*two.text, *random_ids(80, 4)], session="branch")
+    assert three.cached > 80
+    coded = {block.token_ids for order in orders if order.is_coded for block in order.blocks}
+    whole = [token_bytes(three.text[start : start + 32]) for start in range(64, 160, 32)]
+    assert [tokens in coded for tokens in whole] == [False, True, True]
 
 
 def watch_writes(driver: Driver) -> list[WriteExtent]:
