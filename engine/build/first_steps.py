@@ -57,7 +57,10 @@ def warm_up(
         vocab_size=loaded.text.vocab_size,
         device=device,
     )
-    exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
+    if probed.codec.codec is not None:
+        exactness = Exactness(False, "not asked for (cache.codec is lossy)")
+    else:
+        exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
     return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)
 
 

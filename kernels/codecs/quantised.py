@@ -57,7 +57,8 @@ class KiviCodec:
         groups = (k.view(-1, ROWS, n).transpose(1, 2), v.view(len(raw), -1, self._v_group))
         parts = [part for group in groups for part in self._quantised(group.contiguous())]
         segments.copy_(torch.cat(parts, 1))
-        return _finite(raw)
+        # What fp16 has no room for makes a group infinite.
+        return _finite(torch.cat([scales.view(torch.float16) for scales in parts[1::2]], 1))
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
         """See Codec."""

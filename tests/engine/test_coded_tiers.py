@@ -1,6 +1,7 @@
 """Tests engines whose KV below DRAM is coded: what comes back is near, nothing is coded twice, nothing of it is found
 by others, and whatever is wrong with it is a miss."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from cache.blocks.keys import token_bytes
 from cache.blocks.stored import is_coded
 from cache.moves import WriteExtent
+from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
+from tests.engine.test_redis_tier import adopt, last_head
+
+__all__ = ["redis_server"]
 
 pytest.importorskip("numba")
 
@@ -102,6 +107,13 @@ def test_full_blocks_but_the_first_are_coded_and_smaller(make):
     assert sum(codec_of(driver).segment_bytes) < 32 * driver.engine.model.kv_bytes_per_token / 3
 
 
+def test_a_model_whose_kv_is_coded_is_not_called_exact(make):
+    assert "cache.codec" not in make("raw").engine.model.exactness
+    info = make("fp8").engine.model
+    assert not info.exact
+    assert "cache.codec" in info.exactness
+
+
 def test_nothing_is_coded_twice(make, monkeypatch):
     driver = make()
     text = random_ids(HISTORY, 1)
@@ -182,6 +194,42 @@ def test_blocks_that_the_codec_refuses_are_written_raw(make, vanilla):
     two = turn(second, "2", [*one.text, 5])
     assert two.cached >= HISTORY
     assert_greedy(vanilla, two)
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "fetched"])
+def test_engines_of_one_calibration_share_coded_kv_in_redis(path, tmp_path, redis_server: OwnRedis, is_loaded):
+    made: list[Driver] = []
+    tiers = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 28, "io_deadline_s": 20.0, "codec": "transform"}
+    tiers |= {"codec_budget": 1e-5, "redis_urls": (redis_server.url,), "redis_bytes": 1 << 28}
+    try:
+        for name in ("a", "b"):
+            if made:
+                shutil.copytree(tmp_path / "a" / "codecs", tmp_path / "b" / "codecs")
+            directory = str(tmp_path / name)
+            driver = Driver(
+                path, cache_mode="attentionstore", hbm_tokens=1024, max_context=512, disk_dir=directory, **tiers
+            )
+            driver.cache.rates.expect_steps(0.001, 0.02)
+            driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
+            made.append(driver)
+        first, second = made
+        text = turn(first, "1", random_ids(HISTORY, 1)).text
+        assert adopt(second, last_head(first)).error_code is None
+        if not is_loaded:  # into DRAM, ahead of the turn
+            second.cache.sessions.prefetch(("t", "", "s"), second.now)
+            second.settle()
+            assert second.engine.stats().moved_bytes["redis_to_dram"] > 0
+        answer = turn(second, "2", [*text, *random_ids(80, 2)])
+        assert (answer.report.cached_tokens, answer.report.coded_tokens) == (len(text) - 1, 3 * 32)
+        assert (answer.report.redis_tokens > 0) == is_loaded
+        # And back: the first engine has the beginning as it was computed, and loads what the second has coded.
+        assert adopt(first, last_head(second)).error_code is None
+        again = turn(first, "3", [*answer.text, 5])
+        assert again.report.cached_tokens == len(answer.text) - 1
+        assert (again.report.redis_tokens > 0, again.report.coded_tokens) == (True, 2 * 32)
+    finally:
+        for driver in made:
+            driver.close()
 
 
 def test_a_calibration_is_made_once(make, monkeypatch):

@@ -139,6 +139,8 @@ class RedisExtents:
 
     def _named(self, encoded: bytes, extent_id: int) -> bytes:
         name = blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
+        if self._sizes.coded is None:
+            return name
         # The last bit says what the id's says (`cache.blocks.stored.is_coded`).
         return name[:-1] + bytes([name[-1] & 0xFE | extent_id & 1])
 

@@ -39,6 +39,13 @@ def test_what_is_not_finite_is_refused(codec):
     assert (back[0] == 0).all()
 
 
+@pytest.mark.parametrize("place", [7, 32 * 192 + 7], ids=["key", "value"])
+def test_groups_beyond_fp16_are_refused(place):
+    raw = torch.zeros(2, 32 * 384, dtype=torch.bfloat16)
+    raw[1, place] = -1e6
+    assert there_and_back(CODECS[1], raw)[0] == [True, False]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.floats(1e-3, 300), st.integers(0, 1000))
 def test_whole_numbers_are_within_half_a_step(scale, seed):
