@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
-from kernels.cpu.transform import HEAD_WORDS, ROWS, TILE, Layer, Scratch, Tables
-from kernels.symbols import LARGEST_DEVIATION, LEAST_DEVIATION, Fp64, classes_of, symbol_tables
+from kernels.cpu.transform import HEAD_WORDS, LARGEST_DEVIATION, LEAST_DEVIATION, ROWS, TILE, Layer, Scratch, Tables
 from kernels.views import Fp32
 
+_VERSION = 1  # of how rows become bytes; another one, when that changes in a way that the tables do not show
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line
 _LEAST_DEVIATION = 1e-9
 _MOST_BYTES = 4  # of a number: longer than raw fp32 is never needed
@@ -167,7 +168,7 @@ class TransformCodec:
 
     def _digest(self) -> bytes:
         """Hash all that decides what bytes mean."""
-        digest = blake2b(digest_size=12)
+        digest = blake2b(b"%d" % _VERSION, digest_size=12)
         for size, layer in zip(self.segment_bytes, self.layers, strict=True):
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
             for array in (layer.k_mean, layer.v_mean, layer.into, layer.back, layer.classes):
@@ -179,8 +180,7 @@ class TransformCodec:
 
 @functools.cache
 def _tables() -> Tables:
-    found = symbol_tables()
-    return Tables(found.frequencies, found.starts, found.entries, found.values, found.costs)
+    return symbol_tables()
 
 
 def _check(layer: Layer, size: int) -> None:

@@ -22,18 +22,18 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 
 from kernels.cpu.decode import compiled, intrinsic
-from kernels.symbols import (
-    ESCAPE,
-    ESCAPE_BITS,
-    LARGEST_CLASS,
-    LARGEST_DEVIATION,
-    LEAST_CLASS,
-    LEAST_DEVIATION,
-    PROBABILITY_BITS,
-    REACH,
-)
 from kernels.views import Fp32, Int64, Words
 
+# The constants stand here, in the one file that numba's disk cache watches.
+PROBABILITY_BITS = 12
+LEAST_CLASS, LARGEST_CLASS = -14, 8  # quarter octaves of s / d: 0.09 to 4
+"""Below the least, everything rounds to zero and costs nothing. Above the largest, the lowest bits are stored as they
+are, so that the rest is in the range."""
+REACH = 23  # symbols are -REACH .. REACH, and ESCAPE
+SYMBOLS = 2 * REACH + 2
+ESCAPE = SYMBOLS - 1  # followed by the number as it is, in ESCAPE_BITS
+ESCAPE_BITS = 15
+LEAST_DEVIATION, LARGEST_DEVIATION = LEAST_CLASS - 12, LARGEST_CLASS + 12  # quarter octaves of a block's own s / d
 ROWS = 32  # of a block
 LANES = 8
 FINEST, COARSEST = 8, 24
@@ -49,13 +49,15 @@ Bits = NDArray[Any]  # of bf16 as uint16, or of fp32 as uint32; a segment's word
 
 
 class Tables(NamedTuple):
-    """`kernels.symbols.SymbolTables` as compiled code takes it."""
+    """The entropy coder's tables by class, as `kernels.codecs.symbols` computes them. Frequencies of a class add up to
+    2^PROBABILITY_BITS."""
 
-    frequencies: Words
-    starts: Words
-    entries: Words
-    values: Fp32
+    frequencies: Words  # [classes, SYMBOLS]; 0: escaped
+    starts: Words  # [classes, SYMBOLS], sums of the frequencies before
+    entries: Words  # [classes, 2^PROBABILITY_BITS]: symbol, frequency << 8, distance from the start << 20
+    values: Fp32  # [classes, SYMBOLS], in steps: the mean of what rounds to this symbol
     costs: Fp32
+    """[classes, deviations]: mean bits of a number coded by a class, if it deviates as LEAST_DEVIATION + i says."""
 
 
 class Layer(NamedTuple):

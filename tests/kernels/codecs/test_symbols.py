@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from kernels.symbols import (
+pytest.importorskip("numba")
+
+from kernels.codecs.symbols import classes_of, symbol_tables
+from kernels.cpu.transform import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,
@@ -11,8 +14,6 @@ from kernels.symbols import (
     LEAST_DEVIATION,
     PROBABILITY_BITS,
     REACH,
-    classes_of,
-    symbol_tables,
 )
 
 TABLES = symbol_tables()

@@ -6,42 +6,32 @@ quarter octave coarser takes the next table. What is rounded lies between a Gaus
 a mixture (on SmolLM2 any mixture costs within 1 % of the best).
 """
 
-from dataclasses import dataclass
 from math import erf, exp, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.views import Fp32, Int64, Words
+from kernels.cpu.transform import (
+    ESCAPE,
+    ESCAPE_BITS,
+    LARGEST_CLASS,
+    LARGEST_DEVIATION,
+    LEAST_CLASS,
+    LEAST_DEVIATION,
+    PROBABILITY_BITS,
+    REACH,
+    SYMBOLS,
+    Tables,
+)
+from kernels.views import Int64
 
 Fp64 = NDArray[np.float64]
-PROBABILITY_BITS = 12
-LEAST_CLASS, LARGEST_CLASS = -14, 8  # quarter octaves of s / d: 0.09 to 4
-"""Below the least, everything rounds to zero and costs nothing. Above the largest, the lowest bits are stored as they
-are, so that the rest is in the range."""
-REACH = 23  # symbols are -REACH .. REACH, and ESCAPE
-SYMBOLS = 2 * REACH + 2
-ESCAPE = SYMBOLS - 1  # followed by the number as it is, in ESCAPE_BITS
-ESCAPE_BITS = 15
-LEAST_DEVIATION, LARGEST_DEVIATION = LEAST_CLASS - 12, LARGEST_CLASS + 12  # quarter octaves of a block's own s / d
 
 _GAUSSIAN = 0.4
 _TOTAL = 1 << PROBABILITY_BITS
 
 
-@dataclass(frozen=True, slots=True)
-class SymbolTables:
-    """Tables by class. Frequencies of a class add up to 2^PROBABILITY_BITS."""
-
-    frequencies: Words  # [classes, SYMBOLS]; 0: escaped
-    starts: Words  # [classes, SYMBOLS], sums of the frequencies before
-    entries: Words  # [classes, 2^PROBABILITY_BITS]: symbol, frequency << 8, distance from the start << 20
-    values: Fp32  # [classes, SYMBOLS], in steps: the mean of what rounds to this symbol
-    costs: Fp32
-    """[classes, deviations]: mean bits of a number coded by a class, if it deviates as LEAST_DEVIATION + i says."""
-
-
-def symbol_tables() -> SymbolTables:
+def symbol_tables() -> Tables:
     """Compute the tables, the same on every machine that rounds sums of doubles the same."""
     classes = range(LEAST_CLASS, LARGEST_CLASS + 1)
     frequencies = np.stack([_frequencies(2 ** (c / 4)) for c in classes])
@@ -57,7 +47,7 @@ def symbol_tables() -> SymbolTables:
     bits[:, ESCAPE] += ESCAPE_BITS
     shares = np.stack([_shares(2 ** (d / 4)) for d in range(LEAST_DEVIATION, LARGEST_DEVIATION + 1)])
     values = np.stack([_values(2 ** (c / 4)) for c in classes])
-    return SymbolTables(
+    return Tables(
         frequencies.astype(np.uint32),
         starts.astype(np.uint32),
         np.stack(entries).astype(np.uint32),
