@@ -33,7 +33,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
 from engine.build.model import find_attention
 from engine.codec.calibration import Calibrated, calibrate, statistics
-from engine.codec.quality import HistoryCoder, Part, Quality, measure
+from engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
 from engine.codec.text import calibration_text
 from engine.model.loading import load_model
 from engine.model.probe import ProbeResult
@@ -101,29 +101,27 @@ def measure_codecs(run: Run) -> dict[str, Any]:
     device = torch.device("cpu")
     model = load_model(arguments.model, torch.bfloat16, device)
     backend, page_size, found = find_attention(model, device)
-    common: dict[str, Any] = {
-        "model": model, "backend": backend, "page_size": page_size, "shapes": found.shapes, "ropes": found.ropes,
-    }  # fmt: skip
+    subject = Subject(model, backend, page_size, found)
     tokenizer = arguments.model / "tokenizer.json"
     learned, scored = calibration_text(tokenizer)
     codecs: dict[str, Codec] = {}
     calibrated: dict[str, dict[str, Any]] = {}
     for budget in run.track(BUDGETS, "calibrating"):
         started = time.perf_counter()
-        made = calibrate(**common, budget=budget, learned=learned, scored=scored)
+        made = calibrate(subject, budget=budget, learned=learned, scored=scored)
         if made is None:
             continue
         codecs[f"transform {budget}"] = made.codec
         calibrated[f"transform {budget}"] = _calibration(made, time.perf_counter() - started)
         if budget == BUDGETS[0]:
-            rotated = [basis_of(layer) for layer in _rotated(statistics(**common, texts=learned), found)]
+            rotated = [basis_of(layer) for layer in _rotated(statistics(subject, learned), found)]
             inner = TransformCodec.fitted(rotated, k_step=made.k_step, v_step=made.v_step, dtype=torch.bfloat16)
             codecs["the same, keys rotated"] = RotatedCodec(inner, found)
     shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
     codecs["fp8"] = Fp8Codec(shapes)
     codecs["kivi4"] = KiviCodec(shapes, bits=4, v_group=found.shapes[0].v_dim)
     codecs["kivi2"] = KiviCodec(shapes, bits=2, v_group=min(32, found.shapes[0].v_dim))
-    coder = HistoryCoder(**common, most_tokens=max(HISTORIES) + SCORED)
+    coder = HistoryCoder(subject, most_tokens=max(HISTORIES) + SCORED)
     encode = Tokenizer.from_file(str(tokenizer)).encode
     raw_bytes = sum(32 * s.kv_heads * (s.k_dim + s.v_dim) * 2 for s in found.shapes)
     qualities: dict[str, list[Quality]] = {name: [] for name in codecs}

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from cache.blocks.keys import BLOCK_TOKENS, typed_fields
+from engine.codec.quality import Subject
 from engine.config import CacheConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import bytes_per_token
-from engine.model.probe import ProbeResult
-from kernels.attention.ragged_batch import AttentionBackend
 from kernels.codecs.codec import Codec
 from kernels.codecs.quantised import Fp8Codec, KiviCodec
 
@@ -37,21 +35,12 @@ class ChosenCodec:
     warning: str | None = None
 
 
-def choose_codec(
-    config: CacheConfig,
-    *,
-    module: nn.Module,
-    dtype: torch.dtype,
-    tokenizer: Path,
-    backend: AttentionBackend,
-    page_size: int,
-    found: ProbeResult,
-    model: bytes,
-) -> ChosenCodec:
-    """Return the codec that the settings ask for. module: the model as it was loaded; tokenizer: its `tokenizer.json`;
-    model: its fingerprint. Raises ModelRefused."""
+def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
+    """Return the codec that the settings ask for. tokenizer: the model's `tokenizer.json`; fingerprint: the model's.
+    Raises ModelRefused."""
     if config.codec == "raw" or config.mode != "attentionstore":
         return ChosenCodec()
+    dtype, found = subject.dtype, subject.found
     if dtype not in _CODED_DTYPES:
         raise ModelRefused(f"cache.codec: KV in {dtype} cannot be coded; take model.dtype bfloat16 or float32")
     shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
@@ -63,7 +52,7 @@ def choose_codec(
             return ChosenCodec(KiviCodec(shapes, bits=int(config.codec[-1]), v_group=group))
         except ValueError as error:
             raise ModelRefused(f"cache.codec {config.codec} does not fit this model: {error}") from error
-    calibrated = _calibrated(config, module, dtype, tokenizer, backend, page_size, found, model)
+    calibrated = _calibrated(config, subject, tokenizer, fingerprint)
     if calibrated is None:
         problem = (
             f"cache.codec: no step of the codec keeps to {config.codec_budget} nats a token on this model, KV stays raw"
@@ -80,16 +69,7 @@ def coded_fingerprint(model: bytes, codec: Codec | None) -> bytes:
     return blake2b(typed_fields("reprise-codec", model, codec.name), digest_size=len(model)).digest()
 
 
-def _calibrated(
-    config: CacheConfig,
-    module: nn.Module,
-    dtype: torch.dtype,
-    tokenizer: Path,
-    backend: AttentionBackend,
-    page_size: int,
-    found: ProbeResult,
-    model: bytes,
-) -> "Calibrated | None":
+def _calibrated(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> "Calibrated | None":
     """From an earlier start, or made now."""
     try:
         # Here, because nothing else needs numba before its kernels are chosen, and a server that codes nothing never.
@@ -98,26 +78,17 @@ def _calibrated(
         from engine.codec.text import calibration_text
     except ImportError as error:
         raise ModelRefused(f"cache.codec transform needs numba, which cannot be used here: {error}") from error
-    path = Path(config.disk_dir) / "codecs" / f"{model.hex()}-{config.codec_budget:g}.safetensors"
-    known = load(path, model=model, budget=config.codec_budget, dtype=dtype)
+    path = Path(config.disk_dir) / "codecs" / f"{fingerprint.hex()}-{config.codec_budget:g}.safetensors"
+    known = load(path, model=fingerprint, budget=config.codec_budget, dtype=subject.dtype)
     if known is not None:
         return known
     log.info("calibrating the codec of KV for this model, once")
     started = time.perf_counter()
     learned, scored = calibration_text(tokenizer)
-    made = calibrate(
-        model=module,
-        backend=backend,
-        page_size=page_size,
-        shapes=found.shapes,
-        ropes=found.ropes,
-        budget=config.codec_budget,
-        learned=learned,
-        scored=scored,
-    )
+    made = calibrate(subject, budget=config.codec_budget, learned=learned, scored=scored)
     if made is None:
         return None
-    size = sum(made.codec.segment_bytes) / (BLOCK_TOKENS * bytes_per_token(found.shapes, dtype))
+    size = sum(made.codec.segment_bytes) / (BLOCK_TOKENS * bytes_per_token(subject.found.shapes, subject.dtype))
     log.info(
         "coded KV takes %.2f of its bytes at %.5f nats a token (budget %g); %.0f s",
         size,
@@ -126,7 +97,7 @@ def _calibrated(
         time.perf_counter() - started,
     )
     try:
-        save(path, made, model=model, budget=config.codec_budget)
+        save(path, made, model=fingerprint, budget=config.codec_budget)
     except OSError as error:
         log.warning("the calibration was not kept, the next start makes it anew: %s", error)
     return made

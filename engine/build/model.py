@@ -13,6 +13,7 @@ from torch import nn
 from cache.blocks.keys import BLOCK_TOKENS
 from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint
 from engine.build.resources import memory
+from engine.codec.quality import Subject
 from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
@@ -119,16 +120,8 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
     if exact_kernels:
         backend = _exact_attention()
     digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
-    codec = choose_codec(
-        config.cache,
-        module=module,
-        dtype=loaded.dtype,
-        tokenizer=loaded.path / "tokenizer.json",
-        backend=backend,
-        page_size=page_size,
-        found=found,
-        model=digest,
-    )
+    subject = Subject(module, backend, page_size, found)
+    codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     digest = coded_fingerprint(digest, codec.codec)
     if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))

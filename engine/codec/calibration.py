@@ -8,14 +8,14 @@ bits.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS
-from engine.codec.quality import HistoryCoder, Part, Quality, measure
-from engine.model.probe import KvShape, RopeSource
+from engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
+from engine.model.probe import RopeSource
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
@@ -75,26 +75,12 @@ class _Listener:
         return torch.cat([pair, pair, energy[:, 2 * half :]], 1)
 
 
-def statistics(
-    *,
-    model: nn.Module,
-    backend: AttentionBackend,
-    page_size: int,
-    shapes: Sequence[KvShape],
-    ropes: Sequence[RopeSource | None],
-    texts: Sequence[Tensor],
-) -> list[LayerStatistics]:
+def statistics(subject: Subject, texts: Sequence[Tensor]) -> list[LayerStatistics]:
     """Run a model over texts [tokens] and return what it shows of each layer, without each text's first block, which is
     stored as it is."""
-    listener = _Listener(backend, len(shapes))
-    coder = HistoryCoder(
-        model=model,
-        backend=listener,
-        page_size=page_size,
-        shapes=shapes,
-        ropes=ropes,
-        most_tokens=max(map(len, texts)),
-    )
+    shapes, ropes = subject.found.shapes, subject.found.ropes
+    listener = _Listener(subject.backend, len(shapes))
+    coder = HistoryCoder(replace(subject, backend=listener), most_tokens=max(map(len, texts)))
     found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in shapes]
     for text in texts:
         for (keys, values), (k, v) in zip(found, coder.compute(text), strict=True):
@@ -109,32 +95,15 @@ def statistics(
 
 
 def calibrate(
-    *,
-    model: nn.Module,
-    backend: AttentionBackend,
-    page_size: int,
-    shapes: Sequence[KvShape],
-    ropes: Sequence[RopeSource | None],
-    budget: float,
-    learned: Sequence[Tensor],
-    scored: Sequence[Tensor],
+    subject: Subject, *, budget: float, learned: Sequence[Tensor], scored: Sequence[Tensor]
 ) -> Calibrated | None:
     """Find the coarsest steps that keep to a budget of nats a token. learned, scored: texts [tokens], for the
     statistics and for the measure; of the latter the last fifth is scored. Returns None if no step keeps to it."""
-    dtype = next(model.parameters()).dtype
-    found = statistics(model=model, backend=backend, page_size=page_size, shapes=shapes, ropes=ropes, texts=learned)
-    bases = [basis_of(layer) for layer in found]
-    coder = HistoryCoder(
-        model=model,
-        backend=backend,
-        page_size=page_size,
-        shapes=shapes,
-        ropes=ropes,
-        most_tokens=max(map(len, scored)),
-    )
+    bases = [basis_of(layer) for layer in statistics(subject, learned)]
+    coder = HistoryCoder(subject, most_tokens=max(map(len, scored)))
 
     def made(k_step: float, v_step: float) -> TransformCodec:
-        return TransformCodec.fitted(bases, k_step=k_step, v_step=v_step, dtype=dtype)
+        return TransformCodec.fitted(bases, k_step=k_step, v_step=v_step, dtype=subject.dtype)
 
     def measured(*codecs: tuple[TransformCodec, Part]) -> list[Quality]:
         by_text = []

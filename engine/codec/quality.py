@@ -18,7 +18,7 @@ from cache.blocks.keys import BLOCK_TOKENS
 from engine.model.float32 import in_float32
 from engine.model.hf_model import Step, forward
 from engine.model.pages import make_pages
-from engine.model.probe import KvShape, RopeSource, single_sequence_meta
+from engine.model.probe import ProbeResult, single_sequence_meta
 from engine.model.rotations import ModelRotations
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 from kernels.codecs.codec import Codec
@@ -64,27 +64,32 @@ class Quality:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to be measured: as it was loaded, prepared and probed."""
+
+    model: nn.Module
+    backend: AttentionBackend
+    page_size: int
+    found: ProbeResult
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights, in which its KV is stored."""
+        return next(self.model.parameters()).dtype
+
+
 class HistoryCoder:
-    """Runs a model over single texts with its history's KV as computed, or as a codec gives it back.
+    """Runs a model over single texts with its history's KV as computed, or as a codec gives it back. most_tokens: of a
+    text. One thread at a time."""
 
-    model: prepared and probed; shapes, ropes: as probed; most_tokens: of a text. One thread at a time."""
-
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        backend: AttentionBackend,
-        page_size: int,
-        shapes: Sequence[KvShape],
-        ropes: Sequence[RopeSource | None],
-        most_tokens: int,
-    ) -> None:
-        weight = next(model.parameters())
-        self._model, self._backend, self._page_size = model, backend, page_size
-        self._device, self._stored = weight.device, weight.dtype
-        self._pages = make_pages(shapes, -(-most_tokens // page_size), page_size, torch.float32, weight.device)
-        self._rotations = ModelRotations(ropes=ropes)
-        self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in shapes]
+    def __init__(self, subject: Subject, *, most_tokens: int) -> None:
+        self._subject = subject
+        self._device = next(subject.model.parameters()).device
+        num_pages = -(-most_tokens // subject.page_size)
+        self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, torch.float32, self._device)
+        self._rotations = ModelRotations(ropes=subject.found.ropes)
+        self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """See KvSink."""
@@ -101,7 +106,8 @@ class HistoryCoder:
             v.clear()
         for start in range(0, len(token_ids), _CHUNK):
             self._run(token_ids[start : start + _CHUNK], start, logit_rows=1, listens=True)
-        return [(torch.cat(k).to(self._stored), torch.cat(v).to(self._stored)) for k, v in self._seen]
+        stored = self._subject.dtype
+        return [(torch.cat(k).to(stored), torch.cat(v).to(stored)) for k, v in self._seen]
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
@@ -118,13 +124,13 @@ class HistoryCoder:
 
     def _run(self, token_ids: Tensor, start: int, *, logit_rows: int, listens: bool) -> Tensor:
         count = len(token_ids)
-        meta = single_sequence_meta(self._device, start, count, self._page_size)
-        step = Step(meta, self._pages_of, self._backend, self if listens else None)
+        meta = single_sequence_meta(self._device, start, count, self._subject.page_size)
+        step = Step(meta, self._pages_of, self._subject.backend, self if listens else None)
         ids = token_ids.to(self._device)
         positions = torch.arange(start, start + count, device=self._device)
         rows = torch.arange(count - logit_rows, count, device=self._device)
-        with in_float32(self._model):
-            return forward(self._model, step, ids, positions, rows)
+        with in_float32(self._subject.model):
+            return forward(self._subject.model, step, ids, positions, rows)
 
     def _pages_of(self, layer: int) -> KvPages:
         return self._pages[layer]

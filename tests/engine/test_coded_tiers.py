@@ -234,12 +234,12 @@ def test_engines_of_one_calibration_share_coded_kv_in_redis(path, tmp_path, redi
 
 def test_a_calibration_is_made_once(make, monkeypatch):
     make()
-    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda **_: pytest.fail("calibrated again"))
+    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda *_, **__: pytest.fail("calibrated again"))
     make()
 
 
 def test_a_budget_that_cannot_be_kept_leaves_kv_raw_and_says_so(make, monkeypatch):
-    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda **_: None)
+    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda *_, **__: None)
     driver = make()
     assert any("stays raw" in warning for warning in driver.engine.model.warnings)
     turn(driver, "1", random_ids(HISTORY, 1))

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from engine.codec.calibration import calibrate, statistics
-from engine.codec.quality import HistoryCoder, measure
+from engine.codec.quality import HistoryCoder, Subject, measure
 from engine.model.hf_model import prepare
 from engine.model.probe import probe
 from kernels.attention.torch_cpu import TorchAttention
@@ -16,7 +16,7 @@ from tests.engine.models import random_ids, tiny_model
 def probed(dtype=torch.float32):
     model, backend = prepare(tiny_model(dtype=dtype)), TorchAttention()
     found = probe(model, backend, 32)
-    return {"model": model, "backend": backend, "page_size": 32, "shapes": found.shapes, "ropes": found.ropes}
+    return Subject(model, backend, 32, found)
 
 
 def texts(first, count=3, tokens=320):
@@ -26,32 +26,32 @@ def texts(first, count=3, tokens=320):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", [1e-5, 1e-4])
 def test_a_codec_keeps_to_its_budget_on_other_texts_too(dtype, budget):
-    common = probed(dtype)
-    made = calibrate(**common, budget=budget, learned=texts(0), scored=texts(10))
+    subject = probed(dtype)
+    made = calibrate(subject, budget=budget, learned=texts(0), scored=texts(10))
     assert made is not None
     assert 0 < made.divergence <= budget
-    coder = HistoryCoder(**common, most_tokens=320)
+    coder = HistoryCoder(subject, most_tokens=320)
     again = [measure(coder, text, 256, [(made.codec, "kv")])[0].mean_divergence for text in texts(20)]
     assert sum(again) / len(again) <= 2 * budget
 
 
 def test_a_smaller_budget_costs_bytes():
-    common = probed()
+    subject = probed()
     sizes = [
-        sum(calibrate(**common, budget=budget, learned=texts(0), scored=texts(10)).codec.segment_bytes)
+        sum(calibrate(subject, budget=budget, learned=texts(0), scored=texts(10)).codec.segment_bytes)
         for budget in (1e-4, 1e-6)
     ]
     assert sizes[0] < sizes[1]
 
 
 def test_a_budget_that_nothing_keeps_to_gives_nothing():
-    assert calibrate(**probed(), budget=0.0, learned=texts(0), scored=texts(10)) is None
+    assert calibrate(probed(), budget=0.0, learned=texts(0), scored=texts(10)) is None
 
 
 def test_the_metric_is_what_queries_read_and_equal_within_pairs():
-    common = probed()
-    found = statistics(**common, texts=texts(0))
-    for layer, shape in zip(found, common["shapes"], strict=True):
+    subject = probed()
+    found = statistics(subject, texts(0))
+    for layer, shape in zip(found, subject.found.shapes, strict=True):
         assert layer.query_energy.shape == (shape.kv_heads, shape.k_dim)
         half = shape.k_dim // 2
         assert (layer.query_energy[:, :half] == layer.query_energy[:, half:]).all()
@@ -60,5 +60,5 @@ def test_the_metric_is_what_queries_read_and_equal_within_pairs():
 
 
 def test_twice_gives_the_same_codec():
-    names = {calibrate(**probed(), budget=1e-4, learned=texts(0), scored=texts(10)).codec.name for _ in range(2)}
+    names = {calibrate(probed(), budget=1e-4, learned=texts(0), scored=texts(10)).codec.name for _ in range(2)}
     assert len(names) == 1

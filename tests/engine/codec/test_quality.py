@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.codec.quality import HistoryCoder, coded, measure, raw_blocks, rows_of
+from engine.codec.quality import HistoryCoder, Subject, coded, measure, raw_blocks, rows_of
 from engine.model.hf_model import prepare
 from engine.model.probe import probe
 from kernels.attention.torch_cpu import TorchAttention
@@ -36,9 +36,7 @@ def model(request):
 def coder(model):
     backend = TorchAttention()
     found = probe(model, backend, 32)
-    made = HistoryCoder(
-        model=model, backend=backend, page_size=32, shapes=found.shapes, ropes=found.ropes, most_tokens=200
-    )
+    made = HistoryCoder(Subject(model, backend, 32, found), most_tokens=200)
     made.raw_bytes = tuple(
         32 * s.kv_heads * (s.k_dim + s.v_dim) * next(model.parameters()).element_size() for s in found.shapes
     )
