@@ -191,9 +191,9 @@ class Loads:
                 else:
                     self._dram.keep(block.key, block.slot)
             row = self._table.get(block.key)
-            if row is not None and self._codes and _is_coded(block):
-                row.decoded = True
             is_here = not event.failed or block.key in event.whole
+            if row is not None and is_here and self._codes and _is_coded(block):
+                row.decoded = True
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
                 if load.claimant != context.request_id:

@@ -27,7 +27,6 @@ class _Write:
     keys: list[BlockKey]
     slots: list[int]
     size_bytes: int
-    is_coded: bool
 
 
 class WriteBehind:
@@ -152,7 +151,7 @@ class WriteBehind:
         for slot in slots:
             self._dram.pin(slot)
         job = self._orders.next_job()
-        self._writes[job] = _Write(name, [row.key for row in rows], slots, size, is_coded)
+        self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
         self._writing.add(name)
         self._unrecorded.pop(name, None)
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
