@@ -51,6 +51,7 @@ SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good a
 LINGER_MS = 2_000  # for the last words
 POLL_MS = 200
 MOVING_POLL_MS = 25  # while bytes move between the tiers, whose end requests may wait for; a look is not free
+ASKED_POLL_MS = 2  # while a session request has no answer yet: the first token of a turn that moves here waits for it
 HEARTBEAT_S = 1.0
 CLOSE_S = 10.0  # for saving what is left at the end; what takes longer is lost
 MAX_FAILURES = 3  # in a row
@@ -127,6 +128,7 @@ class EngineLoop:
         self._socket = socket
         self._collector = Collector()
         self._failures = 0
+        self._unanswered: set[str] = set()  # session requests
         self._heartbeat_s = float("-inf")  # time of the last heartbeat
 
     def run(self) -> int:
@@ -140,6 +142,7 @@ class EngineLoop:
                     shutdown = True
                     break
                 if isinstance(message, SessionRequest | Adopt):
+                    self._unanswered.add(message.request_id)
                     self._reply(self._sessions(message))
                 else:
                     outputs += self._apply(message)
@@ -165,6 +168,8 @@ class EngineLoop:
                 log.warning("dropped a message of %d bytes that is none of ours: %s", len(frame), error)
 
     def _patience_ms(self) -> int:
+        if self._unanswered:
+            return ASKED_POLL_MS
         return MOVING_POLL_MS if self._engine.is_moving() else POLL_MS
 
     def _apply(self, message: Submit | Abort | Finish | FinishAll) -> list[Output]:
@@ -211,6 +216,7 @@ class EngineLoop:
         except zmq.Again:
             raise
         except Exception as error:
+            self._unanswered.clear()  # answers may have been lost with it
             return self._fail(error)
         return []
 
@@ -223,6 +229,7 @@ class EngineLoop:
 
     def _reply(self, replies: list[SessionReply]) -> None:
         for reply in replies:
+            self._unanswered.discard(reply.request_id)
             self._send(reply)
 
     def _step(self) -> list[Output]:

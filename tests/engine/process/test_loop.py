@@ -496,3 +496,35 @@ def test_while_something_moves_nobody_waits_for_the_inbox(
     assert not polled.acquire(timeout=0.2)
     Peer(sockets[0]).post(Shutdown())
     assert running.join() == 0
+
+
+def test_nobody_waits_for_the_inbox_while_an_adoption_has_no_answer(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading headers moves nothing between the tiers; yet the first token of a turn waits for them."""
+    monkeypatch.setattr("engine.process.loop.POLL_MS", 600_000)
+
+    class Adopting(ScriptedEngine):
+        asked = ""
+        polls_left = 3
+
+        def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
+            self.asked = request.request_id
+            return []
+
+        def poll(self, now: float) -> list[SessionReply]:
+            if not self.asked:
+                return []
+            self.polls_left -= 1
+            if self.polls_left:
+                return []
+            request_id, self.asked = self.asked, ""
+            return [SessionReply(request_id=request_id, sessions=[])]
+
+    running = Running(Adopting(step_s=0.001), sockets[1])
+    peer = Peer(sockets[0])
+    peer.post(adopt("moved", "s"))
+    [reply] = peer.replies(1)
+    assert (reply.request_id, reply.error_code) == ("moved", None)
+    peer.post(Shutdown())
+    assert running.join() == 0
