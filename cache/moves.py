@@ -188,10 +188,12 @@ class DropRemote:
 
 @dataclass(frozen=True, slots=True)
 class DeleteRemote:
-    """Delete all that Redis has of a session, whoever wrote it. Answered by RemoteDeleted."""
+    """Delete all that Redis has of the sessions of an id, with any salt, whoever wrote it. Answered by
+    RemoteDeleted."""
 
     job_id: int
-    session: tuple[str, str, str]
+    tenant: str
+    session_id: str
 
 
 Save = FillFromSlot | FillFromPage | SealSlot

@@ -3,12 +3,21 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cache.blocks.context import ExpiredContext, SessionContext
 from cache.blocks.keys import BlockKey
 from cache.blocks.table import BlockRow, SessionName
 from cache.requests.running import Requests
 from cache.tiers.hierarchy import Hierarchy
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A request that waits for deletions."""
+
+    left: int  # of sessions, not counting Redis
+    problem: str | None  # what it will be told
 
 
 class SessionDeletions:
@@ -25,6 +34,7 @@ class SessionDeletions:
         """contexts: those of the store; who is deleted is taken out of them."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
         """Sessions that have expired, to explain misses. No more than there may be sessions."""
+        self._waits: dict[str, _Wait] = {}  # by request
         self._deleting: dict[SessionName, str | None] = {}
         """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
         first."""
@@ -37,29 +47,53 @@ class SessionDeletions:
         """Whether a session is to be deleted as soon as its copies have ended."""
         return name in self._deleting
 
-    def delete(self, name: SessionName, waiter: str) -> str | None:
-        """Remove a session and what only it has from every tier; `take_ended` names `waiter` when the bytes are gone.
-        Returns why not: `not_found`, or `busy` while a request of it runs."""
-        session = self._contexts.get(name)
-        self.expired.pop(name, None)
-        if session is None and self._tiers.disk.delete_again(name, waiter):
-            return None
-        if session is None or self._deleting.get(name) is not None:
-            return "not_found"
-        if self._running.of(name):
+    def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
+        """Remove the sessions of this id, whatever their salts, and what only they have, from every tier; `take_ended`
+        names `waiter` when all of the bytes are gone. What other servers have left in Redis goes too, also of a session
+        that is not known here. Returns why not: `not_found`, or `busy` while a request of it runs or another one waits
+        for its deletion."""
+
+        def named(names: Iterable[SessionName]) -> list[SessionName]:
+            return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
+
+        for name in named(self.expired):
+            del self.expired[name]
+        here = named(self._contexts)
+        again = [name for name in self._tiers.disk.undone(tenant, session_id) if name not in self._contexts]
+        # The first turn of a session is under way before there is a session.
+        if named(context.session for context in self._running.values()) or any(map(self._deleting.get, here)):
             return "busy"
-        self.begin(name, waiter)
+        if not (here or again or self._tiers.redis.is_on):
+            return "not_found"
+        self._waits[waiter] = _Wait(len(here) + len(again), None if here or again else "not_found")
+        for name in again:
+            self._tiers.disk.delete_again(name, waiter)
+        for name in here:
+            self.begin(name, waiter)
+        if not here:
+            self._tiers.redis.delete(tenant, session_id, waiter)
         return None
 
-    def take_ended(self) -> list[tuple[str, bool]]:
-        """Return the requests whose deletion has ended since the last call, and whether all bytes are gone."""
-        ended = self._tiers.disk.ended_deletions
-        if not ended:
-            return []
-        redis = self._tiers.redis
-        done = [(waiter, is_done) for waiter, is_done in ended if not redis.waits(waiter)]
-        ended[:] = [(waiter, is_done) for waiter, is_done in ended if redis.waits(waiter)]
-        return [(waiter, is_done and not redis.take_refusal(waiter)) for waiter, is_done in done]
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a request waits for a deletion."""
+        return bool(self._waits)
+
+    def take_ended(self) -> list[tuple[str, str | None]]:
+        """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted`, if
+        bytes may be left, or `not_found`."""
+        disk, redis = self._tiers.disk, self._tiers.redis
+        for waiter, is_done in disk.ended_deletions:
+            wait = self._waits[waiter]
+            wait.left -= 1
+            wait.problem = wait.problem if is_done else "undeleted"
+        disk.ended_deletions.clear()
+        ended = [waiter for waiter, wait in self._waits.items() if not wait.left and not redis.waits(waiter)]
+        problems = [self._waits.pop(waiter).problem for waiter in ended]
+        return [
+            (waiter, "undeleted" if redis.take_refusal(waiter) else problem)
+            for waiter, problem in zip(ended, problems, strict=True)
+        ]
 
     def begin(self, name: SessionName, waiter: str | None) -> None:
         """Delete a session, now or when its copies have ended. waiter: None if it has expired."""
@@ -103,10 +137,6 @@ class SessionDeletions:
             if not row.owners:
                 private.append(row)
         return private
-
-    def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
-        """Return deleted sessions of this name, one for each salt, of which the disk has not deleted all."""
-        return self._tiers.disk.undone(tenant, session_id)
 
     def retry(self) -> None:
         """Try all refused deletions again, however recently they were refused."""

@@ -52,10 +52,6 @@ class SessionStore:
         """Whether a request of a session runs or waits."""
         return bool(self._running.of(name))
 
-    def is_conversing(self, tenant: str, session_id: str) -> bool:
-        """Whether a request of a session with this id runs or waits, whatever the salt, and even if it is its first."""
-        return any((c.session[0], c.session[2]) == (tenant, session_id) for c in self._running.values())
-
     @property
     def mean_tokens(self) -> float:
         """Mean tokens of a session's context; recent turns count most. 0 while there is none."""

@@ -135,10 +135,10 @@ class Engine:
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
         tiers = self._cache.tiers
-        if tiers.disk.ended_deletions:
+        if self._cache.sessions.deletions.are_awaited:
             self._replies += [
-                SessionReply(request_id=waiter, sessions=[], error_code=None if is_done else "undeleted")
-                for waiter, is_done in self._cache.sessions.deletions.take_ended()
+                SessionReply(request_id=waiter, sessions=[], error_code=problem)
+                for waiter, problem in self._cache.sessions.deletions.take_ended()
             ]
         if tiers.redis.is_on:
             self._replies += [

@@ -86,7 +86,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply"):
-    """`delete` is answered when the bytes have left every tier."""
+    """`delete` is answered when the bytes have left every tier, `not_found` when what others had left in Redis has."""
 
     request_id: str
     sessions: list[SessionInfo]

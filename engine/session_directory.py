@@ -28,14 +28,9 @@ class SessionDirectory:
             return self._list_all(request)
         if request.action == "recent":
             return self._recent(request)
-        # The first turn of a session is under way before there is a session.
-        if request.action == "delete" and self._sessions.is_conversing(request.tenant, request.session_id):
-            return _refused(request, "busy", "a request of this session is running")
-        found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
         if request.action == "delete":
-            found = list(
-                dict.fromkeys((*self._sessions.deletions.undeleted(request.tenant, request.session_id), *found))
-            )
+            return self._delete(request)
+        found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
         if not found:
             return _refused(request, "not_found", f"there is no session {request.session_id!r}")
         match request.action:
@@ -43,8 +38,6 @@ class SessionDirectory:
                 pass
             case "patch":
                 return self._patch(request, found)
-            case "delete":
-                return self._delete(request, found)
             case "prefetch":
                 for name in found:
                     self._sessions.prefetch(name, now)
@@ -96,13 +89,11 @@ class SessionDirectory:
             self._sessions.configure(name, pinned=request.pinned, ttl_s=request.ttl_s)
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
 
-    def _delete(self, request: SessionRequest, found: list[SessionName]) -> SessionReply | None:
-        # The last one is waited for: deletions are carried out in order.
-        for name in found:
-            problem = self._sessions.deletions.delete(name, request.request_id if name == found[-1] else "")
-            if problem is not None:
-                return _refused(request, problem, "the session is being deleted")
-        return None
+    def _delete(self, request: SessionRequest) -> SessionReply | None:
+        problem = self._sessions.deletions.delete(request.tenant, request.session_id, request.request_id)
+        if problem == "busy":
+            return _refused(request, problem, "a request of this session is running, or it is being deleted")
+        return None if problem is None else _refused(request, problem, f"there is no session {request.session_id!r}")
 
     def _info(self, name: SessionName) -> SessionInfo:
         session = self._sessions.contexts[name]

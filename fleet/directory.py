@@ -344,21 +344,14 @@ class Directory:
 
     async def forget_name(self, tenant: str, name: str) -> Forgetting:
         """Likewise; name: `SessionKeys.name`."""
-        hashed = self.keys.tenant(tenant)
         answer = await self._run(
-            *("forget", self.born, self._replica, hashed, name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
+            *("forget", self.born, self._replica, self.keys.tenant(tenant), name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
             int(FORGOTTEN_S * 1e6),
         )
         self._must_be_ours(answer)
         with _reading():
-            _, epoch, waiting, pairs, count = answer
-            found = [
-                self._unsealed(head, keys.record(hashed, member.decode()))
-                for member, head in zip(pairs[::2], pairs[1::2], strict=True)
-            ]
-            return Forgetting(
-                int(epoch), tuple(filter(None, found)), tuple(other.decode() for other in waiting), int(count)
-            )
+            _, epoch, waiting, count = answer
+            return Forgetting(int(epoch), tuple(other.decode() for other in waiting), int(count))
 
     async def remember(self, forgotten: Sequence[Forgotten]) -> None:
         """Write deletions again after a flush, before anything else is. Raises DirectoryFlushed too."""

@@ -148,7 +148,6 @@ class Forgetting:
     """A deletion that is under way."""
 
     epoch: int
-    heads: tuple[bytes, ...]  # of the deleted records: they name extents in Redis
     waiting: tuple[str, ...]  # live members that have not acknowledged
     found: int  # sessions that were there
 

@@ -206,11 +206,6 @@ class Replica:
             for name in names:
                 self._held.pop(name, None)
             await self._in_outbox(self.outbox.forget, tenant, session_id)
-            for head in forgetting.heads:  # so that the extents that it names leave Redis
-                await self._tell_engine(SessionName(tenant, session_id), head)
-            with contextlib.suppress(ApiError):
-                await self._commands.delete_here(session_id, tenant=tenant)
-                missing = None
             async with asyncio.timeout(self._settings.limits.sessions_timeout_s):
                 waiting = forgetting.waiting
                 while waiting:

@@ -176,7 +176,7 @@ class Hierarchy:
                 extent_ids[row.extent[0]] = None
         self.writes.forget(name)
         if waiter is not None:
-            self.redis.delete(name, waiter)  # one that has only expired here may live on elsewhere
+            self.redis.delete(name[0], name[2], waiter)  # one that has only expired here may live on elsewhere
         self.disk.delete(list(extent_ids), name, waiter)
 
     @property

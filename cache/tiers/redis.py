@@ -32,7 +32,8 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Deletion:
-    session: SessionName
+    tenant: str
+    session_id: str
     waiter: str | None
 
 
@@ -59,7 +60,7 @@ class RedisLedger:
         self._wanted: dict[int, SessionName] = {}  # extents on disk that are to be uploaded, oldest first
         self._uploads: dict[int, _Upload] = {}  # under way, by job
         self._deletions: dict[int, _Deletion] = {}  # likewise
-        self._refused: list[SessionName] = []  # deletions to be tried again
+        self._refused: list[_Deletion] = []  # to be tried again
         self._undeleted: set[str] = set()  # waiters whose deletion Redis has refused
         self._retry_s = -math.inf
         self.used_bytes = 0  # of all servers' extents, as Redis had it in its books a few seconds ago
@@ -187,8 +188,8 @@ class RedisLedger:
                 self._uploads[job] = _Upload(extent_id, name)
                 self._orders.add(UploadExtent(job, extent_id, self.next_use_s(name, now)))
         refused, self._refused = self._refused, []
-        for name in refused:
-            self.delete(name, None)
+        for deletion in refused:
+            self.delete(deletion.tenant, deletion.session_id, None)
 
     @property
     def has_work(self) -> bool:
@@ -225,20 +226,22 @@ class RedisLedger:
 
     # --- what leaves --------------------------------------------------------------------------------------------------
 
-    def delete(self, name: SessionName, waiter: str | None) -> None:
-        """Delete all that Redis has of a session. `waits` says whether that is under way for `waiter`."""
+    def delete(self, tenant: str, session_id: str, waiter: str | None) -> None:
+        """Delete all that Redis has of the sessions of an id, which are deleted together, whatever their salts. `waits`
+        says whether that is under way for `waiter`."""
         if not self.is_on:
             return
-        self._wanted = {one: session for one, session in self._wanted.items() if session != name}
+        names = (tenant, session_id)
+        self._wanted = {one: name for one, name in self._wanted.items() if (name[0], name[2]) != names}
         job = self._orders.next_job()
-        self._deletions[job] = _Deletion(name, waiter)
-        self._orders.add(DeleteRemote(job, name))
+        self._deletions[job] = _Deletion(tenant, session_id, waiter)
+        self._orders.add(DeleteRemote(job, tenant, session_id))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
         """Record the end of a deletion. problem: bytes may still be there, and it is tried again."""
         deletion = self._deletions.pop(job)
         if problem is not None:
-            self._refused.append(deletion.session)
+            self._refused.append(deletion)
             self._retry_s = now + _RETRY_S
             if deletion.waiter is not None:
                 self._undeleted.add(deletion.waiter)

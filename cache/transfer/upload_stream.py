@@ -151,7 +151,7 @@ class RemoteCalls:
 
     def _delete(self, order: DeleteRemote) -> RemoteDeleted:
         try:
-            self._redis.delete_session(order.session)
+            self._redis.delete_session(order.tenant, order.session_id)
         except TierFailed as error:
             self._log.warn(error.reason, "a session was not deleted from Redis: %s", error)
             return RemoteDeleted(order.job_id, str(error))

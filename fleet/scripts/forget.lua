@@ -1,17 +1,11 @@
 -- Deletes the sessions of a name and tells all replicas to.
--- Answers {'forgotten', epoch, live members other than this one, members and heads of the deleted sessions in turn,
--- number of deleted sessions}, or {'flushed'}.
+-- Answers {'forgotten', epoch, live members other than this one, number of deleted sessions}, or {'flushed'}.
 -- ARGV: born, replica, tenant, name, milliseconds after which a silent member is not waited for, most deletions that
 --       are remembered, microseconds for which they are
 local born, replica, tenant, name, silent, most, age = unpack(ARGV)
 if redis.call('GET', BORN) ~= born then return {'flushed'} end
-local heads, members = {}, redis.call('SMEMBERS', names_of(name))
+local members = redis.call('SMEMBERS', names_of(name))
 for _, member in ipairs(members) do
-  local head = redis.call('HGET', record_of(tenant, member), 'head')
-  if head then
-    table.insert(heads, member)
-    table.insert(heads, head)
-  end
   drop(tenant, member) -- before anything is written: a full Redis lets those write who have made room
 end
 redis.call('DEL', names_of(name))
@@ -32,4 +26,4 @@ for _, other in ipairs(redis.call('ZRANGEBYSCORE', BEATEN, now - silent, '+inf')
   end
 end
 redis.call('PEXPIRE', waiting_of(epoch), 3600000)
-return {'forgotten', epoch, waiting, heads, #members}
+return {'forgotten', epoch, waiting, #members}

@@ -288,7 +288,7 @@ class PoolModel:
         while self.events:
             self.manager.on_event(self.events.popleft(), now)
         ended = self.manager.sessions.deletions.take_ended()
-        self.deleted += [waiter for waiter, is_done in ended if is_done]
+        self.deleted += [waiter for waiter, problem in ended if problem is None]
 
     # --- the threads' part --------------------------------------------------------------------------------------------
 

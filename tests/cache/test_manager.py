@@ -441,7 +441,7 @@ def test_what_had_expired_is_said():
     assert reasons(model, "and again", list(range(80))) == {"last_token": 1}
     assert model.manager.sessions.sweep(10.0) == 1
     assert reasons(model, "other", [7] * 80) == {"new": 80}, "this is not what had expired"
-    assert model.manager.sessions.deletions.delete(("", "", "s"), "waiter") is None
+    assert model.manager.sessions.deletions.delete("", "s", "waiter") is None
     assert reasons(model, "deleted", list(range(80))) == {"new": 80}, "nothing is known of what was deleted"
 
 

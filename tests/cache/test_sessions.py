@@ -78,7 +78,7 @@ def test_what_is_deleted_is_no_eviction():
     model.run("a", tokens(1, 70))
     model.settle()
     assert model.manager.sessions.blocks_of(NAME)["disk"]
-    assert model.manager.sessions.deletions.delete(NAME, "waiter") is None
+    assert model.manager.sessions.deletions.delete(NAME[0], NAME[2], "waiter") is None
     model.settle()
     assert model.manager.stats.evictions["disk"] == 0, "nothing had to make room"
 
@@ -87,7 +87,7 @@ def test_a_session_that_is_deleted_is_not_recorded_any_more():
     model = stored()
     model.run("a", tokens(1, 70))
     orders = listen(model)
-    assert model.manager.sessions.deletions.delete(NAME, "waiter") is None
+    assert model.manager.sessions.deletions.delete(NAME[0], NAME[2], "waiter") is None
     model.settle()
     assert model.deleted == ["waiter"]
     assert NAME not in model.records

@@ -73,6 +73,20 @@ def adopt(driver: Driver, given: Head, **changes: Any) -> SessionReply:
     return reply
 
 
+def delete(driver: Driver) -> SessionReply:
+    """Delete the session, and return the answer."""
+    request = SessionRequest(request_id="d", tenant="t", action="delete", session_id=SESSION)
+    replies = driver.engine.sessions(request, driver.now)
+    until = time.monotonic() + 30
+    while not replies:
+        assert time.monotonic() < until
+        driver.engine._transfer.wait(0.01)
+        replies = driver.engine.poll(driver.now)
+    (reply,) = replies
+    assert reply.request_id == "d"
+    return reply
+
+
 def redis_tokens(answer: Answer) -> int:
     assert answer.report is not None
     return answer.report.redis_tokens
@@ -295,17 +309,24 @@ def test_a_deleted_session_has_left_redis_before_the_answer(make: Make, tmp_path
     turn(first, "a", random_ids(HISTORY, 1))
     adopt(second, last_head(first))
     assert redis_server.keys(b"r1:k*:*")
-    replies = second.engine.sessions(
-        SessionRequest(request_id="d", tenant="t", action="delete", session_id=SESSION), second.now
-    )
-    until = time.monotonic() + 30
-    while not replies:
-        assert time.monotonic() < until
-        second.engine._transfer.wait(0.01)
-        replies = second.engine.poll(second.now)
-    assert [(reply.request_id, reply.error_code) for reply in replies] == [("d", None)]
+    assert delete(second).error_code is None
     assert redis_server.keys(b"r1:k*:*") == []
     assert len(second.cache.tiers.table) == 0
+
+
+def test_what_a_server_that_is_gone_has_left_in_redis_is_deleted_with_all_salts(
+    make: Make, redis_server: OwnRedis
+) -> None:
+    first, second = make(), make()
+    for salt, session in (("", SESSION), ("x", SESSION), ("", "kept"), ("x", "kept")):
+        first.ask(f"{salt}{session}", random_ids(40, 1), session=session, salt=salt, ignore_eos=True)
+    before = len(redis_server.keys(b"r1:k:*"))
+    assert delete(second).error_code == "not_found", "here"
+    assert (before, len(redis_server.keys(b"r1:k:*"))) == (4, 2)
+    assert len(redis_server.keys(b"r1:ks:*")) == 1
+    redis_server.stop()
+    assert delete(second).error_code == "undeleted"
+    redis_server.start()
 
 
 def test_without_redis_nothing_of_it_is_there(make: Make) -> None:

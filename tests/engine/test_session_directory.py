@@ -156,6 +156,26 @@ def test_what_is_deleted_is_gone_from_every_tier(driver: Driver, tmp_path: Path)
     assert now(driver, "list").sessions[0].tokens == len(again.text) - 1
 
 
+def test_a_deletion_is_answered_when_the_copies_under_all_salts_are_gone(driver: Driver, tmp_path: Path) -> None:
+    for salt in ("", "x"):
+        driver.ask(f"a{salt}", random_ids(100, 1), session="s", salt=salt, ignore_eos=True)
+    busy = driver.cache.tiers.is_busy
+    driver.cache.tiers.is_busy = lambda name: name[1] == ""  # type: ignore[method-assign]
+    assert apply(driver, "delete", "s") is None
+    for _ in range(20):
+        driver.engine._transfer.wait(0.01)
+        assert driver.engine.poll(driver.now) == []
+    assert now(driver, "delete", "s").error_code == "busy", "another one waits for it"
+    driver.cache.tiers.is_busy = busy  # type: ignore[method-assign]
+    driver.cache.sessions.deletions.go_on()
+    replies: list[SessionReply] = []
+    while not replies:
+        driver.engine._transfer.wait(0.01)
+        replies = driver.engine.poll(driver.now)
+    assert [(reply.request_id, reply.error_code) for reply in replies] == [("q-delete-s", None)]
+    assert not files(tmp_path)
+
+
 def test_while_it_runs_a_session_cannot_be_deleted(driver: Driver) -> None:
     driver.submit("a", random_ids(60, 1), session="s", ignore_eos=True)
     driver.step()

@@ -123,7 +123,6 @@ class RedisExtents:
         self._capacity_bytes, self._ttl = capacity_bytes, b"%d" % max(1, int(ttl_s))
         self._throttle = Throttle(bytes_per_s=upload_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._prefix = b"r1:k:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
-        self._sessions = b"r1:ks:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
         self._log = RareLog()
         self._lock = threading.Lock()  # guards what follows
         self._headers: OrderedDict[bytes, tuple[ExtentHeader, int]] = (
@@ -157,9 +156,11 @@ class RedisExtents:
             self._servers, key=lambda server: blake2b(name + str(server.address).encode(), digest_size=8).digest()
         )
 
-    def _session_key(self, names: tuple[str, str, str]) -> bytes:
-        digest = blake2b(typed_fields(*names), key=self._key, digest_size=NAME_BYTES, person=b"session")
-        return self._sessions + digest.hexdigest().encode()
+    def _session_key(self, tenant: str, session_id: str) -> bytes:
+        """Return the key of the set that names the extents of what is deleted together."""
+        fields = typed_fields(tenant, session_id)
+        digest = blake2b(fields, key=self._key, digest_size=NAME_BYTES, person=b"session")
+        return b"r1:ks:" + digest.hexdigest().encode()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class RedisExtents:
                     _checked(connection.read())
                 numbers = (b"%d" % num_fields, encoded, b"%d" % (size + len(encoded)), self._ttl)
                 bounds = (b"%d" % int(next_use_s), b"%d" % self._capacity_bytes)
-                keys = (key, self._session_key(header.session.names))
+                keys = (key, self._session_key(header.session.tenant, header.session.session_id))
                 outcome = connection.call(b"EVAL", PUBLISH.encode(), b"2", *keys, *numbers, *bounds)
         except RedisRefusal as refusal:
             if refusal.is_full:
@@ -237,12 +238,12 @@ class RedisExtents:
             with self._asking(server) as connection:
                 connection.call(b"EVAL", DROP.encode(), b"%d" % len(mine), *map(self.key_of, mine))
 
-    def delete_session(self, names: tuple[str, str, str]) -> None:
-        """Delete all extents of a session (tenant, salt, session id), whichever server wrote them. Raises
-        TierFailed."""
+    def delete_session(self, tenant: str, session_id: str) -> None:
+        """Delete all extents of the sessions of this id, with any salt and of any model, whichever server wrote them.
+        Raises TierFailed."""
         for server in self._servers:
             with self._asking(server) as connection:
-                connection.call(b"EVAL", DELETE.encode(), b"1", self._session_key(names))
+                connection.call(b"EVAL", DELETE.encode(), b"1", self._session_key(tenant, session_id))
 
     @contextmanager
     def _asking(self, server: _Server) -> Iterator[RedisConnection]:

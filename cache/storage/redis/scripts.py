@@ -2,7 +2,8 @@
 
     r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `s` the key of its session's set, and `0`, `1`, ... its
                                bytes in fields of FIELD_BYTES
-    r1:ks:FINGERPRINT:SESSION  set: names of the extents of one session, so that any server may delete them
+    r1:ks:SESSION              set: keys of the extents of the sessions of one id, with any salt and of any model, so
+                               that any server may delete them
     r1:kz                      sorted set: every key of an extent -> Unix time of its next expected use
     r1:kb                      hash: every key of an extent -> bytes; "" -> bytes of all
 
@@ -110,4 +111,4 @@ end
 return 'OK'
 """
 )
-"""keys: sessions. Deletes all of their extents."""
+"""keys: sets of sessions. Deletes all of their extents."""

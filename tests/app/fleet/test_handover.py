@@ -49,8 +49,8 @@ async def replica(server: RedisServer, directory: Path, name: str) -> AsyncItera
         yield running
 
 
-async def say(running: Running, *messages: dict, session: str = "chat") -> str:
-    body = {"model": "test-model", "messages": list(messages), "session_id": session}
+async def say(running: Running, *messages: dict, session: str = "chat", **fields: Any) -> str:
+    body = {"model": "test-model", "messages": list(messages), "session_id": session, **fields}
     answer = await running.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
@@ -117,6 +117,16 @@ async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
         await say(a, HELLO)  # a new session of that name
         await a.app.state.replica.beat()
         assert await a.app.state.text_thread.names() == [("local", "chat")]
+
+
+async def test_a_session_whose_server_is_gone_is_deleted_by_another_engine(server, tmp_path):
+    async with replica(server, tmp_path, "b") as b:
+        async with replica(server, tmp_path, "a") as a:
+            await say(a, HELLO, cache_salt="salt")
+        assert (await b.http.delete("/v1/sessions/chat")).status_code == 204
+        asked = [(one.tenant, one.session_id) for one in b.engine.questions if one.action == "delete"]
+        assert asked == [("local", "chat")]
+        assert b.engine.adopted == []
 
 
 async def test_without_redis_turns_go_on_and_are_committed_later(server, tmp_path):

@@ -308,7 +308,7 @@ class Hierarchy(RuleBasedStateMachine):
         if name in self.manager.sessions.deletions._deleting:
             return
         self.deletions += 1
-        problem = self.manager.sessions.deletions.delete(name, f"d{self.deletions}")
+        problem = self.manager.sessions.deletions.delete(name[0], name[2], f"d{self.deletions}")
         assert problem == ("busy" if running else None)
         if running:
             self.deletions -= 1
@@ -355,7 +355,7 @@ class Hierarchy(RuleBasedStateMachine):
             assert manager.tiers.dram.resident <= manager.tiers.dram.dram_slots
         self.restart()
         for name in list(manager.sessions.contexts):
-            manager.sessions.deletions.delete(name, "end")
+            manager.sessions.deletions.delete(name[0], name[2], "end")
             model.settle(self.now)
         assert all(not row.owners for row in manager.tiers.table), "somebody who is gone owns something"
         model.check()

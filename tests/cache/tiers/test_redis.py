@@ -137,11 +137,10 @@ def test_an_adopted_extent_adds_the_wanted_blocks_and_changes_no_other_address()
 
 def test_a_deletion_is_waited_for_and_a_refused_one_is_tried_again() -> None:
     world = World()
-    name = ("t", "", "s")
-    world.redis.delete(name, "request")
+    world.redis.delete("t", "s", "request")
     (order,) = world.orders.take()
     assert isinstance(order, DeleteRemote)
-    assert (order.session, world.redis.waits("request")) == (name, True)
+    assert (order.tenant, order.session_id, world.redis.waits("request")) == ("t", "s", True)
     world.redis.on_deleted(order.job_id, "no answer", 10.0)
     assert not world.redis.waits("request")
     assert world.redis.take_refusal("request")
@@ -159,6 +158,6 @@ def test_without_redis_nothing_is_ordered() -> None:
     world = World(is_on=False)
     row = world.written(1, "s")
     world.redis.want_session(("t", "", "s"), [row.key])
-    world.redis.delete(("t", "", "s"), "request")
+    world.redis.delete("t", "s", "request")
     assert not world.redis.has_work
     assert world.orders.take() == []

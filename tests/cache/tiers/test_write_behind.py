@@ -89,7 +89,7 @@ def test_what_was_to_be_written_for_a_session_that_is_gone_goes_with_anothers():
     model.run("first", tokens(0, 64), session="gone")
     model.run("second", [*tokens(0, 64), *tokens(1, 40)], session="stays")
     save_all(model)
-    assert manager.sessions.deletions.delete(("", "", "gone"), "waiter") is None
+    assert manager.sessions.deletions.delete("", "gone", "waiter") is None
     model.settle()
     assert model.deleted == ["waiter"]
     assert manager.sessions.blocks_of(("", "", "stays")) == {"hbm": 4, "dram": 4, "disk": 4}

@@ -45,10 +45,16 @@ def extent(
     return ExtentHeader(b"model", extent_id, record, blocks, SEGMENTS, sums), layers
 
 
-def store(*servers: OwnRedis, deadline_s: float = 30.0, capacity_bytes: int = 0, ttl_s: float = 100) -> RedisExtents:
+def store(
+    *servers: OwnRedis,
+    deadline_s: float = 30.0,
+    capacity_bytes: int = 0,
+    ttl_s: float = 100,
+    fingerprint: bytes = b"model",
+) -> RedisExtents:
     return RedisExtents(
         urls=[server.url for server in servers],
-        fingerprint=b"model",
+        fingerprint=fingerprint,
         segment_bytes=SEGMENTS,
         key=KEY,
         capacity_bytes=capacity_bytes,
@@ -118,7 +124,7 @@ def test_extents_of_one_load_come_layer_by_layer_side_by_side(redis_server: OwnR
         parts = [blocks_of(layers, places) for (_, layers), (_, places) in zip(made, wanted, strict=True)]
         assert read(tier, *wanted, steps=2) == [b"".join(layer) for layer in zip(*parts, strict=True)]
         assert sorted(tier.renew(names, LATER_S)) == sorted(names)
-        tier.delete_session(SESSION)
+        tier.delete_session(SESSION[0], SESSION[2])
         assert [key for server in (redis_server, second) for key in server.keys(b"r1:k:*")] == []
     finally:
         second.stop()
@@ -167,10 +173,21 @@ def test_the_set_of_a_session_lives_as_long_as_its_extents(redis_server: OwnRedi
     redis_server.call(b"DEL", session)  # Redis may evict it by itself
     assert store(redis_server, ttl_s=2000).renew([short], LATER_S) == [short]
     assert ttls() == [2000, 1000, 2000]
-    store(redis_server).delete_session(SESSION)
+    store(redis_server).delete_session(SESSION[0], SESSION[2])
     left = redis_server.keys(b"r1:k:*")
     assert tier.key_of(short) not in left
     assert len(left) == 2  # only the set that was evicted had named these
+
+
+def test_a_deletion_reaches_all_salts_and_models_of_a_session(redis_server: OwnRedis) -> None:
+    sessions = [SESSION, ("t", "salt", "s"), ("u", "", "s"), ("t", "", "other")]
+    for number, session in enumerate(sessions, 1):
+        write(store(redis_server), *extent(1, extent_id=number, session=session))
+    write(store(redis_server, fingerprint=b"another"), *extent(1, extent_id=9))
+    store(redis_server).delete_session(SESSION[0], SESSION[2])
+    left = {redis_server.call(b"HGET", key, b"s") for key in redis_server.keys(b"r1:k:*")}
+    assert left == set(redis_server.keys(b"r1:ks:*"))
+    assert len(left) == 2
 
 
 def test_a_dropped_extent_leaves_the_books_and_can_be_written_again(redis_server: OwnRedis) -> None:
@@ -254,7 +271,7 @@ def test_the_books_forget_what_redis_has_evicted_by_itself(redis_server: OwnRedi
     for n in range(20):
         if members == [tier.key_of(name)]:
             break
-        tier.delete_session(("t", "", f"{n}"))
+        tier.delete_session("t", f"{n}")
         name = write(tier, *extent(1, extent_id=9))
         header, layers = extent(1, extent_id=20 + n, session=("t", "", f"{n}"))
         write(tier, header, layers)
