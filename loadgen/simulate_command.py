@@ -1,7 +1,8 @@
 """`reprise simulate`: compares eviction policies, on a recorded trace or on a simulated server."""
 
 import json
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from typer import Option
 
 from loadgen.blocks import hit_tables
+from loadgen.codec import CodedKV
 from loadgen.measure.load_run import check_writable, save
 from loadgen.options import grouped, refuse_given
 from loadgen.sim import Machine, arm_tables, calibrate
@@ -84,6 +86,12 @@ def simulate(
     score_from: Annotated[
         float, Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
     ] = 0.0,
+    codec_ratio: Annotated[
+        float, Option(min=1.0, help="How many times smaller a codec makes blocks: on disk, or in a trace's only tier.")
+    ] = 1.0,
+    codec_gb_per_s: Annotated[
+        float, Option(min=1e-3, help="Full mode: GB of raw KV that are decoded in a second.")
+    ] = math.inf,
     *,
     full: FullModeOptions,
     out: Annotated[Path | None, Option(help="JSON file for the result.")] = None,
@@ -93,14 +101,18 @@ def simulate(
     simulates a whole server like those of the papers, comparing every policy with recomputation."""
     names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
     try:
+        codec = CodedKV(codec_ratio, codec_gb_per_s * 1e9).check()
         check_writable(out, figure, read=(trace, full.machine))
         if trace is not None:
-            refuse_given(context, [field.name for field in fields(FullModeOptions)], "with --trace")
-            result, shown = _replay_blocks(trace, _counts("--capacity-tokens", capacity_tokens), names, score_from)
+            full_mode = ["codec_gb_per_s", *(field.name for field in fields(FullModeOptions))]
+            refuse_given(context, full_mode, "with --trace")
+            result, shown = _replay_blocks(
+                trace, _counts("--capacity-tokens", capacity_tokens), names, score_from, codec
+            )
         else:
             refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
             full.refuse_unused(context)
-            result, shown = _run_servers(full, names)
+            result, shown = _run_servers(full, names, codec)
         if out is not None:
             save(json.dumps(result, indent=1) + "\n", out)
         if figure is not None:
@@ -113,7 +125,7 @@ def simulate(
 
 
 def _replay_blocks(
-    trace: Path, capacities: list[int], policies: list[str], score_from: float
+    trace: Path, capacities: list[int], policies: list[str], score_from: float, codec: CodedKV
 ) -> tuple[dict[str, Any], list[Table]]:
     """Block mode: the hit rate of every policy at every capacity, and its table."""
     result = hit_tables.simulate(
@@ -121,15 +133,16 @@ def _replay_blocks(
         capacities=capacities,
         policies=policies,
         score_from=score_from,
+        codec=codec,
         progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
     )
     return result, [hit_tables.table(result)]
 
 
-def _run_servers(full: FullModeOptions, policies: list[str]) -> tuple[dict[str, Any], list[Table]]:
+def _run_servers(full: FullModeOptions, policies: list[str], codec: CodedKV) -> tuple[dict[str, Any], list[Table]]:
     """Full mode: a server under every policy, and their tables."""
     result = arm_tables.simulate(
-        machine=full.find_machine(),
+        machine=replace(full.find_machine(), codec=codec),
         policies=policies,
         load=full.load,
         sessions=full.sessions,

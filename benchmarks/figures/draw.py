@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
+from benchmarks.figures import coded_capacity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
@@ -244,6 +245,9 @@ def main() -> None:
     if (speed := load("raw_speed")) is not None:
         lines += speed_section(speed)
     lines += tier_sections(load, machine, DOCS)
+    if (capacity := load("coded_capacity")) is not None:
+        coded_capacity.draw(capacity, DOCS / "coded_capacity.png")
+        lines += coded_capacity.section(capacity, machine(capacity))
     if cuts := truncation_results():
         parts = all_parts(cuts)
         draw_truncation(parts, DOCS / "truncation.png")

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cache.policies import POLICIES
 from loadgen.blocks.replay import BLOCK_TOKENS, CEILINGS, HitRate, hit_rate
+from loadgen.codec import CodedKV
 from loadgen.workloads import traces
 
 KNOWN = ("default", *POLICIES, *CEILINGS)
@@ -19,10 +20,11 @@ def simulate(
     capacities: Sequence[int],
     policies: Sequence[str],
     score_from: float,
+    codec: CodedKV,
     progress: Callable[[str, int], None],
 ) -> dict[str, Any]:
-    """Simulate every policy at every capacity, in tokens. score_from: the share of requests that only warm up. Raises
-    ValueError for unknown policies and unreadable traces, OSError."""
+    """Simulate every policy at every capacity, in tokens of raw KV. score_from: the share of requests that only warm
+    up. Raises ValueError for unknown policies and unreadable traces, OSError."""
     unknown = [policy for policy in policies if policy not in KNOWN]
     if unknown:
         raise ValueError(f"no policy {', '.join(unknown)}; there are {', '.join(KNOWN)}")
@@ -38,12 +40,13 @@ def simulate(
     for policy in policies:
         for capacity in capacities:
             progress(policy, capacity)
-            results.append(_row(hit_rate(requests, policy, capacity, first), capacity))
+            results.append(_row(hit_rate(requests, policy, capacity, first, codec), capacity))
     return {
         "trace": path.name,
         "requests": len(requests),
         "scored_from_request": first,
         "block_tokens": BLOCK_TOKENS,
+        "codec_ratio": codec.ratio,
         "policies": results,
     }
 
@@ -64,7 +67,7 @@ def table(result: dict[str, Any]) -> Table:
     rates = {(row["policy"], row["capacity_tokens"]): row["block_hit_rate"] for row in result["policies"]}
     policies, capacities = list(dict.fromkeys(p for p, _ in rates)), list(dict.fromkeys(c for _, c in rates))
     headings = [f"{capacity / 1e6:g} M" for capacity in capacities]
-    shown = Table("policy", *headings, title=_title(result), caption="Shares of blocks hit, by capacity in tokens.")
+    shown = Table("policy", *headings, title=_title(result), caption=_caption(result))
     for policy in policies:
         shown.add_row(policy, *(f"{rates[policy, capacity]:.4f}" for capacity in capacities))
     return shown
@@ -91,6 +94,12 @@ def draw(result: dict[str, Any], out: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=120)
+
+
+def _caption(result: dict[str, Any]) -> str:
+    ratio = result["codec_ratio"]
+    coded = f" of raw KV, in whose bytes the tier holds blocks {ratio:g} times smaller" if ratio > 1 else ""
+    return f"Shares of blocks hit, by capacity in tokens{coded}."
 
 
 def _title(result: dict[str, Any]) -> str:

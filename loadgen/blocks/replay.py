@@ -3,6 +3,9 @@
 The rule models no server: when a request arrives, its leading blocks that are in the tier are hits; then all of its
 blocks are inserted or touched, from last to first; then the policy makes room. No load fails, nothing is pinned, no
 request waits. For policies that look at sessions, sessions are inferred from the blocks (`SessionFinder`).
+
+Blocks may be coded. A prompt's first one, and one that is not full, then take more room than others, because the
+server's first block in it, or its open one, stays raw. One that is not full takes as much room as if it were.
 """
 
 import math
@@ -10,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from cache.blocks.keys import BLOCK_TOKENS as SERVER_BLOCK_TOKENS
 from cache.blocks.keys import BlockKey
 from cache.policies import POLICIES
 from cache.policies.belady import BeladyPolicy
 from cache.policies.eviction_policy import EvictionPolicy
 from cache.returns.return_times import ReturnTimes
+from loadgen.codec import RAW, CodedKV
 from loadgen.workloads.traces import TraceRequest
 
 BLOCK_TOKENS = 512  # in the published traces
@@ -29,7 +34,7 @@ class HitRate:
     """The hits of one policy at one capacity."""
 
     policy: str
-    capacity_tokens: int | None  # None: unlimited
+    capacity_tokens: int | None  # of raw KV that would fit; None: unlimited
     blocks: int
     hit_blocks: int
     tokens: int
@@ -99,7 +104,11 @@ class _Uses:
 
 
 def hit_blocks(
-    requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
+    requests: Sequence[TraceRequest],
+    policy: str,
+    capacity_tokens: float | None,
+    returns: ReturnTimes | None = None,
+    codec: CodedKV = RAW,
 ) -> list[int]:
     """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known about sessions; None:
     only what is learned during the replay."""
@@ -109,14 +118,21 @@ def hit_blocks(
         chosen: EvictionPolicy = BeladyPolicy(uses)
     else:
         chosen = POLICIES[{"default": DEFAULT, "unbounded": "fifo"}.get(policy, policy)](returns)
-    room = math.inf if capacity_tokens is None or policy == "unbounded" else capacity_tokens // BLOCK_TOKENS
-    return list(_replay(requests, chosen, returns, room, uses))
+    room = math.inf if capacity_tokens is None or policy == "unbounded" else capacity_tokens
+    return list(_replay(requests, chosen, returns, _Tier(chosen, room, codec), uses))
 
 
-def hit_rate(requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
+def hit_rate(
+    requests: Sequence[TraceRequest],
+    policy: str,
+    capacity_tokens: int | None,
+    first: int = 0,
+    codec: CodedKV = RAW,
+) -> HitRate:
     """Measure one policy. policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests
-    before number `first` warm up and are not counted. Raises KeyError for an unknown policy."""
-    hits = hit_blocks(requests, policy, capacity_tokens)
+    before number `first` warm up and are not counted. capacity_tokens: of raw KV that would fit into the same bytes.
+    Raises KeyError for an unknown policy."""
+    hits = hit_blocks(requests, policy, capacity_tokens, codec=codec)
     bounded = capacity_tokens is not None and policy != "unbounded"
     counted = requests[first:]
     return HitRate(
@@ -131,17 +147,48 @@ def hit_rate(requests: Sequence[TraceRequest], policy: str, capacity_tokens: int
     )
 
 
+class _Tier:
+    """Blocks and the room they take, in raw tokens."""
+
+    def __init__(self, policy: EvictionPolicy, room: float, codec: CodedKV) -> None:
+        self._policy, self._room = policy, room
+        # By how many of the server's blocks in it stay raw: a prompt's first, and its open one.
+        self._sizes = [codec.room(BLOCK_TOKENS, raw_tokens=raw * SERVER_BLOCK_TOKENS) for raw in range(3)]
+        self._blocks: dict[BlockKey, float] = {}
+        self._used = 0.0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def insert(self, key: BlockKey, *, opens: bool, full: bool) -> None:
+        """Insert or touch a block."""
+        self._policy.touch(key)
+        if key not in self._blocks:
+            self._blocks[key] = size = self._sizes[opens + (not full)]
+            self._used += size
+
+    def make_room(self) -> None:
+        """Let blocks go until the others fit."""
+        excess = self._used - self._room
+        if excess <= 0:
+            return
+        for key in self._policy.victims(math.ceil(excess / self._sizes[0]), ()):
+            if self._used <= self._room:
+                break
+            self._policy.remove(key)
+            self._used -= self._blocks.pop(key)
+
+
 def _replay(
-    requests: Sequence[TraceRequest], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
+    requests: Sequence[TraceRequest], policy: EvictionPolicy, returns: ReturnTimes, tier: _Tier, uses: _Uses | None
 ) -> Iterator[int]:
     """Yield the hits of each request, in blocks."""
-    resident: set[BlockKey] = set()
     finder = SessionFinder()
     answers: list[tuple[float, int, int, int]] = []  # a heap of (time of completion, number, session, tokens)
     newest: dict[int, int] = {}  # session -> the number of its last request
     for number, request in enumerate(requests):
         keys = [_key(name) for name in request.block_names]
-        yield next((place for place, key in enumerate(keys) if key not in resident), len(keys))
+        yield next((place for place, key in enumerate(keys) if key not in tier), len(keys))
         while answers and answers[0][0] <= request.at_s:
             at_s, asked, session, tokens = heappop(answers)
             if newest.get(session) == asked:
@@ -158,13 +205,9 @@ def _replay(
             heappush(answers, (request.at_s + request.answer_tokens * ANSWER_S_PER_TOKEN, number, found, tokens))
         if uses is not None:
             uses.arrive(number, keys)
-        for key in reversed(keys):
-            policy.touch(key)
-        resident.update(keys)
-        if len(resident) > room:
-            for key in policy.victims(len(resident) - int(room), ()):
-                policy.remove(key)
-                resident.remove(key)
+        for place in reversed(range(len(keys))):
+            tier.insert(keys[place], opens=place == 0, full=place < full)
+        tier.make_room()
         if (oldest := finder.forget_oldest(_MOST_SESSIONS)) is not None:
             policy.forget(oldest)
             returns.forget(oldest)

@@ -1,6 +1,7 @@
 """`reprise plan`: DRAM and disk for a target hit rate, with TTFT and cost."""
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from loadgen.codec import CodedKV
 from loadgen.measure.load_run import check_writable, save
 from loadgen.measure.summary import Prices
 from loadgen.options import grouped, refuse_given
@@ -30,6 +32,8 @@ class PlanOptions:
     model: Annotated[str, Option(help="A preset, or a directory with a config.json.")] = "llama-13b"
     target: Annotated[float, Option(min=0.0, max=1.0, help="Target hit rate, as a share of the best one.")] = 0.9
     dram_gb: Annotated[float, Option(min=0, help="Most DRAM per machine; whatever exceeds it is kept on disk.")] = 128.0
+    codec_ratio: Annotated[float, Option(min=1.0, help="How many times smaller a codec makes KV on disk.")] = 1.0
+    codec_gb_per_s: Annotated[float, Option(min=1e-3, help="GB of raw KV that are decoded in a second.")] = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ def plan_command(
             without_effect = {"sessions_per_s", *(field.name for field in fields(ConversationOptions))}
             refuse_given(context, without_effect, "with --trace")
         if fleet.replicas:
-            without_effect = {"trace", "target", "sessions", "figure", *(field.name for field in fields(PriceOptions))}
+            without_effect = {"trace", "target", "sessions", "figure", "codec_ratio", "codec_gb_per_s"}
+            without_effect |= {*(field.name for field in fields(PriceOptions))}
             refuse_given(context, without_effect, "with --replicas")
             found = _plan_fleet(workload, drawn, fleet)
         else:
@@ -140,7 +145,8 @@ def _plan(workload: PlanOptions, drawn: ConversationOptions, prices: Prices) -> 
     def progress(stored_gb: float) -> None:
         console.print(f"{plan.amount(stored_gb)} GB")
 
-    machine = plan.machine_of(workload.model)
+    codec = CodedKV(workload.codec_ratio, workload.codec_gb_per_s * 1e9)
+    machine = replace(plan.machine_of(workload.model), codec=codec)
     if workload.trace is not None:
         return plan.of_trace(
             workload.trace,

@@ -19,6 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
+from loadgen.codec import RAW
 from loadgen.measure.summary import Prices
 from loadgen.sim import Config, Machine, presets, simulate
 from loadgen.workloads import think, traces
@@ -61,6 +62,7 @@ class Plan:
     most: float  # the best hit rate of all rows
     rows: tuple[Row, ...]  # by ascending storage; the first has none, the last room for everything
     notes: tuple[str, ...] = ()
+    codec_ratio: float = 1.0  # how many times smaller KV is on disk
 
     @property
     def chosen(self) -> Row:
@@ -114,13 +116,13 @@ def of_trace(
     prompts = sum(request.prompt_tokens for request in requests)
 
     @cache
-    def hits(stored: float) -> list[int]:
-        return _trace_hits(requests, stored, machine)
+    def hits(dram: float, disk: float) -> list[int]:
+        return _trace_hits(requests, dram, disk, machine)
 
     def row(stored: float) -> Row:
         progress(stored)
         dram = min(stored, dram_gb)
-        anywhere, in_dram = hits(stored), hits(dram)
+        anywhere, in_dram = hits(dram, stored - dram), hits(dram, 0.0)
         ttft_s = prefill_s = 0.0
         loaded = Counter[str]()
         for request, found, near in zip(requests, anywhere, in_dram, strict=True):
@@ -141,7 +143,7 @@ def of_trace(
             "tokens; they count as if it had room"
         )
     kv_mb = machine.kv_bytes_per_token / 1e6
-    return Plan(path.name, machine.name, 0, kv_mb, target, _best(rows), tuple(rows), tuple(notes))
+    return Plan(path.name, machine.name, 0, kv_mb, target, _best(rows), tuple(rows), tuple(notes), machine.codec.ratio)
 
 
 def of_distribution(
@@ -191,7 +193,9 @@ def of_distribution(
         notes.append(f"a machine with {machine.name} answers one request at a time")
     name = f"{sessions_per_s:g} sessions a second, TTL {ttl_s:g} s"
     kv_mb = machine.kv_bytes_per_token / 1e6
-    return Plan(name, machine.name, machines, kv_mb, target, _best(rows), tuple(rows), tuple(notes))
+    return Plan(
+        name, machine.name, machines, kv_mb, target, _best(rows), tuple(rows), tuple(notes), machine.codec.ratio
+    )
 
 
 def enough(ttl_s: float, sessions_per_s: float) -> int:
@@ -230,12 +234,14 @@ def _least(rows: Sequence[Row], target: float) -> Row:
     return next(row for row in rows if row.hit_rate >= target * most - 1e-9)
 
 
-def _trace_hits(requests: Sequence[TraceRequest], stored_gb: float, machine: Machine) -> list[int]:
-    """Return the hit tokens of every request."""
-    capacity = int(stored_gb * 1e9 / machine.kv_bytes_per_token)
+def _trace_hits(requests: Sequence[TraceRequest], dram_gb: float, disk_gb: float, machine: Machine) -> list[int]:
+    """Return the hit tokens of every request. All room is that of a disk whose blocks are coded: one that lies in DRAM
+    takes there what several take here."""
+    codec = machine.codec if disk_gb else RAW
+    capacity = (dram_gb / codec.ratio + disk_gb) * 1e9 / machine.kv_bytes_per_token
     if capacity < BLOCK_TOKENS:
         return [0] * len(requests)
-    hits = hit_blocks(requests, "default", capacity)
+    hits = hit_blocks(requests, "default", capacity, codec=codec)
     return [
         min(blocks * BLOCK_TOKENS, request.prompt_tokens - 1) for blocks, request in zip(hits, requests, strict=True)
     ]
@@ -248,7 +254,7 @@ def _fastest(machine: Machine, prompt: int, in_dram: int, on_disk: int) -> tuple
     found = []
     for dram, disk in ((in_dram, on_disk), (in_dram, 0), (0, 0)):
         prefill_s = machine.costs.prefill_s(prompt - dram - disk, dram + disk)
-        load_s = machine.kv_bytes_per_token * (dram / machine.dram_to_hbm + disk / machine.disk_to_dram)
+        load_s = machine.kv_bytes_per_token * dram / machine.dram_to_hbm + machine.disk_s(disk)
         found.append((max(prefill_s, load_s), prefill_s, {"dram": dram, "disk": disk}))
     return min(found, key=lambda one: one[0])
 
@@ -264,9 +270,10 @@ def _row(
 
 def table(plan: Plan) -> Table:
     machines = f" on {plan.machines:,} machine{'s' * (plan.machines > 1)}" if plan.machines else ""
+    coded = f", {plan.codec_ratio:g} times less on disk" if plan.codec_ratio > 1 else ""
     shown = Table(
         "", "DRAM GB", "disk GB", "hits, %", "of DRAM, %", "TTFT, s", "GPUs for prompts", "$ an hour",
-        title=f"{plan.workload}; {plan.model}{machines}, {plan.kv_mb_per_token:.3g} MB of KV a token",
+        title=f"{plan.workload}; {plan.model}{machines}, {plan.kv_mb_per_token:.3g} MB of KV a token{coded}",
         caption=f"Hits: share of all prompt tokens that are loaded instead of computed; of DRAM: those that are there "
         f"when their turn begins. TTFT: mean{'' if plan.machines else ', without queueing'}. "
         f"*: the least that hits {plan.target:.0%} of the most, {plan.most:.1%}.",

@@ -18,7 +18,7 @@ class SimulatedLookAhead:
     def __init__(
         self, machine: Machine, config: Config, store: SimulatedStore, queue: WaitingQueue, disk: Disk
     ) -> None:
-        self._store, self._queue, self._disk = store, queue, disk
+        self._store, self._queue, self._disk, self._codec = store, queue, disk, machine.codec
         self._fetches = config.prefetch and {"dram", "disk"} <= store.tiers.keys() and machine.dram_bytes < math.inf
         self._room = int(config.prefetch_share * machine.dram_bytes) if self._fetches else 0
         self._line: Line[Sequence] = Line()  # as it was seen last
@@ -53,7 +53,8 @@ class SimulatedLookAhead:
             if moved:
                 self._store.pin(name)
                 self.fetched_bytes += moved
-                self.fetching = (self._disk.read(moved, now), name)
+                decode_s = moved / self._codec.decode_bytes_per_s
+                self.fetching = (self._disk.read(moved / self._codec.ratio, now, decode_s), name)
                 self._settled = False
             return  # if there was no room for it, nor is there for those behind it
 

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 
 from rich.table import Table
 
+from loadgen.codec import CodedKV
 from loadgen.sim import Config, Costs, Machine, presets, simulate_belady
 from loadgen.sim import simulate as run
 from loadgen.sim.machine import Truncation
@@ -35,7 +36,8 @@ def read_machine(path: Path) -> Machine:
     """Read the machine from an earlier result, with what was measured on a server then. Raises ValueError, OSError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
-        return Machine(**{**fields, "costs": Costs(**fields["costs"])}).check()
+        codec = CodedKV(**fields.get("codec", {}))
+        return Machine(**{**fields, "costs": Costs(**fields["costs"]), "codec": codec}).check()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no machine: {error}") from None
 
@@ -89,8 +91,10 @@ def simulate(
 
 
 def _fields(machine: Machine) -> dict[str, Any]:
-    """Return the machine for JSON, which has no infinity; an unlimited attention span is the default and left out."""
+    """Return the machine for JSON, which has no infinity; what is unlimited by default is left out."""
     fields = asdict(machine)
+    if machine.codec.decode_bytes_per_s == math.inf:
+        del fields["codec"]["decode_bytes_per_s"]
     if machine.costs.attention_span == math.inf:
         del fields["costs"]["attention_span"]
     return fields

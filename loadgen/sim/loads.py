@@ -58,7 +58,8 @@ class SimulatedLoads:
         turn.loaded_s = starts_s + seconds if seconds else now
         if from_disk := turn.sources.get("disk", 0):
             read = self._seconds({"disk": from_disk})
-            turn.loaded_s = self._disk.read(from_disk * self._machine.kv_bytes_per_token, starts_s, read)
+            size = from_disk * self._machine.kv_bytes_per_token / self._machine.codec.ratio
+            turn.loaded_s = self._disk.read(size, starts_s, read)
             turn.loaded_s += seconds - read
         if seconds:
             self._link_s = turn.loaded_s
@@ -92,9 +93,9 @@ class SimulatedLoads:
         return found
 
     def _seconds(self, sources: dict[str, int]) -> float:
-        kv = self._machine.kv_bytes_per_token
-        slowest = min(self._machine.dram_to_hbm, self._machine.disk_to_dram)
-        return sources.get("dram", 0) * kv / self._machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
+        in_dram, on_disk = sources.get("dram", 0), sources.get("disk", 0)
+        s_per_token = self._machine.kv_bytes_per_token / self._machine.dram_to_hbm
+        return in_dram * s_per_token + max(on_disk * s_per_token, self._machine.disk_s(on_disk))
 
     def _remote_s(self, sources: dict[str, int], now: float) -> float:
         tokens = sources.get("redis", 0)

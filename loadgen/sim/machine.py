@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from loadgen.codec import RAW, CodedKV
+
 Truncation = Literal["decoupled", "coupled"]
 
 
@@ -57,6 +59,11 @@ class Machine:
     hbm_shared: bool  # whether running contexts also occupy `hbm_bytes`
     dram_bytes: float
     disk_bytes: float
+    codec: CodedKV = RAW  # of the disk
+
+    def disk_s(self, num_tokens: int) -> float:
+        """Seconds to read KV of so many tokens from disk and to decode it."""
+        return self.codec.read_s(num_tokens * self.kv_bytes_per_token, self.disk_to_dram)
 
     def check(self) -> "Machine":
         """Return self if it can be simulated. Raises ValueError, TypeError."""
@@ -71,6 +78,7 @@ class Machine:
             and self.costs.s_per_token > 0
         ):
             raise ValueError(f"it cannot run: {self}")
+        self.codec.check()
         return self
 
 

@@ -70,6 +70,7 @@ class SimulatedServer:
         self.store = SimulatedStore(
             policy=SIMULATED_POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
+            disk_codec=machine.codec,
             granule_tokens=config.granule_tokens,
             eviction_window=config.eviction_window,
             hbm_bytes=machine.hbm_bytes if config.reuse else 0.0,

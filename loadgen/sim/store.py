@@ -9,10 +9,11 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BlockKey
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.policies.eviction_policy import EvictionPolicy, PolicyFactory
 from cache.policies.lru import LruPolicy
 from cache.returns.return_times import ReturnTimes
+from loadgen.codec import RAW, CodedKV
 from scheduler.line import Line
 
 TIERS = ("hbm", "dram", "disk")
@@ -27,6 +28,11 @@ class BrokenBooks(Exception):
 class Granule:
     key: BlockKey
     tokens: int
+    opens: bool  # the context: its first block is not coded
+
+    @property
+    def raw_tokens(self) -> int:
+        return min(self.tokens, BLOCK_TOKENS * self.opens + self.tokens % BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
@@ -42,9 +48,11 @@ class _Context:
 class Tier:
     """One tier: its granules and their sizes."""
 
-    def __init__(self, name: str, capacity: float, policy: EvictionPolicy) -> None:
+    def __init__(self, name: str, capacity: float, policy: EvictionPolicy, *, kv: float, codec: CodedKV) -> None:
+        """kv: bytes of a raw token."""
         self.name = name
         self.capacity = capacity
+        self._kv, self.codec = kv, codec
         self.policy = policy
         self.told: Line[str] = Line()  # of the queued sessions, those that the policy knows of
         self.used = 0.0
@@ -55,6 +63,9 @@ class Tier:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self.sizes
+
+    def size(self, granule: Granule) -> float:
+        return self._kv * self.codec.room(granule.tokens, raw_tokens=granule.raw_tokens)
 
     def remove(self, key: BlockKey) -> None:
         size = self.sizes.pop(key, None)
@@ -131,6 +142,7 @@ class SimulatedStore:
         *,
         policy: PolicyFactory,
         kv_bytes_per_token: float,
+        disk_codec: CodedKV,
         granule_tokens: int,
         eviction_window: bool,
         hbm_bytes: float,
@@ -140,9 +152,16 @@ class SimulatedStore:
         self._kv = kv_bytes_per_token
         self._granule_tokens = granule_tokens
         sizes = {"hbm": hbm_bytes, "dram": dram_bytes, "disk": disk_bytes}
-        self._window_bytes = dram_bytes + disk_bytes if eviction_window else math.inf
+        # In raw bytes, like the mean session.
+        self._window_bytes = dram_bytes + disk_bytes * disk_codec.ratio if eviction_window else math.inf
         self._returns = ReturnTimes()
-        self.tiers = {name: Tier(name, sizes[name], policy(self._returns)) for name in TIERS if sizes[name] > 0}
+        self.tiers = {
+            name: Tier(
+                name, sizes[name], policy(self._returns), kv=self._kv, codec=disk_codec if name == "disk" else RAW
+            )
+            for name in TIERS
+            if sizes[name] > 0
+        }
         self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
         self._contexts: dict[str, _Context] = {}
         self._tokens = 0  # sum over all contexts
@@ -152,12 +171,12 @@ class SimulatedStore:
 
     @property
     def mean_session_bytes(self) -> float:
-        """Mean size of the sessions in the lowest tier; 0 while there are none."""
+        """Mean raw size of the sessions in the lowest tier; 0 while there are none."""
         if self._lowest is None or not self._contexts:
             return 0.0
         tier = self.tiers[self._lowest]
         if not self._granule_tokens:
-            return tier.used / len(tier.sizes) if tier.sizes else 0.0
+            return tier.used * tier.codec.ratio / len(tier.sizes) if tier.sizes else 0.0
         return self._tokens * self._kv / len(self._contexts)
 
     # --- what is here -------------------------------------------------------------------------------------------------
@@ -221,10 +240,11 @@ class SimulatedStore:
                 raise ValueError("a cut goes between two granules")
             if num_tokens < head.tokens:
                 head.tokens -= num_tokens
+                head.opens = False
                 self._count(context, -num_tokens)
                 for tier in self.tiers.values():
                     if head.key in tier:
-                        size = head.tokens * self._kv
+                        size = tier.size(head)
                         tier.used += size - tier.sizes[head.key]
                         tier.sizes[head.key] = size
                 return
@@ -281,7 +301,7 @@ class SimulatedStore:
             start += grown
         while start < kv_tokens:
             self._keys += 1
-            granule = Granule(BlockKey(self._keys.to_bytes(8, "big")), min(most, kv_tokens - start))
+            granule = Granule(BlockKey(self._keys.to_bytes(8, "big")), min(most, kv_tokens - start), not start)
             place = context.first + len(context.granules)
             for tier in self.tiers.values():
                 tier.policy.own(granule.key, session, place)
@@ -293,7 +313,7 @@ class SimulatedStore:
         return fresh
 
     def _insert(self, tier: Tier, granule: Granule, *, newcomer: str | None, spare_queued: bool) -> bool:
-        size = granule.tokens * self._kv
+        size = tier.size(granule)
         before = tier.sizes.get(granule.key, 0.0)
         own = granule.key not in self._pinned.counts
         if own:
@@ -319,13 +339,13 @@ class SimulatedStore:
         return False
 
     def fetch(self, session: str) -> float:
-        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes to
-        move; 0 if the policy makes no room."""
+        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes of
+        raw KV to move; 0 if the policy makes no room."""
         dram, disk = self.tiers["dram"], self.tiers["disk"]
         moved = 0.0
         for granule in self._contexts[session].granules:
             if granule.key in disk and granule.key not in dram:
-                size = disk.sizes[granule.key]
+                size = dram.size(granule)
                 if not dram.make_room(size, self._pinned, newcomer=session):
                     break
                 dram.put(granule.key, size)
@@ -391,10 +411,10 @@ class SimulatedStore:
         """Raises BrokenBooks."""
         for tier in self.tiers.values():
             tier.check()
-        known = {granule.key: granule.tokens for context in self._contexts.values() for granule in context.granules}
+        known = {granule.key: granule for context in self._contexts.values() for granule in context.granules}
         for tier in self.tiers.values():
             for key, size in tier.sizes.items():
-                if key not in known or abs(known[key] * self._kv - size) > 1.0:
+                if key not in known or abs(tier.size(known[key]) - size) > 1.0:
                     raise BrokenBooks(f"{tier.name}: a granule of {size} bytes belongs to nobody, or has another size")
         if self._pinned.counts:
             raise BrokenBooks(f"{len(self._pinned.counts)} granules are pinned at the end")

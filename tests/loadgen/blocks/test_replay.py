@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from app.cli.program import cli
 from loadgen.blocks import hit_tables
 from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_rate
+from loadgen.codec import CodedKV
 from loadgen.workloads import traces
 from loadgen.workloads.traces import TraceRequest
 
@@ -68,6 +69,14 @@ def test_tokens_of_a_block_that_is_not_full_count_as_they_are():
     requests = [ask(0, 0, 1, rest=500), ask(1, 0, 1, rest=500)]
     found = rate(requests, "lru", 2)
     assert (found.hit_blocks, found.hit_tokens, found.tokens) == (2, 524, 1048)
+
+
+@pytest.mark.parametrize(("rest", "room"), [(0, 272 + 256), (1, 272 + 272)])
+def test_coded_blocks_take_less_room_but_for_the_servers_first_and_open_block(rest, room):
+    """Half of 512 tokens, and 16 more for 32 of them that stay raw: of a prompt's first block, and of one not full."""
+    requests = [ask(0, 0, 1, rest=rest), ask(1, 0, 1, rest=rest)]
+    found = [hit_rate(requests, "lru", tokens, codec=CodedKV(2.0)).hit_blocks for tokens in (room, room - 1)]
+    assert found == [2, 1]
 
 
 def test_what_warms_up_is_not_counted():
@@ -167,6 +176,12 @@ def test_the_command_writes_what_it_shows(tmp_path):
     ]  # fmt: skip
     assert "0.6000" in done.output
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    done = CliRunner().invoke(cli, [*words, "--codec-ratio", "4"])
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["codec_ratio"] == 4.0
+    # All that comes again is still there.
+    assert [row["block_hit_rate"] for row in result["policies"]] == [0.6] * 4
 
 
 @pytest.mark.parametrize(
@@ -177,6 +192,8 @@ def test_the_command_writes_what_it_shows(tmp_path):
         ({"--capacity-tokens": "many"}, "many"),
         ({"--trace": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"--score-from": "1"}, "none is left"),
+        ({"--codec-ratio": "inf"}, "inf times smaller"),
+        ({"--codec-gb-per-s": "1"}, "no effect with --trace"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(tmp_path, change, complaint):

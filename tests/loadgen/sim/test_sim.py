@@ -1,11 +1,13 @@
 """Tests the event-driven simulator: what must hold for any workload, and small cases worked out by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadgen.codec import RAW, CodedKV
 from loadgen.sim import Config, Costs, Machine, simulate
 from loadgen.sim.disk import Disk
 from loadgen.sim.policies import SIMULATED_POLICIES
@@ -55,8 +57,9 @@ CONFIGS = st.builds(
     dram=st.sampled_from([0, 120, 300]),
     disk=st.sampled_from([0, 250, 10_000]),
     hbm=st.sampled_from([0, 150]),
+    codec=st.sampled_from([RAW, CodedKV(4.0, 500.0)]),
 )
-def test_every_run_balances_its_books(workload, config, dram, disk, hbm):
+def test_every_run_balances_its_books(workload, config, dram, disk, hbm, codec):
     """`simulate` raises BrokenBooks where bytes, counts or tokens do not add up."""
     machine = replace(MACHINE, dram_bytes=dram, disk_bytes=disk, hbm_bytes=hbm)
     result = simulate(workload, machine, config)
@@ -158,6 +161,34 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed():
     assert simulate(workload, fast, replace(config, recompute_if_faster=False)).records[1].sources == {"disk": 110}
 
 
+@pytest.mark.parametrize(("disk_bytes", "found"), [(62, 110), (61, 0)])
+def test_coded_sessions_take_less_disk_but_for_their_first_and_open_blocks(disk_bytes, found):
+    """Of 110 tokens 32 begin the context and 14 are an open block's; the other 64 take 16 bytes instead of 64."""
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 5.0))]
+    machine = replace(MACHINE, dram_bytes=0, disk_bytes=disk_bytes, codec=CodedKV(4.0))
+    assert simulate(workload, machine, Config(load_ahead=0)).records[1].hit_tokens == found
+
+
+@pytest.mark.parametrize(("decode_bytes_per_s", "load_s"), [(math.inf, 0.0275), (2000.0, 0.055), (500.0, 0.22)])
+def test_coded_loads_take_what_reading_or_decoding_takes(decode_bytes_per_s, load_s):
+    """110 tokens, a byte each, from a disk of 1,000 bytes a second: a quarter of the time, or as long as decoding."""
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 5.0))]
+    machine = replace(MACHINE, dram_bytes=0, codec=CodedKV(4.0, decode_bytes_per_s))
+    assert simulate(workload, machine, Config(load_ahead=0)).records[1].load_s == pytest.approx(load_s)
+
+
+def test_a_disk_that_fetches_too_slowly_is_faster_with_coded_sessions_unless_decoding_takes_as_long():
+    workload = [conversation(f"c{i}", i / 1e6, *[(20, 40, 0.0)] * 4) for i in range(10)]
+    machine = replace(MACHINE, max_seqs=1, window=10_000, dram_bytes=800, disk_bytes=1e6, disk_to_dram=50.0)
+    raw, coded, slow = (
+        simulate(workload, replace(machine, codec=codec), Config()) for codec in (RAW, CodedKV(4.0), CodedKV(4.0, 50.0))
+    )
+    assert raw.bytes["fetched"] > 0
+    assert coded.bytes["written_disk"] == slow.bytes["written_disk"] < 0.5 * raw.bytes["written_disk"]
+    assert coded.ttft_mean_s < 0.6 * slow.ttft_mean_s
+    assert slow.ttft_mean_s < raw.ttft_mean_s  # which waits for its writes, too
+
+
 def test_a_disk_reads_in_order_and_no_faster_than_what_it_feeds():
     disk = Disk(100.0, 0.0)
     assert disk.read(50, 1.0) == 1.5
@@ -220,8 +251,8 @@ def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
 def test_who_comes_back_is_the_last_in_line_or_has_kept_its_place(policy, left):
     """Room for two: d displaces a, a coming back displaces b, and e the first of d and a."""
     store = SimulatedStore(
-        policy=SIMULATED_POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, eviction_window=False,
-        hbm_bytes=0, dram_bytes=100, disk_bytes=0,
+        policy=SIMULATED_POLICIES[policy], kv_bytes_per_token=1.0, disk_codec=RAW, granule_tokens=0,
+        eviction_window=False, hbm_bytes=0, dram_bytes=100, disk_bytes=0,
     )  # fmt: skip
     for name in "abdae":
         store.save(name, 40, 0, 0.0)
@@ -285,7 +316,7 @@ def test_what_cannot_be_simulated_is_refused():
 
 def test_a_cut_inside_a_block_is_refused():
     store = SimulatedStore(
-        policy=SIMULATED_POLICIES["lru"], kv_bytes_per_token=1.0,
+        policy=SIMULATED_POLICIES["lru"], kv_bytes_per_token=1.0, disk_codec=RAW,
         granule_tokens=16, eviction_window=False, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
     )  # fmt: skip
     store.save("a", 40, 0, 0.0)
