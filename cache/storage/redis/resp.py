@@ -19,11 +19,11 @@ Part = bytes | memoryview
 Reply = object
 """None, an int, bytes, a RedisRefusal, or a list of these."""
 
-MAX_REPLY_BYTES = 1 << 20  # of a value that `read` returns, unless the caller allows for more
+MAX_REPLY_BYTES = 1 << 20  # of all values in a reply that `read` returns, unless the caller allows for more
 _BUFFER_BYTES = 16 << 10  # a status line, an error or a length must fit
 _SOCKET_BYTES = 4 << 20  # asked of the kernel, which may give less
 _MAX_PARTS = 256  # of one system call
-_MAX_DEPTH, _MAX_ITEMS = 4, 4096  # of arrays in a reply
+_MAX_DEPTH, _MAX_ITEMS = 4, 4096  # of all arrays in a reply
 _PORT = 6379
 
 
@@ -93,6 +93,14 @@ class RedisAddress:
         """Name the server without its password."""
         where = self.path or f"{self.host}:{self.port}"
         return f"{where}/{self.database}" if self.database else where
+
+
+@dataclass(slots=True)
+class _Allowed:
+    """What the rest of a reply may still bring."""
+
+    size_bytes: int
+    items: int = _MAX_ITEMS
 
 
 class RedisConnection:
@@ -179,7 +187,7 @@ class RedisConnection:
         if hello:
             self._send(hello, until)
         for _ in hello:
-            reply = self._read(until, _BUFFER_BYTES, 0)
+            reply = self._read(until, _Allowed(_BUFFER_BYTES))
             self.unanswered -= 1
             if isinstance(reply, RedisRefusal):
                 raise RedisFailed(f"{address} refuses us: {reply}", reason="io")
@@ -214,9 +222,9 @@ class RedisConnection:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def read(self, *, max_bytes: int = MAX_REPLY_BYTES) -> Reply:
-        """Return the next reply; an error as a RedisRefusal. No value in it may have more than `max_bytes`."""
+        """Return the next reply; an error as a RedisRefusal. All values in it may have `max_bytes` together."""
         try:
-            reply = self._read(time.monotonic() + self._deadline_s, max_bytes, 0)
+            reply = self._read(time.monotonic() + self._deadline_s, _Allowed(max_bytes))
         except RedisFailed:
             self.close()
             raise
@@ -252,24 +260,30 @@ class RedisConnection:
         self.unanswered -= 1
         return length >= 0
 
-    def _read(self, until: float, max_bytes: int, depth: int) -> Reply:
+    def _read(self, until: float, allowed: _Allowed, depth: int = 0) -> Reply:
         kind, number = self._header(until)
-        if kind == b":" or not isinstance(number, int):
+        if not isinstance(number, int):  # a status or an error
+            self._take(allowed, len(str(number)))
             return number
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
         if kind == b"$":
-            if number < 0:
-                return None
-            if number > max_bytes:
-                raise RedisFailed(f"{self._address} sends a value of {number} bytes", reason="format")
+            self._take(allowed, number)
             value = bytearray(number)
             self._receive([memoryview(value)], until)
             self._end_of_line(until)
             return bytes(value)
-        if number < 0:
-            return None
-        if depth >= _MAX_DEPTH or number > _MAX_ITEMS:
+        allowed.items -= number
+        if depth >= _MAX_DEPTH or allowed.items < 0:
             raise RedisFailed(f"{self._address} sends too large an array", reason="format")
-        return [self._read(until, max_bytes, depth + 1) for _ in range(number)]
+        return [self._read(until, allowed, depth + 1) for _ in range(number)]
+
+    def _take(self, allowed: _Allowed, size_bytes: int) -> None:
+        allowed.size_bytes -= size_bytes
+        if allowed.size_bytes < 0:
+            raise RedisFailed(f"{self._address} sends more bytes than were asked for", reason="format")
 
     def _header(self, until: float) -> "tuple[bytes, int | bytes | RedisRefusal]":
         """Return what kind a reply is of, and what its first line says: an error, a status, or a number."""

@@ -172,11 +172,26 @@ def test_what_is_not_the_value_asked_for_closes_the_connection(scripted: Scripte
     assert not connection.is_open
 
 
-@pytest.mark.parametrize("reply", [b"$2000000\r\n", b"*5000\r\n", b"*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n", b"_\r\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$2000000\r\n",
+        b"*5000\r\n",
+        b"*1\r\n" * 1000 + b":1\r\n",
+        b"*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n",
+        b"*2\r\n" + 2 * (b"*4000\r\n" + 4000 * b":1\r\n"),
+        b"*3\r\n" + 3 * (b"$400000\r\n" + bytes(400_000) + b"\r\n"),
+        b"*3000\r\n$-9000000\r\n" + 2999 * (b"+" + 1000 * b"x" + b"\r\n"),
+        b"_\r\n",
+    ],
+    ids=["value", "array", "deep", "deeper", "arrays together", "values together", "lines together", "kind"],
+)
 def test_no_reply_takes_more_memory_than_was_allowed_for(scripted: Scripted, reply: bytes) -> None:
+    connection = scripted(reply)
     with pytest.raises(RedisFailed) as failed:
-        scripted(reply).call(b"GET", b"key")
+        connection.call(b"GET", b"key")
     assert failed.value.reason == "format"
+    assert not connection.is_open
 
 
 def test_a_reply_that_trickles_is_cut_off_by_the_deadline(scripted: Scripted) -> None:
