@@ -27,6 +27,7 @@ from cache.moves import (
     Move,
     RemoteDeleted,
     RemoteUsed,
+    Renewed,
     Saved,
     Transferred,
     Uploaded,
@@ -136,6 +137,8 @@ class CacheManager:
                     tiers.redis.want(event.extent)
             case Uploaded():
                 tiers.redis.on_uploaded(event.job_id, event.extent, event.reason, now)
+            case Renewed():
+                tiers.redis.on_renewed(event.job_id, event.missing)
             case HeadersRead():
                 self.sessions.on_headers(event.job_id, event.extents, event.reason, now)
             case RemoteDeleted():

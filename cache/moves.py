@@ -173,8 +173,9 @@ class FetchRemote:
 
 @dataclass(frozen=True, slots=True)
 class RenewRemote:
-    """Keep extents in Redis for another time to live, because they were loaded. Not answered."""
+    """Keep extents in Redis for another time to live, because a turn has used what they hold. Answered by Renewed."""
 
+    job_id: int
     names: tuple[bytes, ...]
     next_use_s: float  # Unix time at which they are expected to be used again
 
@@ -300,6 +301,14 @@ class Uploaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """Reports which of the extents that were to be kept for longer are not in Redis any more."""
+
+    job_id: int
+    missing: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteUsed:
     """Reports the bytes of all extents in Redis, whoever wrote them."""
 
@@ -334,6 +343,7 @@ Event = (
     | Deleted
     | Lost
     | Uploaded
+    | Renewed
     | HeadersRead
     | RemoteDeleted
     | RemoteUsed

@@ -138,6 +138,8 @@ class SessionStore:
         self._tiers.writes.session_changed(name)
         if self._tiers.redis.is_on:
             self._tiers.redis.want_session(name, session.all_keys)
+            renewed_s = session.renewed_s if before is None else before.renewed_s
+            session.renewed_s = self._tiers.redis.renew(name, session.all_keys, renewed_s, now)
             self._changed[name] = None
         if len(self.contexts) > self._max_sessions:
             self.sweep(now)

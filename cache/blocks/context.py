@@ -1,5 +1,6 @@
 """The KV context of a session between turns, and of a request while it waits or runs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -128,6 +129,7 @@ class SessionContext:
     turns: int = 0  # that have ended
     pinned: bool = False
     ttl_s: float | None = None  # None: the server's default applies
+    renewed_s: float = -math.inf  # when what it has in Redis was last kept for longer
     # every block that is in the table because of this session
     owned: dict[BlockKey, None] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ there is found out by the load that wants it, and forgotten.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey, tokens_of
@@ -19,6 +19,7 @@ from cache.tiers.disk import DiskLedger
 
 _MAX_UPLOADS = 2  # under way at once, so that the most valuable is chosen late
 _MAX_WANTED = 1 << 16  # extents that wait to be uploaded; the oldest are left out
+_RENEW_S = 60.0  # between two times that turns of one session keep for longer what they have used
 _RETRY_S = 2.0  # after Redis has refused an upload or a deletion
 _UNANSWERED = frozenset({"io", "deadline"})
 _UNKNOWN_GAP_S = 3600.0  # until the next use of a session whose rhythm is not known
@@ -60,6 +61,7 @@ class RedisLedger:
         self._wanted: dict[int, SessionName] = {}  # extents on disk that are to be uploaded, oldest first
         self._uploads: dict[int, _Upload] = {}  # under way, by job
         self._deletions: dict[int, _Deletion] = {}  # likewise
+        self._renewals: dict[int, tuple[SessionName, Collection[BlockKey]]] = {}  # likewise; of blocks of a session
         self._refused: list[_Deletion] = []  # to be tried again
         self._undeleted: set[str] = set()  # waiters whose deletion Redis has refused
         self._retry_s = -math.inf
@@ -140,7 +142,35 @@ class RedisLedger:
         if damaged:
             self._orders.add(DropRemote(tuple(sorted(damaged))))
         if used:
-            self._orders.add(RenewRemote(tuple(used), self.next_use_s(name, now)))
+            self._renew(list(used), name, list(copies), now)
+
+    def renew(self, name: SessionName, keys: Collection[BlockKey], renewed_s: float, now: float) -> float:
+        """Keep what a turn has used for longer, wherever it was loaded from: one that is always served here would have
+        nothing left in Redis when this server dies. renewed_s: when this was last done for the session, for which one
+        minute is enough. Returns when it was now."""
+        if now - renewed_s < _RENEW_S:
+            return renewed_s
+        if names := self.names_of(keys):
+            self._renew(names, name, keys, now)
+        return now
+
+    def _renew(self, names: Sequence[bytes], session: SessionName, keys: Collection[BlockKey], now: float) -> None:
+        job = self._orders.next_job()
+        self._renewals[job] = session, keys
+        self._orders.add(RenewRemote(job, tuple(names), self.next_use_s(session, now)))
+
+    def on_renewed(self, job: int, missing: Collection[bytes]) -> None:
+        """Record which extents have left Redis before they could be renewed. Their blocks are uploaded again from disk.
+        Those that are nowhere else are left to whoever wants to load them."""
+        name, keys = self._renewals.pop(job)
+        rows = [self._table.get(key) for key in keys] if missing else []
+        for row in rows:
+            if row is None or row.redis is None or row.redis[0] not in missing:
+                continue
+            if any(address is not None for address in (row.page, row.slot, row.extent)):
+                self.drop(row)
+                self.want_session(name, [row.key])
+                self.uploaded.append(name)
 
     def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
         """Return the extents that have copies of these blocks, each once, in the blocks' order."""

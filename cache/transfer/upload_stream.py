@@ -14,6 +14,7 @@ from cache.moves import (
     ReadHeaders,
     RemoteDeleted,
     RemoteUsed,
+    Renewed,
     RenewRemote,
     Transferred,
     Uploaded,
@@ -100,7 +101,7 @@ class RemoteCalls:
                 case ReadHeaders():
                     self._completions.tell(self._read(order))
                 case RenewRemote():
-                    self._renew(order)
+                    self._completions.tell(self._renew(order))
                 case DropRemote():
                     self._drop(order.names)
                 case DeleteRemote():
@@ -137,11 +138,13 @@ class RemoteCalls:
             reasons[0] if reasons else None,
         )
 
-    def _renew(self, order: RenewRemote) -> None:
+    def _renew(self, order: RenewRemote) -> Renewed:
         try:
-            self._redis.renew(order.names, order.next_use_s)
+            there = self._redis.renew(order.names, order.next_use_s)
         except TierFailed as error:
             self._log.warn(error.reason, "extents in Redis were not renewed: %s", error)
+            there = list(order.names)  # nobody knows
+        return Renewed(order.job_id, frozenset(order.names).difference(there))
 
     def _drop(self, names: Sequence[bytes]) -> None:
         try:

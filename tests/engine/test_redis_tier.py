@@ -229,6 +229,34 @@ def test_what_is_loaded_stays_for_another_time_to_live(make: Make, redis_server:
     assert all(redis_server.call(b"ZSCORE", b"r1:kz", key) != score for key, score in before.items())
 
 
+def test_a_session_that_is_always_served_at_home_stays_in_redis(
+    make: Make, vanilla: Any, redis_server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache.tiers.redis._RENEW_S", 0.0)
+    home, other = make(), make()
+    text = turn(home, "a", random_ids(HISTORY, 1)).text
+    last_head(home)
+    old = redis_server.keys(b"r1:k*:*")  # the extent, and the set of its session
+    for key in old:
+        redis_server.call(b"EXPIRE", key, b"60")
+    text = turn(home, "b", [*text, *random_ids(20, 2)]).text
+    for key in old:
+        wait_until(lambda key=key: int(str(redis_server.call(b"TTL", key))) > 80_000)  # type: ignore[misc]
+    for key in old:
+        redis_server.call(b"DEL", key)
+    text = turn(home, "c", [*text, *random_ids(20, 3)]).text
+
+    def is_back() -> bool:
+        home.settle()
+        return set(old) <= set(redis_server.keys(b"r1:k*:*"))
+
+    wait_until(is_back)
+    adopt(other, last_head(home))
+    answer = turn(other, "d", [*text, *random_ids(20, 4)])
+    assert_greedy(vanilla, answer)
+    assert redis_tokens(answer) == len(text) - 1
+
+
 def test_how_full_redis_is_is_told_with_its_budget(make: Make, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     assert first.engine.stats().tier_capacity["redis"] == 1 << 28

@@ -108,7 +108,9 @@ def test_blocks_in_redis_are_fetched_beside_those_on_disk():
     assert fetches.in_flight == 0
     assert [fetches.tier_of(row.key) for row in rows] == [None] * 3
     (renewed,) = manager.take_moves()
-    assert renewed == RenewRemote((rows[1].redis[0], rows[2].redis[0]), manager.tiers.redis.next_use_s(NAME, 1.0))
+    assert isinstance(renewed, RenewRemote)
+    assert renewed.names == (rows[1].redis[0], rows[2].redis[0])
+    assert renewed.next_use_s == manager.tiers.redis.next_use_s(NAME, 1.0)
 
 
 def test_no_more_is_fetched_from_redis_than_dram_may_keep():

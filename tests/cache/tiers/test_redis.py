@@ -1,11 +1,12 @@
 """Tests the account of Redis: what is uploaded first, what is tried again, and whose copies count."""
 
+import math
 from array import array
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
 from cache.blocks.table import BlockRow, CacheTable
-from cache.moves import DeleteExtents, DeleteRemote, Orders, UploadExtent
+from cache.moves import DeleteExtents, DeleteRemote, Orders, RenewRemote, UploadExtent
 from cache.policies.lru import LruPolicy
 from cache.returns.return_times import ReturnTimes
 from cache.stats import CacheStats
@@ -133,6 +134,42 @@ def test_an_adopted_extent_adds_the_wanted_blocks_and_changes_no_other_address()
     assert world.redis.num_blocks == 2
     world.redis.drop(new)
     assert new.is_nowhere
+
+
+def test_what_turns_use_is_renewed_once_a_minute() -> None:
+    world = World()
+    name, keys = ("t", "", "s"), [key(1), key(2), key(3)]
+    for number in (1, 2, 3):
+        world.written(number, "s")
+    assert world.redis.renew(name, keys, -math.inf, 0.0) == 0.0
+    assert world.orders.take() == [], "nothing is there yet"
+    world.redis.add(in_redis(1, 2))
+    assert world.redis.renew(name, keys, 0.0, 59.0) == 0.0
+    assert world.orders.take() == []
+    assert world.redis.renew(name, keys, 0.0, 60.0) == 60.0
+    (order,) = world.orders.take()
+    assert isinstance(order, RenewRemote)
+    assert (order.names, order.next_use_s) == ((bytes([1] * 16),), world.redis.next_use_s(name, 60.0))
+    world.redis.on_renewed(order.job_id, frozenset())
+    assert world.redis.leading_tokens(keys) == 2
+
+
+def test_what_has_left_redis_is_uploaded_again_from_disk_and_told() -> None:
+    world = World()
+    name, keys = ("t", "", "s"), [key(1), key(2), key(3)]
+    rows = [world.written(number, "s") for number in (1, 2, 3)]
+    world.redis._wanted.clear()
+    for number in (1, 2, 3):
+        world.redis.add(in_redis(number))
+    world.disk._detach(rows[2])  # now it is in Redis alone
+    world.redis.renew(name, keys, -math.inf, 0.0)
+    (order,) = world.orders.take()
+    assert isinstance(order, RenewRemote)
+    world.redis.on_renewed(order.job_id, frozenset({bytes([2] * 16), bytes([3] * 16)}))
+    assert [row.redis is not None for row in rows] == [True, False, True], "a load finds out what is nowhere else"
+    assert world.redis.uploaded == [name]
+    world.redis.plan(0.0)
+    assert [upload.extent_id for upload in world.uploads()] == [2]
 
 
 def test_a_deletion_is_waited_for_and_a_refused_one_is_tried_again() -> None:

@@ -190,6 +190,12 @@ def test_a_deletion_reaches_all_salts_and_models_of_a_session(redis_server: OwnR
     assert len(left) == 2
 
 
+def test_more_extents_are_renewed_than_one_reply_holds(redis_server: OwnRedis) -> None:
+    tier = store(redis_server)
+    name = write(tier, *extent(1))
+    assert tier.renew([*(os.urandom(16) for _ in range(5000)), name], LATER_S) == [name]
+
+
 def test_a_dropped_extent_leaves_the_books_and_can_be_written_again(redis_server: OwnRedis) -> None:
     tier = store(redis_server)
     header, layers = extent(2)
