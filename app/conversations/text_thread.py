@@ -61,9 +61,9 @@ class TextThread:
         call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
-    async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
+    async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
         """See `Transcripts.adopt`."""
-        call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now)
+        call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now, after=after)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def names(self) -> list[tuple[str, str]]:

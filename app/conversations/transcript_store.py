@@ -251,24 +251,26 @@ class TranscriptStore:
                 rows[mark] = encode_row(row)
         return Exported(rows, newest)
 
-    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
-        """Record what another server has exported of a session. Rows that are damaged, or whose base is missing, are
-        left out. Returns the id of the session's newest answer, 0 if it has none."""
-        return self._adopt(tenant, session_id, readable(rows), now) or 0
+    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
+        """Record what other servers have exported of a session. Rows that are damaged, or whose base is missing, are
+        left out. after: id of the newest answer that was exported from here. Returns the id from which to export next,
+        so that what was recorded here and is not among these rows is exported too."""
+        return self._adopt(tenant, session_id, rows, now, after) or after
 
     @_forgiving(lambda: None)
-    def _adopt(self, tenant: str, name: str, rows: list[TranscriptRow], now: float) -> int | None:
+    def _adopt(self, tenant: str, name: str, rows: Mapping[bytes, bytes], now: float, after: int) -> int | None:
         with self._db.transaction():
             session = self._session(tenant, name, now)
             known: dict[bytes, int] = dict(
                 self._db.execute("SELECT digest, id FROM answers WHERE session = ?", (session,))
             )
-            for row in rows:
+            for row in readable(rows):
                 if row.digest not in known:
                     known[row.digest] = self._insert_row(session, row, known.get(row.base))
             self._make_room()
         self._db.shrink(self._max_bytes)
-        return max(known.values(), default=0)
+        unsent = [answer_id for mark, answer_id in known.items() if answer_id > after and mark not in rows]
+        return min(unsent) - 1 if unsent else max(known.values(), default=after)
 
     def _insert_row(self, session: int, row: TranscriptRow, base: int | None) -> int:
         columns = (row.prompt_chain, row.base_tokens, row.prompt_ids, row.starts, row.chars)

@@ -155,10 +155,11 @@ class Transcripts:
         with self._lock:
             return self._store.export(session_id, tenant=tenant, after=after, most=most)
 
-    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
-        """Record what another server has exported. Returns the id of the session's newest answer, 0 if it has none."""
+    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
+        """Record what other servers have exported. after: id of the newest answer that was exported from here. Returns
+        the id from which to export next."""
         with self._lock:
-            return self._store.adopt(session_id, rows, tenant=tenant, now=now)
+            return self._store.adopt(session_id, rows, tenant=tenant, now=now, after=after)
 
     def names(self) -> list[tuple[str, str]]:
         """Return (tenant with its salt, session id) of all sessions."""

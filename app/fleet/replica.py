@@ -359,7 +359,9 @@ class Replica:
     async def _adopt(self, name: SessionName, held: _Held, head: bytes) -> None:
         if self._settings.fleet.transcripts:
             rows = await self.directory.transcript(name, fingerprint=self._fingerprint)
-            held.exported = await self._transcripts.adopt(name.session_id, rows, tenant=_scope(name), now=time.time())
+            held.exported = await self._transcripts.adopt(
+                name.session_id, rows, tenant=_scope(name), now=time.time(), after=held.exported
+            )
         if head:
             held.head = head
             await self._tell_engine(name, head)

@@ -17,15 +17,17 @@ local deleted = tonumber(redis.call('ZSCORE', FORGOTTEN, name) or '0')
 if deleted > tonumber(is_claimed and epoch or since) or (is_claimed and not newest) then return {'gone'} end
 
 local function keep_conversation()
-  local size = tonumber(redis.call('HGET', transcript, 'size') or '0')
-  for place = first_row, #ARGV, 2 do size = size + #ARGV[place + 1] end
-  local rows = redis.call('HLEN', transcript) + (#ARGV + 1 - first_row) / 2
-  if size <= tonumber(most_bytes) and rows <= tonumber(most_rows) then
-    for place = first_row, #ARGV, 2 do
-      if redis.call('HSETNX', transcript, ARGV[place], ARGV[place + 1]) == 1 then
-        redis.call('HINCRBY', transcript, 'size', #ARGV[place + 1])
-      end
+  local size, fresh = 0, {} -- a replica may send again what is there
+  for place = first_row, #ARGV, 2 do
+    if redis.call('HEXISTS', transcript, ARGV[place]) == 0 then
+      table.insert(fresh, place)
+      size = size + #ARGV[place + 1]
     end
+  end
+  local rows = redis.call('HLEN', transcript) + #fresh
+  if size + (redis.call('HGET', transcript, 'size') or 0) <= tonumber(most_bytes) and rows <= tonumber(most_rows) then
+    for _, place in ipairs(fresh) do redis.call('HSET', transcript, ARGV[place], ARGV[place + 1]) end
+    if size > 0 then redis.call('HINCRBY', transcript, 'size', size) end
   end
   live(transcript, lives)
   local session, bytes = string.match(member, ':(.*)$'), redis.call('HGET', transcript, 'size')

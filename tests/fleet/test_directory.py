@@ -322,6 +322,16 @@ async def test_a_pinned_session_stays_pinned_until_a_client_ends_that(server):
                 await a.commit(replace(turn, nonce=secrets.token_bytes(8)))
 
 
+async def test_rows_that_are_sent_again_take_no_room(server, monkeypatch):
+    monkeypatch.setattr("fleet.directory.MAX_TRANSCRIPT_BYTES", 5000)
+    async with fleet(server, "a") as (a,):
+        epoch = (await claim(a)).epoch
+        rows = {b"%d" % n: bytes(1000) for n in range(4)}
+        for count in (3, 4):
+            await a.commit(commit_of(epoch, rows=dict(list(rows.items())[:count])))
+        assert await a.transcript(CHAT, fingerprint=MODEL) == rows
+
+
 async def test_what_leads_to_a_session_is_bounded_and_leaves_with_it(server, monkeypatch):
     monkeypatch.setattr("fleet.directory.MAX_CHAINS", 3)
     async with fleet(server, "a") as (a,):

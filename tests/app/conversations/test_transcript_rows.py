@@ -29,13 +29,29 @@ def test_a_session_goes_on_elsewhere_with_the_same_ids():
     add_conversation(here, "other", 2, now=1.0)
     rows = exported(here)
     assert len(rows.rows) == 5
-    newest = there.adopt("s", rows.rows, tenant=TENANT, now=2.0)
+    newest = there.adopt("s", rows.rows, tenant=TENANT, now=2.0, after=0)
     assert newest == there.export("s", tenant=TENANT, after=0, most=100).newest
     assert [full_ids(there, f"s {n}") for n in range(5)] == [full_ids(here, f"s {n}") for n in range(5)]
     assert full_ids(there, "s 4") == ids
     assert exported(there).rows == rows.rows
-    assert there.adopt("s", rows.rows, tenant=TENANT, now=2.0) == newest, "twice is once"
+    assert there.adopt("s", rows.rows, tenant=TENANT, now=2.0, after=0) == newest, "twice is once"
     assert there.names() == [(TENANT, "s")]
+
+
+def test_what_was_not_sent_yet_is_exported_after_an_adoption():
+    here, there = open_store(), open_store()
+    add_conversation(here, "s", 2, now=1.0)
+    sent = exported(here)
+    there.adopt("s", sent.rows, tenant=TENANT, now=2.0, after=0)
+    here.add(prompt_of("mine", [1, 2]), answer_of("my answer", [3]), now=3.0)
+    there.add(prompt_of("theirs", [4, 5]), answer_of("their answer", [6]), now=3.0)
+    unsent = exported(here, after=sent.newest).rows
+    theirs = exported(there).rows
+    after = here.adopt("s", theirs, tenant=TENANT, now=4.0, after=sent.newest)
+    assert exported(here, after=after).rows.keys() >= unsent.keys()
+    assert exported(here).rows == {**theirs, **unsent}
+    assert after >= sent.newest, "the rest is there"
+    assert exported(here, after=here.adopt("s", {**theirs, **unsent}, tenant=TENANT, now=4.0, after=0)).rows == {}
 
 
 def test_only_what_is_new_is_exported():
@@ -58,7 +74,7 @@ def test_a_lost_row_costs_only_what_builds_on_it(seed, turns, lost):
     rows = list(exported(here).rows.items())
     random.Random(seed).shuffle(rows)
     gone = {found(here, f"s {n}").digest for n in lost if n < turns}
-    there.adopt("s", {mark: row for mark, row in rows if mark not in gone}, tenant=TENANT, now=2.0)
+    there.adopt("s", {mark: row for mark, row in rows if mark not in gone}, tenant=TENANT, now=2.0, after=0)
     first = min((n for n in lost if n < turns), default=turns)
     for n in range(turns):
         assert full_ids(there, f"s {n}") == (full_ids(here, f"s {n}") if n < first else None)
@@ -71,7 +87,7 @@ def test_a_damaged_row_is_left_out(place, flip):
     ((mark, row),) = exported(here).rows.items()
     broken = bytearray(row)
     broken[place % len(row)] ^= flip
-    there.adopt("s", {mark: bytes(broken)}, tenant=TENANT, now=2.0)
+    there.adopt("s", {mark: bytes(broken)}, tenant=TENANT, now=2.0, after=0)
     assert full_ids(there, "s 0") is None
 
 

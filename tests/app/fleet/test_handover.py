@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.conversations.transcript_rows import Exported
 from app.settings.settings import Settings
 from engine.messages import Head
 from fleet.directory import Directory, DirectoryUnavailable
@@ -150,6 +151,24 @@ async def test_without_redis_turns_go_on_and_are_committed_later(server, tmp_pat
             await say(b, HELLO, {"role": "assistant", "content": said}, MORE, session="other")
             ids = a.engine.submitted[-1].token_ids
             assert b.engine.submitted[0].token_ids[: len(ids)] == ids
+
+
+async def test_what_was_said_without_redis_is_sent_although_another_replica_has_gone_on(server, tmp_path, monkeypatch):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        said = {"role": "assistant", "content": await say(a, HELLO)}
+        directory = a.app.state.replica.directory
+        with monkeypatch.context() as outage:
+
+            async def commit_unheard(commit: Any) -> None:
+                raise DirectoryUnavailable("no answer")
+
+            outage.setattr(directory, "commit", commit_unheard)
+            await say(a, HELLO, said, MORE)
+            await say(b, HELLO, said, {"role": "user", "content": "b asks"})
+        await say(a, HELLO, said, {"role": "user", "content": "a asks"})
+        rows = await directory.transcript(SessionName("local", "chat"), fingerprint=a.engine.model.fingerprint)
+        assert len(rows) == 4
+        assert await a.app.state.text_thread.export("chat", tenant="local", after=0, most=9) == Exported(rows, 4)
 
 
 async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(server, tmp_path, monkeypatch):
