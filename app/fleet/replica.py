@@ -58,6 +58,7 @@ T = TypeVar("T")
 class _Held:
     """What this replica knows of a session."""
 
+    ttl_s: float | None  # after its last use; None: it is pinned
     epoch: int = 0  # of its claim; 0: none
     turn: int = 0  # the last one that it has
     branches: int = 0  # fenced turns, of which it has the answers too
@@ -66,7 +67,6 @@ class _Held:
     tokens: int = 0
     redis_tokens: int = 0
     running: int = 0  # turns
-    ttl_s: float | None = None  # after its last use
     head: bytes = b""
     has_new_head: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -333,7 +333,7 @@ class Replica:
         """Return what is known of a session. Those used longest ago are forgotten: their next turn adopts them."""
         held = self._held.get(name)
         if held is None:
-            held = self._held[name] = _Held()
+            held = self._held[name] = _Held(ttl_s=self._settings.cache.ttl_s)
             if len(self._held) > self._settings.cache.max_sessions:
                 oldest = next(iter(self._held))
                 if oldest != name and not self._held[oldest].running:

@@ -12,7 +12,9 @@ local transcript = transcript_of(tenant, member)
 if redis.call('GET', BORN) ~= born then return {'flushed'} end
 local is_claimed = epoch ~= '0'
 local home, booted, newest, turn, last = unpack(redis.call('HMGET', record, 'home', 'boot', 'epoch', 'turn', 'nonce'))
-if redis.call('HGET', record, 'ttl') == '-1' then lives = -1 end -- pinned, until a client ends that
+local kept = redis.call('HGET', record, 'ttl')
+-- One that is pinned stays so until a client ends that, and a newer head is no use.
+if kept and (kept == '-1' or ends == '0') then lives = tonumber(kept) end
 local deleted = tonumber(redis.call('ZSCORE', FORGOTTEN, name) or '0')
 if deleted > tonumber(is_claimed and epoch or since) or (is_claimed and not newest) then return {'gone'} end
 
@@ -43,6 +45,7 @@ local function keep_conversation()
   for place = first_chain, first_row - 1 do
     if redis.call('GET', ARGV[place]) ~= chain_value then
       redis.call('SET', ARGV[place], chain_value)
+      redis.call('LREM', chains_of(tenant, member), 0, ARGV[place]) -- another session had it meanwhile
       redis.call('RPUSH', chains_of(tenant, member), ARGV[place])
     end
     live(ARGV[place], lives)

@@ -16,7 +16,8 @@ local function by_use_of(tenant) return 'r1:i:' .. tenant end
 local function held_of(tenant) return 'r1:h:' .. tenant end
 local function said_of(tenant) return 'r1:w:' .. tenant end -- sorted set: sessions with a transcript by their last use
 local function sizes_of(tenant) return 'r1:b:' .. tenant end -- hash: bytes of these transcripts, and their total
-local function chains_of(tenant, member) return 'r1:g:' .. tenant .. ':' .. member end -- list: keys that lead to it
+-- list: the r1:c keys that lead to a session; those of a pinned one have no end of their own and leave with it
+local function chains_of(tenant, member) return 'r1:g:' .. tenant .. ':' .. member end
 local function waiting_of(epoch) return 'r1:d:' .. epoch end
 
 -- Returns an epoch that no other is higher than, as text: a clock in microseconds that never goes back.

@@ -322,6 +322,35 @@ async def test_a_pinned_session_stays_pinned_until_a_client_ends_that(server):
                 await a.commit(replace(turn, nonce=secrets.token_bytes(8)))
 
 
+async def test_what_leads_to_a_pinned_session_leaves_with_it_or_with_who_has_it_now(server):
+    async with fleet(server, "a") as (a,):
+        fork, chain = SessionName("alice", "fork"), a.keys.chain("alice", b"c")
+        epochs = {name: (await claim(a, name)).epoch for name in (CHAT, fork)}
+        for name in (CHAT, fork):
+            await a.commit(commit_of(epochs[name], name=name, chains=(b"c",)))
+        await a.keep("alice", "chat", ttl_s=None)
+        assert await a._redis.pttl(chain) > 0, "it leads to the other one, which expires"
+        for _ in range(3):
+            for name in (fork, CHAT):
+                await a.commit(commit_of(epochs[name], name=name, chains=(b"c",)))
+        assert await a._redis.pttl(chain) == -1
+        names = a.keys.session(CHAT, fingerprint=MODEL)
+        assert await a._redis.lrange(f"r1:g:{names.tenant}:{names.member}", 0, -1) == [chain.encode()]
+        await a.forget("alice", "chat")
+        assert await a._redis.exists(chain) == 0
+
+
+async def test_nothing_of_a_session_that_is_not_pinned_any_more_stays_for_ever(server):
+    async with fleet(server, "a") as (a,):
+        await a.commit(commit_of((await claim(a)).epoch, chains=(b"c",), rows={b"r": b"text"}, ttl_s=None))
+        await a.keep("alice", "chat", ttl_s=60.0)
+        keys = [
+            key async for key in a._redis.scan_iter() if key[:5] in (b"r1:c:", b"r1:g:", b"r1:s:", b"r1:t:", b"r1:n:")
+        ]
+        assert len(keys) == 5
+        assert [key for key in keys if await a._redis.pttl(key) < 0] == []
+
+
 async def test_rows_that_are_sent_again_take_no_room(server, monkeypatch):
     monkeypatch.setattr("fleet.directory.MAX_TRANSCRIPT_BYTES", 5000)
     async with fleet(server, "a") as (a,):

@@ -171,6 +171,20 @@ async def test_what_was_said_without_redis_is_sent_although_another_replica_has_
         assert await a.app.state.text_thread.export("chat", tenant="local", after=0, most=9) == Exported(rows, 4)
 
 
+async def test_a_turn_without_a_token_pins_nothing(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a:
+        fleet, name = a.app.state.replica, SessionName("local", "chat")
+        key = fleet.directory.keys.session(name, fingerprint=a.engine.model.fingerprint).record
+        for ttl_s, longest_s in ((None, 60 * 60 * 24), (10**6, 10**6)):
+            if ttl_s:
+                await fleet.keep("chat", tenant="local", ttl_s=ttl_s)
+            await fleet.claim(name)
+            fleet.begin(tenant="local", session_id="chat", salt="", model=a.engine.model).give_up()
+            fleet.on_head(Head(tenant="local", salt="", session_id="chat", turn=1, redis_tokens=5, head=b"HEAD"))
+            await fleet.beat()
+            assert longest_s - 3600 < await fleet.directory._redis.ttl(key) <= longest_s
+
+
 async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(server, tmp_path, monkeypatch):
     async with replica(server, tmp_path, "a") as a:
         fleet, name = a.app.state.replica, SessionName("local", "chat")
