@@ -27,7 +27,7 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     since: int  # see `fleet.records.Commit`
     base_turn: int
-    exported: int  # id of the last recorded answer that the directory has
+    exported: int  # id of the recorded answer up to which the directory has all
     tokens: int
     ttl_s: float | None
     head: bytes

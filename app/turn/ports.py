@@ -58,7 +58,7 @@ class EndedChoice:
 
 
 class TurnOfFleet(Protocol):
-    """A turn from its claim to its commit. `app.fleet.replica.TurnUnderWay` is one."""
+    """A turn from its claim to its commit. `app.fleet.turn_under_way.TurnUnderWay` is one."""
 
     async def end(
         self,

@@ -100,6 +100,11 @@ class Readiness:
         if not (self.joining and self._engine.state == "ready" and self._tokenizer is not None):
             self.require()
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the model; empty until it has been loaded once."""
+        return "" if self.model is None else self.model.fingerprint
+
     def require_loaded(self) -> ModelInfo:
         """Return the model, even while no requests are taken. Raises ApiError 503 until it has been loaded once."""
         return self.model if self.model is not None else self.require()[0]

@@ -94,7 +94,7 @@ async def replica(fleet: SmallFleet, name: str) -> AsyncIterator[Running]:
     app = create_app(settings, engine=engine)
     async with served(app, settings) as client:
         await app.state.readiness.wait_loaded()
-        app.state.replica._url = str(client.base_url).rstrip("/")
+        app.state.replica.identity.url = str(client.base_url).rstrip("/")
         await app.state.replica.beat()
         yield Running(app, engine, str(client.base_url), client)
 

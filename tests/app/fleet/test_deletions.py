@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import app.fleet.replica
+import app.fleet.beats
 from app.fleet.deletions import _read, _write
 from tests.app.fakes import FakeEngine, Running, in_process, session_info, write_tokenizer
 from tests.app.fleet.test_handover import HELLO, replica, say, settings_of
@@ -67,7 +67,7 @@ async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(serve
 
 
 async def test_without_a_directory_it_waits_and_then_takes_requests(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(app.fleet.replica, "JOIN_S", 0.3)
+    monkeypatch.setattr(app.fleet.beats, "JOIN_S", 0.3)
     server.stop()
     engine = FakeEngine(write_tokenizer(tmp_path / "model"))
     async with in_process(engine, settings_of(server, tmp_path, "a")) as running, asyncio.timeout(60):

@@ -191,13 +191,13 @@ async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(serve
         await say(a, HELLO)
         await fleet.claim(name)
         turn = fleet.begin(tenant="local", session_id="chat", salt="", model=a.engine.model)
-        publish = fleet._deletions.publish_again
+        publish = fleet.deletions.publish_again
 
         async def end_and_publish() -> None:
             await turn.end([], chain=None, names=(), tokens=5, ttl_s=None)
             await publish()
 
-        monkeypatch.setattr(fleet._deletions, "publish_again", end_and_publish)
+        monkeypatch.setattr(fleet.deletions, "publish_again", end_and_publish)
         await fleet.directory._redis.flushall()
         await fleet.beat()
         record = await fleet.directory.look(name, fingerprint=a.engine.model.fingerprint)

@@ -1,13 +1,11 @@
 """Tests of what a replica tells Prometheus, and of the address that it tells gateways."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from app.fleet.replica import own_address
 from tests.app.api.reprise.test_ops import samples
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 from tests.fleet.test_outbox import unsent
@@ -61,22 +59,5 @@ async def test_the_outbox_keeps_turns_that_end_at_once(redis: RedisServer, tmp_p
         redis.stop()
         replica = running.app.state.replica
         waiting = [unsent(f"chat-{n}", tenant="local") for n in range(300)]
-        await asyncio.gather(*(replica._in_outbox(replica.outbox.put, entry) for entry in waiting))
+        await asyncio.gather(*(replica.outbox.put(entry) for entry in waiting))
         assert (replica.outbox.waiting, replica.outbox.dropped) == (300, 0), "one transaction at a time"
-
-
-@pytest.mark.parametrize(
-    ("host", "reached_at"),
-    [
-        ("127.0.0.1", "127.0.0.1"),
-        ("replica-1", "replica-1"),
-        ("::1", "[::1]"),
-        ("0.0.0.0", socket.gethostname()),
-        ("::", socket.gethostname()),
-    ],
-)
-def test_one_that_listens_everywhere_is_reached_by_its_machines_name(
-    host: str, reached_at: str, tmp_path: Path
-) -> None:
-    server = {"host": host, "port": 8123, "allow_unauthenticated": True}
-    assert own_address(make_settings(tmp_path, server=server)) == f"http://{reached_at}:8123"

@@ -1,4 +1,4 @@
-"""A server in a fleet: it beats, enters its turns in the directory, and serves as well without one."""
+"""A server in a fleet: it enters its turns in the directory, and serves as well without one."""
 
 import asyncio
 import json
@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from app.api.responses.as_chat import id_within
-from app.fleet.replica import replica_name
 from fleet.directory import Directory
 from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, runs_at
 from fleet.keys import SessionName
 from fleet.protocol import RELAY_HEADER, relay_token
 from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
-from tests.fleet.gateway.harness import until
 from tests.redis_servers import RedisServer, redis_server
 
 CHAT = "/v1/chat/completions"
@@ -54,17 +52,6 @@ async def relayed(running: Running, body: dict, **headers: str) -> dict:
     return answer.json()
 
 
-async def test_it_beats_and_leaves(redis, model_dir, tmp_path):
-    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
-        await beaten(running)
-        (member,) = (await directory_of(running).members()).members
-        assert (member.beat.replica, member.beat.model, member.beat.version != "") == ("a", "test-model", True)
-        watcher = Directory(url=redis.url, secret=(tmp_path / "tenant_secret").read_bytes(), deadline_s=2.0)
-        assert len((await watcher.members()).members) == 1
-    assert (await watcher.members()).members == ()
-    await watcher.close()
-
-
 async def test_a_turn_is_entered_before_its_answer_is_over(redis, model_dir, tmp_path):
     engine = FakeEngine(model_dir, script=Script(answer="Paris it is"))
     async with in_process(engine, settings_of(tmp_path, redis, commit_deadline_ms=5000.0)) as running:
@@ -92,23 +79,6 @@ async def test_the_session_that_the_gateway_has_found_is_gone_on_with(redis, mod
         assert running.engine.submitted[-1].session_id == "known"
         await running.http.post(CHAT, json=body, headers={SESSION_HEADER: "known"})
         assert running.engine.submitted[-1].session_id != "known", "only a gateway may say so"
-
-
-async def test_beats_do_not_wait_for_a_turn(redis, model_dir, tmp_path, monkeypatch):
-    beats = []
-    say = Directory.beat
-
-    async def counted(self, beat, *, since):
-        beats.append(beat)
-        return await say(self, beat, since=since)
-
-    monkeypatch.setattr(Directory, "beat", counted)
-    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
-        held = running.app.state.replica._of(SessionName(TENANT, "s"))
-        async with held.lock:  # as a turn does that waits for another one of its session
-            held.epoch, held.has_new_head = 1, True
-            before = len(beats)
-            await until(lambda: len(beats) >= before + 3)
 
 
 async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
@@ -143,10 +113,3 @@ async def test_without_redis_it_serves_as_if_alone(redis, model_dir, tmp_path):
 async def test_nobody_joins_without_being_told_to(model_dir, tmp_path):
     async with in_process(FakeEngine(model_dir), make_settings(tmp_path)) as running:
         assert running.app.state.replica is None
-
-
-def test_a_name_is_kept(tmp_path):
-    name = replica_name(tmp_path)
-    assert replica_name(tmp_path) == name
-    (tmp_path / "replica").write_text("no name: \n at all")
-    assert replica_name(tmp_path) not in (name, "no name: \n at all")

@@ -1,0 +1,151 @@
+"""Tells the fleet about once a second that this replica lives, and does what the answers ask for."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from app.errors import ApiError
+from app.fleet.background import Background
+from app.fleet.commits import Commits
+from app.fleet.deletions import Deletions
+from app.fleet.held_sessions import HeldSessions
+from app.fleet.holdings import Spending
+from app.fleet.identity import Identity
+from app.observe.live import tiers_of
+from app.turn.ports import EnginePort
+from app.turn.readiness import Readiness, Status
+from app.version import version
+from engine.process.client import EngineFailed
+from fleet.directory import Directory, DirectoryUnavailable, Foreign
+from fleet.load import Before, counted, load_of
+from fleet.members import BEAT_S
+from fleet.records import Heard, Heartbeat
+
+JOIN_S = 10.0  # longest wait for the directory before this server takes requests
+JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them
+
+log = logging.getLogger(__name__)
+
+
+class Beats:
+    """One per replica, on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        identity: Identity,
+        held: HeldSessions,
+        commits: Commits,
+        deletions: Deletions,
+        spending: Spending,
+        background: Background,
+        readiness: Readiness,
+        engine: EnginePort,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._identity, self._held = directory, identity, held
+        self._commits, self._deletions, self._spending = commits, deletions, spending
+        self._background, self._readiness, self._engine, self._clock = background, readiness, engine, clock
+        self._before: Before | None = None
+        self._born = ""
+        self._is_foreign = False
+        self._deleting: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Beat until cancelled. What a beat brings to do is done beside the next ones: it may have to wait for a turn,
+        and a gateway gives up a replica whose beats are late."""
+        started_s = self._clock()
+        while True:
+            try:
+                heard = await self._say_alive()
+                if self._following is None or self._following.done():
+                    self._following = self._background.spawn(self._follow_up(heard))
+            except DirectoryUnavailable as error:
+                log.debug("no beat: %s", error)
+                if self._readiness.joining and self._clock() - started_s > JOIN_S:
+                    log.warning("no directory: this server may still have sessions that others have deleted")
+                    self._readiness.joining = False
+            except Exception:
+                log.exception("a beat failed")
+            if self._readiness.model is None:
+                with contextlib.suppress(TimeoutError, EngineFailed):
+                    await asyncio.wait_for(self._readiness.wait_loaded(), BEAT_S)
+            else:
+                await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
+
+    async def beat(self) -> None:
+        """Say that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        await self._follow(await self._say_alive())
+
+    def stop(self) -> None:
+        """Give up what the last beat has brought to do."""
+        for task in (self._deleting, self._following):
+            if task is not None:
+                task.cancel()
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what this replica says of itself now."""
+        status, model, stats, now = self._readiness.status, self._readiness.model, self._engine.stats, self._clock()
+        load = None
+        if stats is not None and model is not None and status in (Status.READY, Status.DRAINING):
+            load = load_of(stats, model, self._before, now, draining=status is Status.DRAINING)
+            self._before = counted(stats, now)
+        return Heartbeat(
+            replica=self._identity.name,
+            boot=self._identity.boot,
+            url=self._identity.url,
+            fingerprint=self._readiness.fingerprint,
+            model=model.name if model is not None else "",
+            aliases=self._identity.aliases,
+            state=status.value,
+            version=version(),
+            running=stats.running if stats is not None else 0,
+            waiting=stats.waiting if stats is not None else 0,
+            load=load,
+            sessions=self._held.num_claimed,
+            tiers=tiers_of(stats, model) if stats is not None and model is not None else {},
+        )
+
+    async def _say_alive(self) -> Heard:
+        try:
+            heard = await self._directory.beat(self.heartbeat(), since=self._deletions.since)
+        except Foreign as error:
+            if not self._is_foreign:
+                log.error("%s", error)
+            self._is_foreign = True
+            raise
+        self._is_foreign = False
+        return heard
+
+    async def _follow_up(self, heard: Heard) -> None:
+        with contextlib.suppress(DirectoryUnavailable):  # then after the next beat
+            await self._follow(heard)
+
+    async def _follow(self, heard: Heard) -> None:
+        """Do what the answer to a beat asks for."""
+        if self._born and heard.born != self._born:
+            # Before anything is awaited: the directory would take a turn that ends under its old epoch for a deleted
+            # one's. Then what was deleted is said, and then what this replica was home of.
+            owned = self._commits.forget_directory()
+            await self._deletions.publish_again()
+            await self._commits.send_again(owned)
+        self._born = heard.born
+        if self._readiness.model is None:
+            return  # deletions wait until there is an engine to ask
+        if self._deleting is None or self._deleting.done():
+            self._deleting = self._background.spawn(self._carry_out(heard))
+        await asyncio.wait({self._deleting}, timeout=JOIN_LOOK_S)  # requests of a session may take longer to end
+        if self._deletions.is_caught_up:
+            self._readiness.joining = False
+        await self._commits.send_waiting()
+        await self._spending.tell()
+
+    async def _carry_out(self, heard: Heard) -> None:
+        try:
+            await self._deletions.carry_out(heard, fingerprint=self._readiness.fingerprint)
+        except (ApiError, DirectoryUnavailable) as error:
+            log.debug("deletions wait for the next beat: %s", error)

@@ -1,0 +1,84 @@
+"""Claims a session before its turn, and brings what other replicas have committed of it."""
+
+import contextlib
+import secrets
+import time
+from collections import Counter
+
+from app.conversations.text_thread import TextThread
+from app.fleet.copies import Copies, scope_of
+from app.fleet.held_sessions import HeldSession, HeldSessions
+from app.turn.ports import EnginePort
+from app.turn.readiness import Readiness
+from engine.messages import Adopt
+from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+from fleet.directory import Directory, DirectoryUnavailable
+from fleet.keys import SessionName
+
+ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
+
+
+class Claims:
+    """One per replica, on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        held: HeldSessions,
+        copies: Copies,
+        engine: EnginePort,
+        transcripts: TextThread,
+        readiness: Readiness,
+        ttl_s: float,
+        brings_transcripts: bool,
+    ) -> None:
+        """ttl_s: of a new session. brings_transcripts: whether the directory has them."""
+        self.results: Counter[str] = Counter()  # new, home, adopted, failed
+        self._directory, self._held, self._copies = directory, held, copies
+        self._engine, self._transcripts = engine, transcripts
+        self._readiness, self._ttl_s, self._brings_transcripts = readiness, ttl_s, brings_transcripts
+
+    async def claim(self, name: SessionName) -> bool:
+        """Make this replica the session's home, and bring what others have committed of it. Returns whether something
+        was brought, so that its prompt may be known better than before."""
+        held = self._held.of(name)
+        async with held.lock:
+            try:
+                claim = await self._directory.claim(
+                    name, fingerprint=self._readiness.fingerprint, ttl_s=self._ttl_s, begun=held.begun
+                )
+                if claim.forgotten > held.begun:  # what is here is older than its deletion
+                    await self._copies.delete_soon(name.tenant, name.session_id)
+                    held.turn = held.exported = held.begun = 0
+                held.epoch = claim.epoch
+                held.begun = held.begun or claim.epoch
+                if claim.turn <= held.turn and claim.branches == held.branches:
+                    self.results["home" if claim.turn else "new"] += 1
+                    return False
+                self.results["adopted"] += 1
+                await self._adopt(name, held, claim.head if claim.turn > held.turn else b"")
+                if claim.turn > held.turn:
+                    held.turn, held.tokens = claim.turn, claim.tokens
+                held.branches = claim.branches
+                return True
+            except DirectoryUnavailable:
+                self.results["failed"] += 1
+                held.epoch = 0
+                return False
+
+    async def _adopt(self, name: SessionName, held: HeldSession, head: bytes) -> None:
+        """Bring a session's transcript and KV. What the engine cannot take over, it computes."""
+        if self._brings_transcripts:
+            rows = await self._directory.transcript(name, fingerprint=self._readiness.fingerprint)
+            held.exported = await self._transcripts.adopt(
+                name.session_id, rows, tenant=scope_of(name), now=time.time(), after=held.exported
+            )
+        if head:
+            held.head = head
+            request = Adopt(
+                request_id=f"adopt-{secrets.token_hex(12)}", tenant=name.tenant, salt=name.salt,
+                session_id=name.session_id, head=head,
+            )  # fmt: skip
+            with contextlib.suppress(EngineUnavailable, EngineTimeout, EngineLost):
+                await self._engine.sessions(request, timeout_s=ADOPT_S)

@@ -1,0 +1,79 @@
+"""Finds and deletes what this replica itself has of sessions: KV, transcripts, and what waits to be sent."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from app.conversations.text_thread import TextThread
+from app.errors import ApiError
+from app.fleet.held_sessions import HeldSessions
+from app.fleet.outbox_thread import OutboxThread
+from app.turn.sessions import SessionCommands
+from engine.messages import SessionInfo
+from fleet.keys import SessionName
+
+POLL_S = 0.1  # between two tries to delete a session of which a request runs
+LISTED = 200  # sessions in one answer of the engine
+
+
+class Copies:
+    """One per replica, on its event loop."""
+
+    def __init__(
+        self, *, held: HeldSessions, outbox: OutboxThread, transcripts: TextThread, commands: SessionCommands
+    ) -> None:
+        self._held, self._outbox = held, outbox
+        self._transcripts, self._commands = transcripts, commands
+
+    async def names(self) -> set[SessionName]:
+        """Return the sessions of which there is anything here. Raises ApiError."""
+        found = set(self._held)
+        for scope, session_id in await self._transcripts.names():
+            tenant, _, salt = scope.partition("/")
+            found.add(SessionName(tenant, session_id, salt))
+        async for info in self._kept():
+            found.add(SessionName(info.tenant, info.session_id, info.cache_salt))
+        return found
+
+    async def delete(self, tenant: str, session_id: str) -> None:
+        """Delete what there is of the sessions of an id, with any salt. Raises ApiError: 404 if there is nothing, 409
+        while a request of it runs."""
+        await self._commands.delete_here(session_id, tenant=tenant)
+
+    async def delete_soon(self, tenant: str, session_id: str) -> None:
+        """Likewise, when no request of it runs any more."""
+        while True:
+            try:
+                await self.delete(tenant, session_id)
+                return
+            except ApiError as error:
+                if error.status == 404:
+                    return
+            await asyncio.sleep(POLL_S)
+
+    async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
+        """Likewise, unless one of them was begun after the epoch."""
+        if not any(held.begun > epoch for held in self._held.of_id(tenant, session_id).values()):
+            await self.let_go(tenant, session_id, epoch)
+            await self.delete_soon(tenant, session_id)
+
+    async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
+        """Commit no more of the sessions of an id, with any salt, unless they were begun after the epoch."""
+        for name, held in self._held.of_id(tenant, session_id).items():
+            if held.begun <= epoch:
+                self._held.forget(name)
+        await self._outbox.forget(tenant, session_id)
+
+    async def _kept(self) -> AsyncIterator[SessionInfo]:
+        """Yield what the engine keeps of all sessions. Raises ApiError."""
+        after, more = "", True
+        while more:
+            reply = await self._commands.ask("list_all", after=after, limit=LISTED)
+            for info in reply.sessions:
+                yield info
+                after = f"{info.tenant}/{info.session_id}"
+            more = reply.more and bool(reply.sessions)
+
+
+def scope_of(name: SessionName) -> str:
+    """Return a session's tenant as transcripts know it."""
+    return f"{name.tenant}/{name.salt}" if name.salt else name.tenant

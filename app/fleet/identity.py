@@ -1,0 +1,55 @@
+"""Says who this replica is, and where it is reached."""
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.settings.settings import Settings
+
+NAME_BYTES = 8
+
+
+@dataclass(slots=True)
+class Identity:
+    """What a replica tells of itself that does not change while it runs."""
+
+    name: str
+    boot: str  # another one after every start
+    url: str  # under which gateways reach it
+    aliases: tuple[str, ...]  # of its model
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Identity":
+        """Raises OSError if a new name cannot be kept."""
+        fleet = settings.fleet
+        return cls(
+            name=fleet.replica or replica_name(settings.state_dir),
+            boot=secrets.token_hex(8),
+            url=fleet.advertise or own_address(settings),
+            aliases=tuple(settings.model.aliases),
+        )
+
+
+def own_address(settings: Settings) -> str:
+    """Return where this server is reached. One that listens on every address is reached by its machine's name, which
+    in a container is the container's."""
+    host = settings.server.host
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+
+
+def replica_name(state_dir: Path) -> str:
+    """Return the name that this state directory had before, or a new one, which is kept there. Raises OSError."""
+    path = state_dir / "replica"
+    with contextlib.suppress(OSError):
+        name = path.read_text(encoding="ascii", errors="replace").strip()
+        if name and len(name) <= 64 and all(character.isalnum() or character in "._-" for character in name):
+            return name
+    name = secrets.token_hex(NAME_BYTES)
+    path.write_text(name, encoding="ascii")
+    return name

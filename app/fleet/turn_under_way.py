@@ -1,0 +1,50 @@
+"""A turn in a fleet, from its claim to its commit."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from app.turn.ports import EndedChoice
+from fleet.identify import link_answer
+from fleet.keys import SessionName
+
+
+class Home(Protocol):
+    """The replica at which the turn runs."""
+
+    async def commit(
+        self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]
+    ) -> None: ...
+
+    def left(self, name: SessionName) -> None: ...
+
+
+class TurnUnderWay:
+    """A turn of a session that this replica is the home of, or would be if the directory had answered."""
+
+    def __init__(self, home: Home, name: SessionName) -> None:
+        self._home, self._name = home, name
+        self._ended = False
+
+    async def end(
+        self,
+        choices: Sequence[EndedChoice],
+        *,
+        chain: bytes | None,
+        names: Sequence[bytes],
+        tokens: int,
+        ttl_s: float | None,
+    ) -> None:
+        """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then it goes on behind.
+        chain: of the request's messages, see `fleet.identify`; None: their next request does not find the session.
+        names: other digests that do. tokens: of its context."""
+        if self._ended:
+            return
+        self._ended = True
+        chains = [link_answer(chain, choice.text, choice.calls) for choice in choices] if chain is not None else []
+        await self._home.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=(*chains, *names))
+
+    def give_up(self) -> None:
+        """Nothing came of the turn."""
+        if not self._ended:
+            self._ended = True
+            self._home.left(self._name)
