@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness.result_files import DOCS
-from benchmarks.paper import plots
+from benchmarks.harness.result_files import DOCS, load
+from benchmarks.paper import hybridserve, plots
 from loadgen.sim import presets
 from loadgen.sim.presets import FIGURE_MODELS
 
@@ -37,6 +37,8 @@ def write(document: dict[str, Any]) -> None:
     for section in (_hits, _eviction, _times, _overflow, _capacity, _mediums, _unsaturated, _ratios):
         lines += section(runs)
     lines += _documents(document["documents"]) + _reload()
+    if (offloaded := load("hybridserve")) is not None:
+        lines += hybridserve.section(offloaded)
     lines += ["## Assumptions", "", "| what | value | from |", "|---|---|---|"]
     lines += [f"| {row['what']} | {row['value']} | {row['source']} |" for row in document["assumptions"]]
     lines += ["", f"`{document['command']}`. {_seconds(document['runs'])}", ""]

@@ -1,0 +1,60 @@
+"""How much of a context is kept as activations and how much as KV: HybridServe's Algorithm 1 and Equation 11. Pure.
+
+A block of activations is half as large as one of KV with full multi-head attention, but keys and values have to be made
+of it. The link brings weights and KV while the GPU makes keys and values, so both should take as long. A model whose
+activations are no smaller than its KV, as with grouped heads, gains nothing: it gets none.
+"""
+
+from dataclasses import dataclass
+
+from loadgen.offload.hardware import Host, OffloadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Tokens that memory is divided for, each in all layers."""
+
+    act_gpu: float
+    act_host: float
+    kv_host: float
+
+    @property
+    def kv_per_act(self) -> float:
+        """KV blocks for each block of activations, in host memory: the ratio that the paper states."""
+        return self.kv_host / self.act_host if self.act_host else float("inf")
+
+
+def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None) -> Allocation:
+    """Algorithm 1. host_bytes: of host memory beside the weights; None: all of it.
+
+    First what one side has to do while the other is busy anyway: if weights load for longer than keys and values are
+    made of the activations on the GPU, activations in host memory; otherwise KV. Then the rest, in the proportion in
+    which loading KV takes as long as making it. As in the paper's Equation 9 loads of activations do not count.
+    """
+    if host_bytes is None:
+        host_bytes = host.host_bytes - model.num_layers * model.weight_bytes
+    kv_bytes, act_bytes = model.num_layers * model.kv_bytes, model.num_layers * model.act_bytes
+    if act_bytes >= kv_bytes:
+        return Allocation(0.0, 0.0, host_bytes / kv_bytes)
+    load_s, make_s = host.load_s(model.kv_bytes), host.kv_gen_s(model, 1)  # of a token: both are linear
+    act_gpu = host.free_bytes(model) / act_bytes
+    idle_s = host.weights_s(model, 0.0) - act_gpu * make_s
+    act_host = min(max(0.0, idle_s) / make_s, host_bytes / act_bytes)
+    kv_host = min(max(0.0, -idle_s) / load_s, host_bytes / kv_bytes)
+    rest = host_bytes - act_host * act_bytes - kv_host * kv_bytes
+    per_act = make_s / load_s
+    more_act = rest / (per_act * kv_bytes + act_bytes)
+    return Allocation(act_gpu, act_host + more_act, kv_host + per_act * more_act)
+
+
+def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
+    """Whether a request's next block holds activations: if not, they would fall behind the ratio of host memory."""
+    return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
+
+
+def divide(num_blocks: int, allocation: Allocation) -> tuple[int, int]:
+    """Return how many of a request's blocks hold activations and how many KV."""
+    act = 0
+    for number in range(num_blocks):
+        act += next_is_act(act, number - act, allocation)
+    return act, num_blocks - act

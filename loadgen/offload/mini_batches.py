@@ -1,0 +1,48 @@
+"""Which requests share a mini-batch: HybridServe's greedy bin packing (§4.3.3). Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a request brings to a layer, in tokens."""
+
+    act: int  # of which keys and values are made
+    kv: int  # loaded as they are
+
+
+def imbalance(load: Load, *, make_s: Callable[[int], float], load_s: Callable[[int], float]) -> float:
+    """The paper's F: by how much one of the two takes longer, 0 if neither does. What has to be done on one side alone
+    is balanced by nothing."""
+    made, loaded = make_s(load.act), load_s(load.kv)
+    least, most = min(made, loaded), max(made, loaded)
+    return most / least - 1 if least else (float("inf") if most else 0.0)
+
+
+def pack(
+    requests: Sequence[Load],
+    *,
+    most_tokens: int,
+    make_s: Callable[[int], float],
+    load_s: Callable[[int], float],
+) -> list[list[int]]:
+    """Return mini-batches of places in `requests`. The first request that is left opens one; then those join that fit
+    and leave it no less balanced. most_tokens: of a buffer; a request that exceeds it is alone."""
+    left, batches = list(range(len(requests))), []
+    while left:
+        batch, total = [left[0]], requests[left[0]]
+        now = imbalance(total, make_s=make_s, load_s=load_s)
+        others = []
+        for place in left[1:]:
+            more = requests[place]
+            joined = Load(total.act + more.act, total.kv + more.kv)
+            then = imbalance(joined, make_s=make_s, load_s=load_s)
+            if joined.act + joined.kv <= most_tokens and then <= now + 1e-9:
+                batch.append(place)
+                total, now = joined, then
+            else:
+                others.append(place)
+        batches.append(batch)
+        left = others
+    return batches
