@@ -13,6 +13,8 @@ DATA ?= ../shared/data
 BENCHMARKS ?= speed.raw_speed speed.hierarchy speed.modes scheduling.compare speed.load_rate fidelity.soak
 # Where `make wheels` puts them, and docker build looks.
 WHEELS ?= docker/wheels
+# Of an image; with `fleet`, Ray is in it.
+IMAGE_EXTRAS ?= redis
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
 # Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
@@ -125,7 +127,7 @@ house: setup  ## what a reader of the sources stumbles over: circles, wide folde
 # redis wants async-timeout on Pythons before 3.11.3, Debian's among them.
 wheels:  ## what an image is built of, in docker/wheels; then docker build needs no index
 	@$(PYTHON) -m pip download --quiet $(PIP_ARGS) --dest $(WHEELS) --python-version 3.11 --only-binary :all: \
-	  --constraint constraints.txt torch==2.13.0 '.[redis]' 'setuptools>=77' async-timeout
+	  --constraint constraints.txt torch==2.13.0 '.[$(IMAGE_EXTRAS)]' 'setuptools>=77' async-timeout
 
 lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds, with hashes; needs uv
 	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)

@@ -5,6 +5,7 @@ Each member reads what it needs and no more. Redis gets hashes of passwords. Its
     replica   the directory, and the KV; no commands that are dangerous to others
     gateway   of the directory only what routes turns; neither transcripts nor KV
     metrics   how much memory is used, and the like; no keys
+    ray       of the directory the tables of Ray's head, so that another head goes on with them
     health    whether the server answers; needs no password
 
 Redis' own user, `default`, is off.
@@ -22,7 +23,8 @@ from app.tenancy.key_file import add_key
 PRIVATE, FOR_GROUP = 0o600, 0o640
 TENANT_SECRET, KEYS = "tenant_secret", "keys.toml"
 CLIENT_KEY, PROMETHEUS_KEY, GRAFANA_PASSWORD = "client_key", "prometheus_key", "grafana_password"
-REDIS_FILES = ("directory.acl", "kv.acl", "replica.toml", "gateway.toml", "redis_passwords.json")
+RAY_TOKEN, RAY_PASSWORD = "ray_token", "ray_redis_password"
+REDIS_FILES = ("directory.acl", "kv.acl", "replica.toml", "gateway.toml", "redis_passwords.json", RAY_PASSWORD)
 """Made together, as they have passwords in common."""
 
 # Sessions with their heads (r1:s), answers that lead to them (r1:c), allowances (r1:q) and places (r1:p) of keys. A
@@ -59,12 +61,14 @@ def make_secrets(directory: Path, *, directory_host: str, kv_host: str) -> list[
             made.append(_write(directory / file, key, FOR_GROUP if admin else PRIVATE))
     if not (directory / GRAFANA_PASSWORD).exists():
         made.append(_write(directory / GRAFANA_PASSWORD, secrets.token_urlsafe(24), FOR_GROUP))
+    if not (directory / RAY_TOKEN).exists():
+        made.append(_write(directory / RAY_TOKEN, secrets.token_hex(32), PRIVATE))
     if missing:
-        replica, gateway, metrics = (secrets.token_urlsafe(32) for _ in range(3))
+        replica, gateway, metrics, ray = (secrets.token_urlsafe(32) for _ in range(4))
         of_directory = f'[fleet]\nredis_url = "redis://{{user}}:{{password}}@{directory_host}/0"\n'
         of_kv = f'[cache]\nredis_url = "redis://replica:{replica}@{kv_host}/0"\n'
         texts = {
-            "directory.acl": directory_acl(replica=replica, gateway=gateway, metrics=metrics),
+            "directory.acl": directory_acl(replica=replica, gateway=gateway, metrics=metrics, ray=ray),
             "kv.acl": kv_acl(replica=replica, metrics=metrics),
             "replica.toml": of_directory.format(user="replica", password=replica) + of_kv,
             "gateway.toml": of_directory.format(user="gateway", password=gateway),
@@ -72,18 +76,22 @@ def make_secrets(directory: Path, *, directory_host: str, kv_host: str) -> list[
             "redis_passwords.json": json.dumps(
                 {f"redis://{user}{host}": metrics for host in (directory_host, kv_host) for user in ("metrics@", "")}
             ),
+            RAY_PASSWORD: ray,
         }
         for name, text in texts.items():
-            made.append(_write(directory / name, text, PRIVATE if name.endswith(".toml") else FOR_GROUP))
+            is_ours = name.endswith(".toml") or name == RAY_PASSWORD
+            made.append(_write(directory / name, text, PRIVATE if is_ours else FOR_GROUP))
     return made
 
 
-def directory_acl(*, replica: str, gateway: str, metrics: str) -> str:
+def directory_acl(*, replica: str, gateway: str, metrics: str, ray: str) -> str:
     """Return the ACL file of the directory, for these passwords."""
     return _acl(
         metrics,
         _user("replica", replica, "~r1:* ~reprise:*", f"+@read +@write +@connection +@transaction +time {_SCRIPTS}"),
         _user("gateway", gateway, _GATEWAY_KEYS, f"{_GATEWAY_MAY} {_SCRIPTS}"),
+        # Ray deletes DUMMY to learn whether this is a Redis cluster.
+        _user("ray", ray, "~RAYreprise@* ~DUMMY", "+@read +@write +@connection +@transaction"),
     )
 
 

@@ -1,6 +1,7 @@
 """`reprise fleet`: starts a fleet on this machine, asks a gateway about its replicas, and tells it where turns go."""
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +64,42 @@ def up(
         fleet.run()
     except FleetFailed as error:
         raise _end(str(error)) from None
+
+
+@cli.command()
+def deploy(
+    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Servers to run, at least.")] = 2,
+    most: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Servers to run under load; default: as many.")
+    ] = None,
+    gpus: Annotated[float, typer.Option(min=0, help="Of Ray, for each server.")] = 0.0,
+    cpus: Annotated[float, typer.Option(min=0, help="Of Ray, for each server.")] = 1.0,
+    ttft_target_s: Annotated[float, typer.Option(min=0.01, help="Servers are enough to wait half as long.")] = 1.0,
+    downscale_delay_s: Annotated[
+        float, typer.Option(min=0, help="Fewer must do so long before one is drained.")
+    ] = 300.0,
+    replace: Annotated[bool, typer.Option("--replace", help="Also where it runs: one after the other.")] = False,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings, on every machine.")] = None,
+) -> None:
+    """Have the Ray cluster that this machine is part of run servers. Returns when they take requests. Where they run
+    already, nothing happens."""
+    try:
+        from fleet import ray_app
+        from fleet.supervise.cluster import deploy as deploy_on_cluster
+    except ImportError as error:
+        raise _end(f"{error}; install the extra: pip install '.[fleet]'") from None
+    options = ray_app.Options(
+        replicas=replicas, most_replicas=most, ttft_target_s=ttft_target_s, downscale_delay_s=downscale_delay_s,
+        cpus=cpus, gpus=gpus, config=str(config.absolute()) if config is not None else None,
+        version=str(time.time_ns()) if replace else "",
+    )  # fmt: skip
+    try:
+        is_new = deploy_on_cluster(options, replace=replace)
+    except ConnectionError as error:
+        raise _end(f"this machine is in no Ray cluster: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        raise _end(f"the servers do not start: {error}") from None
+    console.print(f"{replicas} servers take requests" if is_new else "the servers run already")
 
 
 @cli.command()

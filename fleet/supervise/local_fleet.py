@@ -1,6 +1,5 @@
 """Runs a whole fleet on this machine: Ray, the replicas that Ray Serve keeps there, and a gateway before them."""
 
-import logging
 import os
 import signal
 import threading
@@ -94,7 +93,8 @@ class LocalFleet:
 
     def _start(self) -> None:
         import ray
-        from ray import serve
+
+        from fleet.supervise.cluster import start_serve
 
         self._tell("starting Ray")
         ray.init(
@@ -109,8 +109,7 @@ class LocalFleet:
         signal.signal(signal.SIGHUP, self._on_hangup)
         if self._finds_gpus and ray.cluster_resources().get("GPU", 0) >= 1:
             self._options = self._options.model_copy(update={"gpus": 1.0})
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        start_serve()
         self._tell(f"starting {self._options.replicas} replicas")
         is_up = threading.Event()
         threading.Thread(target=self._tell_progress, args=(is_up,), daemon=True).start()
@@ -124,11 +123,9 @@ class LocalFleet:
 
     def _deploy(self) -> None:
         """Return when all replicas serve. Raises RuntimeError."""
-        from ray import serve
+        from fleet.supervise.cluster import run_servers
 
-        from fleet import ray_app
-
-        serve.run(ray_app.app(self._options), name=ray_app.NAME, route_prefix=None)
+        run_servers(self._options)
 
     def _tell_progress(self, is_up: threading.Event) -> None:
         from ray import serve

@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from app.settings.settings import load_settings
-from fleet.secrets import make_secrets
+from fleet.secrets import RAY_PASSWORD, RAY_TOKEN, make_secrets
 from tests.docker.test_one_server import DOCKER, image_environment
 
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text(encoding="utf-8"))[
     "services"
 ]
+RAY: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.ray.yaml").read_text(encoding="utf-8"))["services"]
+RAYS = {name: RAY[name] for name in ("head", "node")}
 OURS = {name: service for name, service in SERVICES.items() if service["image"] == "reprise"}
 
 
@@ -41,9 +43,9 @@ def test_it_is_a_whole_fleet() -> None:
     assert [name for name, service in OURS.items() if "build" in service] == ["secrets"]
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", [*SERVICES, *RAYS])
 def test_every_service_is_hardened(name: str) -> None:
-    service = SERVICES[name]
+    service = (SERVICES | RAYS)[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -96,6 +98,22 @@ def test_members_load_their_settings_from_files_and_the_environment(service: str
         assert urlsplit(settings.cache.redis_url).hostname == "kv"
         # Redis must not evict before the budget is used.
         assert settings.cache.redis_gib < float(re.sub(r"^\$\{\w+:-(\d+)gb\}$", r"\1", option("kv", "maxmemory")))
+
+
+def test_with_ray_nodes_stand_where_replicas_stood() -> None:
+    replica, node, head = SERVICES["replica"], RAYS["node"], RAYS["head"]
+    assert RAY["replica"] == {"profiles": ["without-ray"]}
+    assert RAY["secrets"]["build"]["args"] == {"EXTRAS": "redis,fleet"}
+    assert replica["environment"].items() <= node["environment"].items()
+    assert (node["networks"], mounts(node)) == (replica["networks"], mounts(replica))
+    assert set(head["networks"]) == {"members", "directory"}
+    assert not {"ports"} & (node.keys() | head.keys())
+    for service in (head, node):
+        assert service["environment"]["RAY_AUTH_MODE"] == "token"
+        assert service["environment"]["RAY_AUTH_TOKEN_PATH"] == f"/run/fleet/{RAY_TOKEN}"
+    assert f"/run/fleet/{RAY_PASSWORD}" in head["command"][0]
+    drain_s = load_settings(flags={}, environ={}, config=None).server.drain_s
+    assert int(node["stop_grace_period"].rstrip("s")) > drain_s
 
 
 def test_secrets_are_files_that_are_made_once_and_only_read() -> None:

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = DOCKER.parent
 PROJECT = "reprise-test"
+RAY_FILE = "compose.ray.yaml"
 WAIT_S = 600.0  # on a busy machine
 REPLICAS, GATEWAYS = 2, 2
 # One thread: two replicas share a small machine. float32: an answer is the same after a resume.
@@ -144,6 +145,8 @@ def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         str(tree / "docker" / "Dockerfile"),
         "--build-arg",
         "PIP_NO_INDEX=1",
+        "--build-arg",
+        "EXTRAS=redis,fleet",
         "--tag",
         "reprise",
     )
@@ -189,6 +192,7 @@ def bring_wheels(directory: Path) -> None:
             "wheels",
             f"WHEELS={directory}",
             f"PIP_ARGS={arguments}",
+            "IMAGE_EXTRAS=redis,fleet",
             cwd=ROOT,
             timeout_s=BUILD_S,
         )
@@ -199,6 +203,9 @@ def for_docker_compose_1(directory: Path) -> Path:
     compose = yaml.safe_load((directory / "compose.fleet.yaml").read_text(encoding="utf-8"))
     del compose["name"], compose["services"]["grafana"], compose["volumes"]["grafana"]
     del compose["services"]["secrets"]["build"]  # it is built already
+    ray = yaml.safe_load((directory / RAY_FILE).read_text(encoding="utf-8"))
+    del ray["services"]["secrets"]
+    (directory / RAY_FILE).write_text(yaml.safe_dump(ray, sort_keys=False), encoding="utf-8")
     path = directory / "compose.test.yaml"
     path.write_text(yaml.safe_dump(compose, sort_keys=False), encoding="utf-8")
     return path
@@ -424,6 +431,60 @@ def test_without_a_gateway_clients_hear_an_error_of_the_usual_form(fleet: Fleet)
     finally:
         fleet.docker("start", *gateways)
         fleet.wait_for_replicas(REPLICAS)
+
+
+# --- with Ray ---------------------------------------------------------------------------------------------------------
+
+
+def test_ray_replaces_nodes_and_goes_on_behind_another_head(fleet: Fleet) -> None:
+    """A node is killed in the middle of an answer, then the head. Comes last, as the replicas without Ray end."""
+    expected = begun(Stream(fleet)).whole()
+    fleet.docker("stop", *fleet.containers("replica"))
+    overlay = ("--file", str(fleet.file.with_name(RAY_FILE)))
+    began_s = time.monotonic()
+    fleet.compose(*overlay, "up", "--detach", "--no-deps", "head")
+    fleet.compose(*overlay, "up", "--detach", "--no-deps", "--scale", f"node={REPLICAS}", "node")
+    try:
+        fleet.wait_for_replicas(REPLICAS)
+        print(f"with Ray: ready after {time.monotonic() - began_s:.0f} s", file=sys.__stderr__)
+        node_of = {_address_of(fleet, node): node for node in fleet.containers("node")}
+        stream = begun(Stream(fleet))
+        wait_until(lambda: len(stream.pieces) > 3 or not stream.is_alive(), "the first tokens")
+        replicas = fleet.ask("/v1/fleet", key=fleet.secret("prometheus_key")).json()["replicas"]
+        (url,) = {one["url"] for one in replicas if one["replica"] == stream.served_by}
+        victim = node_of[url.removeprefix("http://").partition(":")[0]]
+        fleet.docker("kill", victim)
+        assert stream.whole() == expected
+        fleet.docker("start", victim)
+        began_s = time.monotonic()
+        fleet.wait_for_replicas(REPLICAS)
+        print(f"with Ray: a node replaced after {time.monotonic() - began_s:.0f} s", file=sys.__stderr__)
+
+        (head,) = fleet.containers("head")
+        before = _servers(fleet)
+        fleet.docker("kill", head)
+        assert begun(Stream(fleet)).whole() == expected
+        fleet.docker("start", head)
+        wait_until(lambda: fleet.docker.inspect(head)["State"]["Health"]["Status"] == "healthy", "another head")
+        assert begun(Stream(fleet)).whole() == expected
+        assert _servers(fleet) == before  # the same ones go on
+    finally:
+        print(fleet.compose(*overlay, "logs", "--tail", "40", "--no-color", "head", "node", check=False)[-20_000:])
+        fleet.compose(*overlay, "rm", "--force", "--stop", "-v", "head", "node", check=False)
+
+
+def _address_of(fleet: Fleet, container: str) -> str:
+    networks = fleet.docker.inspect(container)["NetworkSettings"]["Networks"]
+    return str(networks[f"{PROJECT}_members"]["IPAddress"])
+
+
+def _servers(fleet: Fleet) -> set[str]:
+    """Return the processes that serve, by the node and the time of their start."""
+    code = (
+        "import pathlib; print([p.parent.name + ' ' + (p.parent / 'stat').read_text().rsplit(')')[1].split()[19] "
+        "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline') if b'--fleet.advertise' in p.read_bytes()])"
+    )
+    return {f"{node} {fleet.docker('exec', node, 'python', '-c', code).strip()}" for node in fleet.containers("node")}
 
 
 # --- the files alone --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from app.tenancy.configured_keys import make_keyring
 from fleet.directory import Directory, DirectoryUnavailable
 from fleet.keys import SessionName
 from fleet.records import Commit, Heartbeat, Place
-from fleet.secrets import SecretsExist, make_secrets
+from fleet.secrets import RAY_PASSWORD, SecretsExist, make_secrets
 from tests.redis_servers import RedisServer, redis_server
 
 NAME = SessionName("alice", "a chat")
@@ -182,6 +182,15 @@ async def test_nobody_may_what_harms_others_and_without_a_password_nobody_may_an
             with pytest.raises(NoPermissionError):
                 await client.execute_command(*command)
         await client.aclose()
+    password = (made / RAY_PASSWORD).read_text()
+    ray = Redis.from_url(server.url, username="ray", password=password, protocol=2)
+    await ray.hset("RAYreprise@NODE", "a", "b")
+    assert await ray.delete("DUMMY") == 0
+    assert "redis_version" in await ray.info("server")
+    for command in (("GET", "r1:born"), ("HSET", "r1:m", "a", "b"), ("FLUSHALL",), ("KEYS", "*")):
+        with pytest.raises(NoPermissionError):
+            await ray.execute_command(*command)
+    await ray.aclose()
     password = json.loads((made / "redis_passwords.json").read_text())["redis://metrics@directory:6379"]
     metrics = Redis.from_url(server.url, username="metrics", password=password, protocol=2)
     assert "used_memory" in await metrics.info("memory")

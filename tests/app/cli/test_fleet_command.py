@@ -90,10 +90,11 @@ def test_a_fleet_needs_a_redis(own_environment):
     assert "fleet.redis_url" in refused.stderr
 
 
-def test_a_fleet_needs_ray(own_environment, monkeypatch):
+@pytest.mark.parametrize("words", [["up", "--fleet.redis_url", "redis://127.0.0.1:1/0"], ["deploy"]])
+def test_a_fleet_needs_ray(own_environment, monkeypatch, words):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fleet.ray_app", raising=False)
-    refused = CliRunner().invoke(cli, ["up", "--fleet.redis_url", "redis://127.0.0.1:1/0"])
+    refused = CliRunner().invoke(cli, words)
     assert refused.exit_code == 1
     assert "pip install '.[fleet]'" in refused.stderr
 
