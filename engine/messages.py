@@ -5,7 +5,10 @@ Token ids and small structs only: never tensors, never pickle. Every message is 
 
 import msgspec
 
-from cache.stats import MISS_REASONS as MISS_REASONS  # the app has these two from here
+from cache.blocks.keys import given_salt as given_salt  # the app has these from here
+from cache.blocks.keys import is_exact as is_exact
+from cache.blocks.keys import salt_of as salt_of
+from cache.stats import MISS_REASONS as MISS_REASONS
 from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams

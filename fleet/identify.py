@@ -22,6 +22,7 @@ import msgspec
 
 from app.conversations.digests import canonical, digest
 from app.schemas.fields import SESSION_ID
+from engine.messages import salt_of
 
 CHAIN_HEADER = "x-reprise-chain"  # digest of the request's messages, in hex
 SESSION_HEADER = "x-reprise-session"  # id of the session that the directory knows for them
@@ -44,6 +45,7 @@ class TurnBody(msgspec.Struct):
     model: Any = None
     stream: Any = None
     cache_salt: Any = None
+    kv_quality: Any = None
     session_id: Any = None
     prompt_cache_key: Any = None
     previous_response_id: Any = None
@@ -84,11 +86,17 @@ def read_body(body: bytes) -> TurnBody | None:
         return None
 
 
+def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:
+    """Return what narrows the domain of a turn's KV. is_exact: its key wants that of all turns."""
+    salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
+    return salt_of(salt, is_exact=is_exact or body.kv_quality == "exact")
+
+
 def conversation_of(body: TurnBody) -> Conversation:
     """Digest the messages of a chat (OpenAI's or Anthropic's) or the input of a response. Takes a few microseconds a
     message, and a second for a gigabyte of text."""
     # A client with another salt must not learn that somebody had the same conversation.
-    salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
+    salt = salt_in(body)
     chain, opening, answers, history_chars, chars = digest("conversation", salt), b"", list[bytes](), 0, 0
     if isinstance(body.previous_response_id, str):
         answers.append(response_digest(body.previous_response_id))

@@ -70,6 +70,7 @@ def caller_of(request: Request, place: int = 0) -> Caller:
         timeout_header=request.headers.get(TIMEOUT_HEADER),
         relayed=relayed,
         is_counted=getattr(request.state, "is_counted", False),
+        is_exact=request.app.state.keyring.is_exact(request.state.tenant),
         resumed=None if resumption is None else resumption.turn(place),
         chain=_chain(request) if relayed else None,
     )

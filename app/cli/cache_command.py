@@ -13,6 +13,7 @@ from rich.table import Table
 
 from app.settings.help import settings_of
 from app.settings.settings import GIB, Settings
+from engine.messages import given_salt, is_exact
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
@@ -135,7 +136,7 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
             blocks = [block for extent in extents for block in extent.blocks]
             ttl_s = settings.cache.ttl_s if session.ttl_s is None else session.ttl_s
             cells = [
-                session.session_id + (f" (salt {session.salt})" if session.salt else ""),
+                session.session_id + _domain(session.salt),
                 session.tenant,
                 f"{len(blocks):,}",
                 f"{sum(len(block.token_ids) // TOKEN_BYTES for block in blocks):,}",
@@ -243,6 +244,12 @@ def _directory(context: typer.Context) -> Directory:
     """Return the directory functions, passed in by `app.cli.program`, which alone imports the tiers."""
     directory: Directory = context.obj
     return directory
+
+
+def _domain(salt: str) -> str:
+    """Return what a session's name has to be followed by where it is not in the ordinary domain."""
+    salted = f" (salt {given_salt(salt)})" if given_salt(salt) else ""
+    return salted + (" (exact)" if is_exact(salt) else "")
 
 
 def _date(unix_s: float) -> str:

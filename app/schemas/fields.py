@@ -8,6 +8,8 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from engine.messages import salt_of
+
 MAX_TIMEOUT_S = 86_400.0
 # "." and ".." are excluded: clients remove them from URLs, so such a session could not be deleted.
 # Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
@@ -229,6 +231,11 @@ class GenerationRequest(Part):
     cache_salt: str | None = Field(
         None, max_length=256, description="cached KV is shared only with requests of the same salt"
     )
+    kv_quality: Literal["exact", "default"] | None = Field(
+        None,
+        description="`exact`: use and leave no KV that has been through a lossy codec (`cache.codec`); exact requests "
+        "share KV among themselves",
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None,
         description="a full window: `auto` drops the earliest history, `disabled` answers 400; default: "
@@ -237,6 +244,11 @@ class GenerationRequest(Part):
     keep_first_tokens: int | None = Field(
         None, ge=0, le=1 << 24, description="leading tokens that a truncation keeps; default: the system prompt"
     )
+
+    @property
+    def salt(self) -> str:
+        """What narrows the domain of the request's KV."""
+        return salt_of(self.cache_salt or "", is_exact=self.kv_quality == "exact")
 
     @model_validator(mode="after")
     def _goes_together(self) -> "GenerationRequest":

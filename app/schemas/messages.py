@@ -129,6 +129,7 @@ class CountTokensRequest(Part):
     # Reprise's own fields, as in a chat.
     session_id: SessionId | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    kv_quality: Literal["exact", "default"] | None = None
     chat_template_kwargs: TemplateArgs | None = None
 
 

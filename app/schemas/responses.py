@@ -209,6 +209,7 @@ class ResponseRequest(Part):
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     session_id: SessionId | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    kv_quality: Literal["exact", "default"] | None = None
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     priority: int | None = Field(None, ge=-100, le=100)
     chat_template_kwargs: TemplateArgs | None = None

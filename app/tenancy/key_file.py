@@ -21,7 +21,7 @@ import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,6 +49,7 @@ class _Entry(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=0, le=1 << 40)
     sessions: int | None = Field(None, ge=0, le=1 << 30)
     cache_gib: float | None = Field(None, ge=0, le=1 << 20)
+    kv_quality: Literal["exact", "default"] = "default"
 
     def key(self, default: KeyLimits) -> Key:
         def given(own: int | None, other: int) -> int:
@@ -61,7 +62,7 @@ class _Entry(BaseModel):
             sessions=given(self.sessions, default.sessions),
             cache_bytes=default.cache_bytes if self.cache_gib is None else int(self.cache_gib * (1 << 30)),
         )
-        return Key(bytes.fromhex(self.sha256), self.admin, limits)
+        return Key(bytes.fromhex(self.sha256), self.admin, limits, is_exact=self.kv_quality == "exact")
 
 
 def load_keys(path: Path, default: KeyLimits) -> list[Key]:

@@ -29,6 +29,7 @@ class Key:
     digest: bytes
     is_admin: bool = False
     limits: KeyLimits = NO_LIMITS
+    is_exact: bool = False  # none of its KV may go through a lossy codec
 
 
 def digest_of(key: str) -> bytes:
@@ -64,6 +65,10 @@ class Keyring:
 
     def limits(self, tenant: str) -> KeyLimits:
         return self._keys[tenant].limits if tenant in self._keys else self._local
+
+    def is_exact(self, tenant: str) -> bool:
+        """Whether all requests of a tenant have `kv_quality` exact."""
+        return tenant in self._keys and self._keys[tenant].is_exact
 
     def tenant(self, authorization: str | None) -> str | None:
         """Return the tenant of an Authorization header, or None if its key is not valid."""

@@ -26,6 +26,7 @@ from engine.messages import (
     Output,
     Submit,
     TokensBySource,
+    is_exact,
 )
 from engine.process.client import EngineLost
 
@@ -75,6 +76,8 @@ class Generation(AsyncIterator[Delta]):
         self.created = int(time.time()) if resumed is None else resumed.created
         self.model = admitted.model
         self.sampling = submit.sampling
+        self.codec = "raw" if is_exact(submit.cache_salt) else admitted.model.codec
+        """What KV of this conversation may go through; raw: nothing."""
         self.prompt = prepared.prompt
         self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave
         self.arrived_s = admitted.arrived_s

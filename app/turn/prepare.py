@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from app.conversations.prepared_prompt import PreparedPrompt
 from app.conversations.text_thread import TextThread
@@ -40,7 +40,16 @@ class Caller:
     relayed: bool = False  # by a gateway, which may ask another server instead
     is_counted: bool = False  # a gateway holds the key's own limits, over the whole fleet
     resumed: ResumedTurn | None = None  # another server has begun the answer
+    is_exact: bool = False  # its key wants `kv_quality` exact for all that it asks
     chain: bytes | None = None  # digest of the messages, which a gateway made; see `fleet.identify`
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def narrowed(request: R, caller: Caller) -> R:
+    """Return the request as its key lets it be asked."""
+    return request.model_copy(update={"kv_quality": "exact"}) if caller.is_exact else request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Prepared:
             request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
             session_id=self.prompt.session_id,
             tenant=tenant,
-            cache_salt=request.cache_salt or "",
+            cache_salt=request.salt,
             token_ids=self.token_ids,
             num_choices=request.n or 1,
             sampling=sampling,
@@ -129,7 +138,7 @@ async def prepare_chat(
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
             # A client with another salt must not even learn that another had the same conversation.
-            tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
+            tenant=f"{tenant}/{request.salt}" if request.salt else tenant,
             model=model.fingerprint,
             messages=messages,
             tools=shown_tools,

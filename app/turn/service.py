@@ -26,6 +26,7 @@ from app.turn.prepare import (
     Prepare,
     Prepared,
     Prompt,
+    narrowed,
     prepare_chat,
     prepare_text,
     session_id_of,
@@ -72,10 +73,12 @@ class TurnService:
 
     async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
         """Submit a chat. Returns its generation, which must be iterated to its end or closed."""
+        request = narrowed(request, caller)
         return await self._begin(request, caller, partial(self._prepare_chat, request, caller.tenant))
 
     async def complete(self, request: CompletionRequest, prompt: Prompt, caller: Caller) -> Generation:
         """Submit one prompt of a text completion. Returns its generation, as `generate` does."""
+        request = narrowed(request, caller)
 
         async def prepare(model: ModelInfo, session_id: str | None) -> Prepared:
             return prepare_text(request, prompt, session_id)
@@ -84,6 +87,7 @@ class TurnService:
 
     async def chat_tokens(self, request: ChatCompletionRequest, caller: Caller) -> list[int]:
         """Return the prompt that `generate` would submit. Takes a place meanwhile."""
+        request = narrowed(request, caller)
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         ticket = self.places.enter(caller.tenant, 1, is_counted=caller.is_counted)
@@ -174,7 +178,7 @@ class TurnService:
         """Prepare a request. In a fleet its session is claimed first, and what other servers have said is brought."""
         if self._fleet is None:
             return await prepare(session_id)
-        salt = request.cache_salt or ""
+        salt = request.salt
         if session_id is not None:
             await self._fleet.claim(SessionName(caller.tenant, session_id, salt))
             return await prepare(session_id)

@@ -47,6 +47,24 @@ def tokens_of(data: bytes) -> "array[int]":
     return tokens
 
 
+_EXACT = "exact\0"  # begins the salts of what is never coded
+
+
+def salt_of(cache_salt: str, *, is_exact: bool) -> str:
+    """Return the salt of a request's domain. Exact requests have domains of their own, in which nothing is coded."""
+    return _EXACT + cache_salt if is_exact else cache_salt
+
+
+def is_exact(salt: str) -> bool:
+    """Whether the blocks under a salt are never to be coded."""
+    return salt.startswith(_EXACT)
+
+
+def given_salt(salt: str) -> str:
+    """Return the salt that the request gave."""
+    return salt.removeprefix(_EXACT)
+
+
 class KeyDomain:
     """The keys of one tenant's blocks for one model. Equal prefixes get equal keys within a domain, and only there."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cache.blocks.context import RunningContext
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
 from cache.blocks.match import Match
 from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable
@@ -327,6 +327,7 @@ class HbmPool:
             place=block,
             kept_raw=(
                 parent == context.domain.root
+                or is_exact(context.session[1])
                 or block < context.open_place  # it was not computed for this context
                 or (block == context.open_place and context.continues_raw)
                 or lineage.is_moved(block)

@@ -14,6 +14,7 @@ from app.errors import ApiError, session_not_found, unavailable
 from app.http.body import parse_json, read_body
 from app.schemas.fields import SESSION_ID
 from app.tenancy.keyring import Keyring
+from engine.messages import salt_of
 from fleet.directory import Directory, DirectoryUnavailable
 from fleet.gateway.metrics import Metrics
 from fleet.gateway.passing import Passing, no_replica
@@ -104,11 +105,11 @@ class Endpoints:
         given = request.query_params.get("limit", "")
         limit = min(int(given), MAX_LISTED) if given.isdecimal() and len(given) < 9 else LISTED
         answers = await self._passing.ask_all(request, [[name] for name in self._members.view.names])
-        newest: dict[tuple[str, str], dict[str, Any]] = {}
+        newest: dict[tuple[Any, ...], dict[str, Any]] = {}
         for session in sorted(
             (one for answer in answers for one in answer["data"]), key=lambda one: one["last_used_at"]
         ):
-            newest[session["id"], session["cache_salt"] or ""] = session
+            newest[session["id"], session.get("kv_quality"), session["cache_salt"] or ""] = session
         found = [newest[key] for key in sorted(newest)]
         page = found[:limit]
         return _json(
@@ -162,7 +163,7 @@ class Endpoints:
 
     async def move(self, request: Request) -> Response:
         """Send the next turn of one of the caller's sessions to a replica: {"session_id": ID, "replica": NAME,
-        "cache_salt": ""}."""
+        "cache_salt": "", "kv_quality": "default"}."""
         body = await self._operator(request)
         session_id, name, salt = body.get("session_id"), body.get("replica"), body.get("cache_salt") or ""
         if not (isinstance(session_id, str) and isinstance(name, str) and isinstance(salt, str)):
@@ -173,7 +174,8 @@ class Endpoints:
         if beat is None:
             raise _unknown_replica(name)
         tenant = request.scope["state"]["tenant"]
-        session = SessionName(tenant, session_id, salt)
+        exact = body.get("kv_quality") == "exact" or self._keyring.is_exact(tenant)
+        session = SessionName(tenant, session_id, salt_of(salt, is_exact=exact))
         if not await _asked(self._directory.move(session, fingerprint=beat.fingerprint, replica=name)):
             raise session_not_found(session_id)
         return _json({"session_id": session_id, "replica": name})

@@ -112,6 +112,7 @@ class Gateway:
         parts, state = self.parts, request.scope["state"]
         turn = await read_turn(
             tenant=state["tenant"],
+            is_exact=parts.keyring.is_exact(state["tenant"]),
             path=request.url.path,
             target=target_of(request.scope),
             headers=forwarded(request.headers.raw),

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from fleet.identify import Conversation, TurnBody, choices_of, conversation_of, read_body, session_id_of
+from fleet.identify import (
+    Conversation,
+    TurnBody,
+    choices_of,
+    conversation_of,
+    read_body,
+    salt_in,
+    session_id_of,
+)
 
 TURN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 LONG_BODY_BYTES = 1 << 18  # a longer one is read on a thread; it would hold up others' streams for milliseconds
@@ -52,6 +60,7 @@ class Turn:
 async def read_turn(
     *,
     tenant: str,
+    is_exact: bool,
     path: str,
     target: bytes,
     headers: Headers,
@@ -76,7 +85,7 @@ async def read_turn(
         body=body,
         model=said.model if isinstance(said.model, str) else "",
         streams=said.stream is True,
-        salt=said.cache_salt if isinstance(said.cache_salt, str) else "",
+        salt=salt_in(said, is_exact=is_exact),
         session_id=session_id_of(said, session_header),
         conversation=conversation,
         choices=choices_of(said),

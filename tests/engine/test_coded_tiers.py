@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.blocks.keys import token_bytes
+from cache.blocks.keys import salt_of, token_bytes
 from cache.blocks.stored import is_coded
 from cache.moves import WriteExtent
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
@@ -63,8 +63,8 @@ def make(path: Path, tmp_path: Path) -> Iterator[Make]:
     made[-1].close()
 
 
-def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s") -> Answer:
-    answer = driver.ask(request_id, prompt, session=session, max_tokens=ANSWER, ignore_eos=True)
+def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s", salt: str = "") -> Answer:
+    answer = driver.ask(request_id, prompt, session=session, salt=salt, max_tokens=ANSWER, ignore_eos=True)
     driver.settle()
     driver.check()
     return answer
@@ -96,6 +96,27 @@ def test_a_restarted_engine_goes_on_from_coded_kv(make, vanilla, codec):
     assert two.report.coded_tokens == 3 * 32  # neither the first block nor what was open
     again = make(codec)
     assert turn(again, "3", prompt, session="other").text == two.text  # the same bytes give the same text
+
+
+def test_what_is_asked_exactly_is_neither_coded_nor_decoded(make, vanilla):
+    exact = {"salt": salt_of("", is_exact=True)}
+    first = make()
+    orders = watch_writes(first)
+    one = turn(first, "1", random_ids(HISTORY, 1), **exact)
+    assert orders
+    assert not any(order.is_coded for order in orders)
+    coded = turn(first, "2", random_ids(HISTORY, 1))
+    assert coded.cached == 0  # exact KV is found by exact requests alone
+    prompt = [*one.text, *random_ids(20, 2)]
+    second = make()
+    two = turn(second, "3", prompt, **exact)
+    assert (two.report.disk_tokens, two.report.coded_tokens) == (two.cached, 0)
+    assert two.cached >= HISTORY
+    assert_greedy(vanilla, two)
+    three = turn(second, "4", prompt)
+    assert three.report.coded_tokens == 3 * 32
+    # In one server, beside coded KV of the same text.
+    assert turn(second, "5", [*two.text, 1], **exact).report.coded_tokens == 0
 
 
 def test_full_blocks_but_the_first_are_coded_and_smaller(make):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.turn.prepare import session_id_of as id_of_the_app
+from engine.messages import salt_of
 from fleet.identify import (
     MAX_ANSWERS,
     TurnBody,
@@ -15,6 +16,7 @@ from fleet.identify import (
     link_answer,
     read_body,
     response_digest,
+    salt_in,
     session_id_of,
 )
 
@@ -95,6 +97,15 @@ def test_the_line_that_changes_in_every_request_of_claude_code_is_left_out():
 def test_conversations_with_other_salts_are_others():
     assert chat(USER, cache_salt="x").chain != chat(USER).chain
     assert chat(USER, cache_salt="").chain == chat(USER, cache_salt=None).chain == chat(USER).chain
+
+
+def test_exact_conversations_are_others():
+    assert chat(USER, kv_quality="exact").chain != chat(USER).chain
+    assert chat(USER, kv_quality="default").chain == chat(USER).chain
+    body = read_body(b'{"cache_salt": "x"}')
+    assert body is not None
+    assert salt_in(body) == "x"
+    assert salt_in(body, is_exact=True) == salt_of("x", is_exact=True)
 
 
 def test_counts_what_is_new():

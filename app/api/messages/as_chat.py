@@ -18,7 +18,7 @@ from app.schemas.messages import (
 )
 
 BILLING = "x-anthropic-billing-header:"
-_SAME = ("model", "session_id", "cache_salt", "chat_template_kwargs")
+_SAME = ("model", "session_id", "cache_salt", "kv_quality", "chat_template_kwargs")
 _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "max_tokens")
 
 

@@ -15,7 +15,7 @@ from app.http.body import parse_body
 from app.schemas import answers
 from app.schemas.fields import SESSION_ID
 from app.turn.sessions import Question
-from engine.messages import SessionInfo, SessionReply
+from engine.messages import SessionInfo, SessionReply, given_salt, is_exact
 
 MAX_LISTED = 1000
 router = APIRouter()
@@ -140,7 +140,8 @@ def describe_session(info: SessionInfo) -> dict[str, Any]:
     return {
         "id": info.session_id,
         "object": "session",
-        "cache_salt": info.cache_salt or None,
+        "cache_salt": given_salt(info.cache_salt) or None,
+        "kv_quality": "exact" if is_exact(info.cache_salt) else "default",
         "tokens": info.tokens,
         "truncated_tokens": info.truncated_tokens,
         "blocks": info.blocks,

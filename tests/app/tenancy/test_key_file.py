@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from app.cli.program import cli
 from app.tenancy.key_file import KeyFileError, add_key, follow_keys, load_keys, remove_key
-from app.tenancy.keyring import Key, KeyLimits, digest_of
+from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
 from tests.app.fakes import until
 
 HASH = "a" * 64
@@ -46,6 +46,16 @@ def test_limits_of_its_own_are_a_keys_and_zero_is_none(tmp_path):
     (key,) = load_keys(write(tmp_path / "keys", text), DEFAULT)
     expected = KeyLimits(requests=9, requests_per_minute=3, tokens_per_minute=4, sessions=0, cache_bytes=1 << 29)
     assert key.limits == expected
+    assert not key.is_exact
+
+
+def test_a_key_may_want_all_of_its_kv_exact(tmp_path):
+    (key,) = load_keys(write(tmp_path / "keys", f'[a]\nsha256 = "{HASH}"\nkv_quality = "exact"\n'), DEFAULT)
+    assert key.is_exact
+    keyring = Keyring([key])
+    (tenant,) = keyring._keys
+    assert keyring.is_exact(tenant)
+    assert not keyring.is_exact("another")
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604, 0o666])

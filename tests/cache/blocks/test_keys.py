@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, token_bytes, typed_fields
+from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, given_salt, is_exact, salt_of, token_bytes, typed_fields
 
 FIELDS = st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4), st.integers(-20, 300)), max_size=4)
 TOKEN = st.integers(0, 2**32 - 1)
@@ -13,6 +13,13 @@ NAMES = {
     "salt": st.text(max_size=5),
 }
 DOMAINS = st.fixed_dictionaries(NAMES)
+
+
+@given(salt=st.text(max_size=8).filter(lambda salt: not is_exact(salt)))
+def test_exact_requests_have_a_domain_of_their_own(salt):
+    exact, default = salt_of(salt, is_exact=True), salt_of(salt, is_exact=False)
+    assert (is_exact(exact), is_exact(default)) == (True, False)
+    assert given_salt(exact) == given_salt(default) == default == salt
 
 
 def domain(**changes):

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from engine.messages import given_salt, is_exact
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"
@@ -188,6 +189,20 @@ async def test_another_salt_is_another_conversation(running: Running):
     other = await running.chat(messages=messages, cache_salt="bob")
     assert same.headers["x-session-id"] == first.headers["x-session-id"] != other.headers["x-session-id"]
     assert [submit.cache_salt for submit in running.engine.submitted] == ["ann", "ann", "bob"]
+
+
+async def test_exact_requests_have_conversations_of_their_own(running: Running):
+    first = await running.chat("Hello", kv_quality="exact")
+    assert first.json()["x_cache"]["codec"] == "raw"
+    answer = {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]}
+    messages = [{"role": "user", "content": "Hello"}, answer, {"role": "user", "content": "More"}]
+    same = await running.chat(messages=messages, kv_quality="exact")
+    other = await running.chat(messages=messages, kv_quality="default")
+    assert same.headers["x-session-id"] == first.headers["x-session-id"] != other.headers["x-session-id"]
+    salts = [submit.cache_salt for submit in running.engine.submitted]
+    assert [is_exact(salt) for salt in salts] == [True, True, False]
+    assert [given_salt(salt) for salt in salts] == [""] * 3
+    assert (await running.chat("Hello", kv_quality="some")).status_code == 400
 
 
 async def test_ignored_fields_are_named(running: Running):

@@ -30,6 +30,7 @@ async def test_a_session_shows_what_the_cache_holds(running: Running):
         "id": "a",
         "object": "session",
         "cache_salt": None,
+        "kv_quality": "default",
         "tokens": 100,
         "truncated_tokens": 32,
         "blocks": {"hbm": 2, "disk": 4},
