@@ -1,7 +1,13 @@
 """Logits in, one token id per row out: penalties, temperature, top-k, top-p, min-p, seeded draws, logprobs.
 
 A draw depends on the row's logits, its parameters, its seed and its position alone: not on the batch it shares, nor on
-preemptions. The uniform is counter-based (Philox at the position), and all arithmetic between tokens is row by row.
+preemptions. All arithmetic between tokens is row by row.
+
+Tokens are drawn in a race: each waits for a time that is exponential with its probability as the rate, and the first
+wins, which each does as often as its probability says (Gumbel's trick). How long a token waits hangs on seed, position,
+its id and its own probability, so logits that another rounding has changed in the last bits draw the same token, unless
+the two fastest arrive together. A point of the cumulative distribution would fall to a neighbour as often as sums or
+ranks of unlikely tokens change.
 """
 
 import math
@@ -27,6 +33,7 @@ GREEDY_TEMPERATURE = 1e-5
 _PREFIXES = (math.log(1e-4), math.log(1e-6), float(np.finfo(np.float32).min))
 
 _WORD = 2**64 - 1
+_REST = 1 << 40  # beyond all ids: in an unfiltered race, the first of those that stand for all tokens below a floor
 
 
 class BadLogits(Exception):
@@ -137,9 +144,21 @@ def choice_seed(seed: int, choice: int) -> int:
     return philox((seed, 1), choice)[0]
 
 
-def uniform(seed: int, position: int) -> float:
-    """The draw of a choice at a position: [0, 1), 53 bits."""
-    return (philox((seed, 0), position)[0] >> 11) * 2.0**-53
+def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How long tokens of rate 1 wait in the race of a position: exponential, and independent of each other. Each is a
+    word of SplitMix64 (Steele et al., OOPSLA 2014), whose start is Philox at the position and whose steps are ids."""
+    words = ids.astype(np.uint64)
+    words += np.uint64(1)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64(philox((seed, 0), position)[0])
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    uniforms = (words >> np.uint64(11)).astype(np.float64)
+    uniforms += 0.5  # neither 0 nor 1
+    uniforms *= 2.0**-53
+    return -np.log(uniforms)
 
 
 def philox(key: tuple[int, int], counter: int) -> tuple[int, int, int, int]:
@@ -191,27 +210,26 @@ def _sample_special(work: Tensor, names: list[int], rows: Sequence[SampleRow]) -
     # Row by row in the library too, so the batch has no part in the result.
     logprobs = work.log_softmax(dim=-1)
     for row, i, prefix in zip(logprobs, drawn, _ranked(logprobs, [_PREFIXES[0]] * len(drawn)), strict=True):
-        point = uniform(picked[i].seed, picked[i].position)
-        token = _draw(*prefix, picked[i].sampling, point, complete=False)
-        for floor in _PREFIXES[1:]:
+        token = _draw(*prefix, picked[i], 0)
+        for level in range(1, len(_PREFIXES)):
             if token is None:
-                [prefix] = _ranked(row[None], [floor])
-                token = _draw(*prefix, picked[i].sampling, point, complete=floor == _PREFIXES[-1])
+                [prefix] = _ranked(row[None], [_PREFIXES[level]])
+                token = _draw(*prefix, picked[i], level)
         assert token is not None
         tokens[i] = token
     return tokens
 
 
-def _draw(
-    ids: NDArray[np.int64], logprobs: NDArray[np.float32], sampling: SamplingParams, point: float, *, complete: bool
-) -> int | None:
-    """The token at `point` of the cumulative distribution over what the filters keep, most likely first.
-    ids and logprobs [n] are the head of the ranking (`complete`: all of it); None when that is not enough to tell.
-    """
+def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
+    """The token that wins among those that the filters keep. ids and logprobs [n] are the head of the ranking, down to
+    _PREFIXES[level]; None when that is not enough to tell."""
+    sampling, complete = row.sampling, level == len(_PREFIXES) - 1
     held = len(ids)
     if not held:
         return None
     probs = np.exp(logprobs.astype(np.float64))
+    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        return _win_unfiltered(ids, probs, logprobs, row, level)
     mass = np.cumsum(probs)
     end = held if complete else held + 1  # tokens kept; held + 1 stands for "the ranking goes on"
     total = 1.0  # what they weigh together
@@ -230,14 +248,30 @@ def _draw(
             end = min(end, likely)
         if end > held:
             return None
-    if sampling.top_p < 1 or sampling.min_p:
-        total = mass[end - 1]
-    place = int(np.searchsorted(mass, point * total, side="right"))
-    if place >= min(end, held):
-        if end > held:
+    return int(ids[_first(ids[:end], probs[:end], row)[0]])
+
+
+def _win_unfiltered(
+    ids: NDArray[np.int64], probs: NDArray[np.float64], logprobs: NDArray[np.float32], row: SampleRow, level: int
+) -> int | None:
+    """The token that wins among all: those above each floor race with one that stands for all below it."""
+    known = int(np.count_nonzero(logprobs >= _PREFIXES[level - 1])) if level else 0  # they have lost
+    if known == len(ids):
+        return int(ids[-1]) if level == len(_PREFIXES) - 1 else None  # rounding: what had won has no mass
+    place, time = _first(ids[known:], probs[known:], row)
+    if level < len(_PREFIXES) - 1:
+        rest = max(0.0, 1.0 - float(probs.sum()))
+        if rest and waits(row.seed, row.position, np.array([_REST + level]))[0] < time * rest:
             return None
-        place = int(np.searchsorted(mass, mass[end - 1]))  # rounding at the very end: the last token with any mass
-    return int(ids[place])
+    return int(ids[known + place])
+
+
+def _first(ids: NDArray[np.int64], probs: NDArray[np.float64], row: SampleRow) -> tuple[int, float]:
+    """The place of the token that wins, and its time."""
+    with np.errstate(divide="ignore"):
+        times = waits(row.seed, row.position, ids) / probs
+    place = int(np.argmin(times))
+    return place, float(times[place])
 
 
 def _ranked(logprobs: Tensor, floors: list[float]) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
