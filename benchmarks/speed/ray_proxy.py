@@ -72,7 +72,8 @@ def serve_with_ray() -> None:
     class Server:
         pass
 
-    deployment = serve.deployment(serve.ingress(stream)(Server), max_ongoing_requests=1000)
+    # Serve calls a function to make the application.
+    deployment = serve.deployment(serve.ingress(lambda: stream)(Server), max_ongoing_requests=1000)
     serve.run(deployment.bind(), name="stub", route_prefix="/")
     (proxy,) = (one for one in psutil.Process().children(recursive=True) if PROXY in " ".join(one.cmdline()))
     print(port, proxy.pid, flush=True)
