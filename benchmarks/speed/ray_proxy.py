@@ -66,7 +66,7 @@ def serve_with_ray() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error")
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
 
     class Server:
