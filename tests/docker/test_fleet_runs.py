@@ -482,7 +482,7 @@ def _servers(fleet: Fleet) -> set[str]:
     """Return the processes that serve, by the node and the time of their start."""
     code = (
         "import pathlib; print([p.parent.name + ' ' + (p.parent / 'stat').read_text().rsplit(')')[1].split()[19] "
-        "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline') if b'--fleet.advertise' in p.read_bytes()])"
+        "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline') if b'\\0--fleet.advertise\\0' in p.read_bytes()])"
     )
     return {f"{node} {fleet.docker('exec', node, 'python', '-c', code).strip()}" for node in fleet.containers("node")}
 
