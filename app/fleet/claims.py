@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from app.conversations.text_thread import TextThread
 from app.fleet.copies import Copies, scope_of
@@ -32,12 +33,15 @@ class Claims:
         readiness: Readiness,
         ttl_s: float,
         brings_transcripts: bool,
+        deleted_until: Callable[[], int],
     ) -> None:
-        """ttl_s: of a new session. brings_transcripts: whether the directory has them."""
+        """ttl_s: of a new session. brings_transcripts: whether the directory has them. deleted_until: the epoch up to
+        which deletions have been carried out here."""
         self.results: Counter[str] = Counter()  # new, home, adopted, failed
         self._directory, self._held, self._copies = directory, held, copies
         self._engine, self._transcripts = engine, transcripts
         self._readiness, self._ttl_s, self._brings_transcripts = readiness, ttl_s, brings_transcripts
+        self._deleted_until = deleted_until
 
     async def claim(self, name: SessionName) -> bool:
         """Make this replica the session's home, and bring what others have committed of it. Returns whether something
@@ -48,8 +52,11 @@ class Claims:
                 claim = await self._directory.claim(
                     name, fingerprint=self._readiness.fingerprint, ttl_s=self._ttl_s, begun=held.begun
                 )
-                if claim.forgotten > held.begun:  # what is here is older than its deletion
-                    await self._copies.delete_soon(name.tenant, name.session_id)
+                if claim.forgotten > held.begun:  # what is here is older than its deletion, if anything is
+                    if claim.forgotten > self._deleted_until() and not self._held.are_begun_after(
+                        name, claim.forgotten
+                    ):
+                        await self._copies.delete_soon(name.tenant, name.session_id)
                     held.turn = held.exported = held.begun = 0
                 held.epoch = claim.epoch
                 held.begun = held.begun or claim.epoch

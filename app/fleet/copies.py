@@ -52,7 +52,7 @@ class Copies:
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
         """Likewise, unless one of them was begun after the epoch."""
-        if not any(held.begun > epoch for held in self._held.of_id(tenant, session_id).values()):
+        if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)
 

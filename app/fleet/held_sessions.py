@@ -58,6 +58,10 @@ class HeldSessions:
             name: held for name, held in self._by_name.items() if (name.tenant, name.session_id) == (tenant, session_id)
         }
 
+    def are_begun_after(self, name: SessionName, epoch: int) -> bool:
+        """Whether a session of the same id, with any salt, was begun after the epoch."""
+        return any(held.begun > epoch for held in self.of_id(name.tenant, name.session_id).values())
+
     def forget(self, name: SessionName) -> None:
         self._by_name.pop(name, None)
 

@@ -89,6 +89,7 @@ class Replica:
             readiness=readiness,
             ttl_s=settings.cache.ttl_s,
             brings_transcripts=fleet.transcripts,
+            deleted_until=lambda: self.deletions.since,
         )
         self._commits = Commits(
             directory=self.directory,

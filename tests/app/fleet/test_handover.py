@@ -120,6 +120,21 @@ async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
         assert await a.app.state.text_thread.names() == [("local", "chat")]
 
 
+async def test_sessions_of_a_deleted_id_are_begun_anew_under_each_salt(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        salts = ("one", "two")
+        for salt in salts:
+            await say(a, HELLO, cache_salt=salt)
+        assert (await b.http.delete("/v1/sessions/chat")).status_code == 204
+        assert await a.app.state.text_thread.names() == []
+        for salt in salts:
+            await say(a, HELLO, cache_salt=salt)
+        told = await a.app.state.text_thread.names()
+        assert sorted(scope for scope, _ in told) == ["local/one", "local/two"], (
+            "the second deletes nothing of the first"
+        )
+
+
 async def test_a_session_whose_server_is_gone_is_deleted_by_another_engine(server, tmp_path):
     async with replica(server, tmp_path, "b") as b:
         async with replica(server, tmp_path, "a") as a:
