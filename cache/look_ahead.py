@@ -228,7 +228,7 @@ class LookAhead:
         missing = [
             row
             for row in self._table.matched(keys)
-            if row.page is None and row.slot is None and not fetches.is_fetching(row.key)
+            if row.page is None and not row.in_dram and not fetches.is_fetching(row.key)
         ]
         if not missing or any(row.key in brought for row in missing):
             return True

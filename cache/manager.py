@@ -18,6 +18,7 @@ from cache.blocks.keys import BLOCK_TOKENS
 from cache.look_ahead import LookAhead, WaitingLine
 from cache.moves import (
     Deleted,
+    Encoded,
     Event,
     Fetched,
     HeadersRead,
@@ -131,6 +132,8 @@ class CacheManager:
                 self._loads.on_loaded(event)
             case Fetched():
                 tiers.fetches.on_fetched(event.job_id, event.failed, now)
+            case Encoded():
+                tiers.encoder.on_encoded(event.job_id, event.taken)
             case Written():
                 tiers.writes.on_written(event.job_id, event.extent, event.refused, now)
                 if event.extent is not None:
@@ -174,6 +177,8 @@ class CacheManager:
             tiers.redis.plan(now)
         if tiers.dram.resident > tiers.dram.most_resident:
             tiers.dram.trim()
+            if tiers.coded.is_on:
+                tiers.encoder.plan()
         if tiers.pages.num_free < tiers.hbm.least_free:
             tiers.hbm.offload()
 
@@ -235,14 +240,17 @@ class CacheManager:
 
     @property
     def in_flight(self) -> int:
-        """Number of saves, loads, fetches, writes and deletions under way; zero at idle."""
+        """Number of saves, encodings, loads, fetches, writes and deletions under way; zero at idle."""
         return self.tiers.in_flight + len(self._loads.under_way)
 
     def gauges(self) -> CacheGauges:
         """Return how full everything is now."""
         pages, dram, disk, redis = self.tiers.pages, self.tiers.dram, self.tiers.disk, self.tiers.redis
-        used = {"dram": dram.resident * dram.slot_bytes, "disk": disk.used_bytes}
-        capacity = {"dram": dram.dram_slots * dram.slot_bytes, "disk": disk.capacity_bytes}
+        coded = self.tiers.coded
+        in_dram = dram.resident * dram.slot_bytes + coded.resident * coded.slot_bytes
+        dram_bytes = dram.dram_slots * dram.slot_bytes + coded.num_slots * coded.slot_bytes
+        used = {"dram": in_dram, "disk": disk.used_bytes}
+        capacity = {"dram": dram_bytes, "disk": disk.capacity_bytes}
         return CacheGauges(
             sessions=len(self.sessions.contexts),
             leases=self.num_leases,

@@ -41,6 +41,7 @@ class BlockLoad:
     page_row: int
     position: int
     redis: tuple[bytes, int] | None = None  # (name of the extent, index) in Redis to read first
+    is_coded: bool = False  # what is loaded is what a codec made of the block, and so is the slot's kind
 
     @property
     def tier(self) -> str:
@@ -48,6 +49,11 @@ class BlockLoad:
         if self.extent is not None:
             return "disk"
         return "dram" if self.redis is None else "redis"
+
+    @property
+    def source(self) -> str:
+        """The same, and `coded` for what DRAM has coded."""
+        return "coded" if self.is_coded and not self.is_far else self.tier
 
     @property
     def is_far(self) -> bool:
@@ -82,7 +88,8 @@ class AbandonLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
+    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1). What is coded goes to
+    coded slots, as it is."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, tuple[int, int], int], ...]  # key, (extent id, index), slot
@@ -119,6 +126,14 @@ class SealSlot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeBlocks:
+    """Encode blocks from sealed slots into coded slots. Answered by Encoded; until then both are left alone."""
+
+    job_id: int
+    blocks: tuple[tuple[BlockKey, int, int], ...]  # key, slot, coded slot
+
+
+@dataclass(frozen=True, slots=True)
 class WriteExtent:
     """Write blocks from DRAM to disk, as one extent."""
 
@@ -127,7 +142,8 @@ class WriteExtent:
     blocks: tuple[StoredBlock, ...]
     slots: tuple[int, ...]
     extent_id: int | None = None  # that another process has chosen for the same blocks; None: a new one
-    is_coded: bool = False  # by the codec of the tiers below DRAM; blocks that it refuses are left out
+    is_coded: bool = False  # what is written is what a codec made of the blocks
+    from_coded: bool = False  # the slots are coded ones; else it is encoded now, and what the codec refuses is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +222,7 @@ Move = (
     | AbandonLoad
     | FetchBlocks
     | Save
+    | EncodeBlocks
     | WriteExtent
     | DeleteExtents
     | PutSession
@@ -220,8 +237,8 @@ class Transferred:
     """Reports moved bytes, and the seconds that took."""
 
     direction: str
-    """dram_to_hbm, disk_to_hbm, redis_to_hbm, disk_to_dram, redis_to_dram, hbm_to_dram, dram_to_disk or
-    disk_to_redis."""
+    """dram_to_hbm, coded_to_hbm (out of DRAM, where it is coded), disk_to_hbm, redis_to_hbm, disk_to_dram,
+    redis_to_dram, hbm_to_dram, dram_to_disk or disk_to_redis."""
     num_bytes: int
     seconds: float
 
@@ -263,6 +280,14 @@ class Fetched:
 
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Reports the end of an encoding. taken: for each block, whether it could be encoded."""
+
+    job_id: int
+    taken: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +364,7 @@ Event = (
     | Saved
     | Loaded
     | Fetched
+    | Encoded
     | Written
     | Deleted
     | Lost

@@ -23,7 +23,8 @@ class CacheOptions:
     num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
     dram_slots: int  # how many of these keep blocks; the others are for what passes through
     disk_bytes: int  # 0: no disk
-    coded_block_bytes: int = 0  # of a block that a codec has made smaller, below DRAM; 0: nothing is coded
+    coded_block_bytes: int = 0  # of a block that a codec has made smaller; 0: nothing is coded
+    coded_slots: int = 0  # of DRAM, for such blocks
     redis_bytes: int = 0  # that Redis may keep for all servers together
     head_key: bytes = b""  # signs heads of sessions (`cache.blocks.head`); empty: no KV is kept in Redis
     hbm_high_water: float  # the share of the pages above which what nobody needs leaves,

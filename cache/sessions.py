@@ -9,7 +9,7 @@ import msgspec
 from cache.blocks.context import RunningContext, SessionContext, digest_of
 from cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
-from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord
+from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
 from cache.blocks.table import BlockRow, SessionName
 from cache.options import CacheOptions
 from cache.requests.opening import DomainOf
@@ -39,6 +39,7 @@ class SessionStore:
         self._domain_of = domain_of
         self._session_ttl_s, self._max_sessions = options.session_ttl_s, options.max_sessions
         self._bytes_per_token = options.bytes_per_token
+        self._coded_block_bytes = options.coded_block_bytes
         self._unix_offset_s = options.unix_offset_s
         self._head_key = options.head_key
         self._changed: dict[SessionName, None] = {}  # sessions whose head is to be told
@@ -59,21 +60,29 @@ class SessionStore:
 
     def blocks_of(self, name: SessionName) -> dict[str, int]:
         """Return tier -> number of blocks of a session's context that are there."""
-        return self._per_tier(name, lambda row: 1)
+        return self._per_tier(name, lambda row, tier: 1)
 
     def bytes_of(self, name: SessionName) -> dict[str, int]:
         """Return tier -> bytes of a session's context that are there."""
-        return self._per_tier(name, lambda row: row.size_bytes)
+        return self._per_tier(name, self._bytes_in)
 
-    def _per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
+    def _bytes_in(self, row: BlockRow, tier: str) -> int:
+        coded = self._coded_block_bytes
+        if tier == "dram":
+            return (row.size_bytes if row.slot is not None else 0) + (coded if row.coded is not None else 0)
+        address = {"disk": row.extent, "redis": row.redis}.get(tier)
+        return coded if coded and address is not None and is_coded(address[0]) else row.size_bytes
+
+    def _per_tier(self, name: SessionName, weight: Callable[[BlockRow, str], int]) -> dict[str, int]:
         """Return tier -> total weight of the blocks of a session's context that are there."""
         counts = {"hbm": 0, "dram": 0, "disk": 0} | ({"redis": 0} if self._tiers.redis.is_on else {})
         session = self.contexts[name]
         for key in session.all_keys:
             row = self._table.get(key)
             if row is not None:
-                for tier, address in zip(counts, (row.page, row.slot, row.extent, row.redis), strict=False):
-                    counts[tier] += weight(row) if address is not None else 0
+                places = (row.page is not None, row.in_dram, row.extent is not None, row.redis is not None)
+                for tier, is_there in zip(counts, places, strict=False):
+                    counts[tier] += weight(row, tier) if is_there else 0
         return counts
 
     def configure(self, name: SessionName, *, pinned: bool | None, ttl_s: float | None) -> None:

@@ -103,6 +103,7 @@ class CacheStats:
     evicted_blocks: int = 0  # from HBM
     offloaded_blocks: int = 0  # of these, in the background; the others left when a request needed their room
     copied_rows: int = 0
+    encoded_blocks: int = 0  # in DRAM
     evictions: Counter[str] = field(default_factory=Counter)  # tier -> blocks
     refused: Counter[str] = field(default_factory=Counter)  # tier -> blocks it had no room for
     write_failures: Counter[str] = field(default_factory=Counter)  # tier -> writes of several blocks

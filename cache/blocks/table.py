@@ -26,13 +26,14 @@ class BlockRow:
     page: int | None = None  # its address in HBM
     offset: int = 0  # first row of the block inside the page, a multiple of the block
     position: int = 0  # position of its first token in HBM, for which its keys are rotated
-    slot: int | None = None  # its address in DRAM
+    slot: int | None = None  # its address in DRAM, as rows
+    coded: int | None = None  # its address in DRAM as a codec made it, in slots of their own
     extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
     redis: tuple[bytes, int] | None = None  # its address in Redis: name of the extent, index in the extent
     origin: int | None = None  # position of its first token when it was computed
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
-    decoded: bool = False  # what HBM and DRAM have of it came out of a codec
+    decoded: bool = False  # the rows that HBM and DRAM have of it came out of a codec
     kept_raw: bool = False  # never to be coded: it begins a context, may hold decoded rows, or did not fit the codec
     owners: tuple[SessionName, ...] = ()
     score: int = 0  # CaR's (`cache.blocks.scores`): blocks with a low score leave HBM first
@@ -63,18 +64,27 @@ class BlockRow:
     @property
     def is_saved(self) -> bool:
         """Whether the block would survive leaving HBM."""
-        return self.slot is not None or self.extent is not None or self.redis is not None
+        return self.in_dram or self.extent is not None or self.redis is not None
+
+    @property
+    def in_dram(self) -> bool:
+        return self.slot is not None or self.coded is not None
 
     @property
     def is_nowhere(self) -> bool:
-        return self.page is None and self.slot is None and self.extent is None and self.redis is None
+        return self.page is None and not self.is_saved
 
     @property
     def tier(self) -> str:
         """The tier from which HBM would get the block: dram, disk or redis."""
-        if self.slot is not None or (self.extent is None and self.redis is None):
+        if self.in_dram or (self.extent is None and self.redis is None):
             return "dram"
         return "disk" if self.extent is not None else "redis"
+
+    @property
+    def source(self) -> str:
+        """The same, and `coded` where that is what DRAM has: decoding has a pace of its own."""
+        return "coded" if self.slot is None and self.coded is not None else self.tier
 
 
 class CacheTable:

@@ -11,15 +11,11 @@ from cache.blocks.stored import is_coded
 from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
+from cache.tiers.coded import CodedTier
+from cache.tiers.dram import DramTier
 from cache.tiers.hierarchy import Hierarchy
 
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
-
-
-def _is_coded(block: BlockLoad) -> bool:
-    """Whether a block comes out of the codec, on a server that codes."""
-    address = block.extent or block.redis
-    return address is not None and is_coded(address[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Loads:
         """codes: what lies below DRAM is coded, where an extent says so."""
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
-        self._dram, self._disk, self._redis = tiers.dram, tiers.disk, tiers.redis
+        self._dram, self._coded, self._disk, self._redis = tiers.dram, tiers.coded, tiers.disk, tiers.redis
         self._fetches, self._orders = tiers.fetches, tiers.orders
         self._siblings = siblings
         self._running = running
@@ -69,10 +65,13 @@ class Loads:
         """Order a load of the blocks that a request was placed on and that HBM lacks."""
         blocks = []
         for load in loads:
+            if self._codes and load.is_far:
+                address = load.extent or load.redis
+                load = replace(load, is_coded=address is not None and is_coded(address[0]))
             if load.slot is not None:
-                self._dram.pin(load.slot)
-            elif self._fetches.has_room() and load.num_rows == BLOCK_TOKENS:
-                load = replace(load, slot=self._dram.take_slot(None))
+                self._slots_of(load).pin(load.slot)
+            elif load.num_rows == BLOCK_TOKENS and self._fetches.has_room(coded=load.is_coded):
+                load = replace(load, slot=self._slots_of(load).take_slot(None))
             self._pages.pin(load.page)
             if load.num_rows == BLOCK_TOKENS:
                 self._siblings.claim(load.key, context.request_id)
@@ -84,6 +83,9 @@ class Loads:
             noted, seemed_fast=self._expected_s(noted) <= self._worth_waiting_s(noted)
         )
         self._orders.add(LoadBlocks(context.job, context.request_id, tuple(blocks)))
+
+    def _slots_of(self, load: BlockLoad) -> DramTier | CodedTier:
+        return self._coded if load.is_coded else self._dram
 
     def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
         far = [load.position for load in blocks if load.is_far]
@@ -147,8 +149,10 @@ class Loads:
 
     def _expected_s(self, load: Load) -> float:
         """Return how long a load should take by the rates measured so far."""
-        tokens = self._tokens(load)
-        return sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items() if n)
+        tokens = Counter[str]()
+        for block in load.blocks:
+            tokens[block.source] += block.num_rows
+        return sum(self._rates.load_s(f"{source}_to_hbm", n * self._bytes_per_token) for source, n in tokens.items())
 
     def leave(self, context: RunningContext) -> bool:
         """Let go of a request's load, because it gives its pages back. Returns whether the load is still under way; it
@@ -184,17 +188,16 @@ class Loads:
         for block in load.blocks:
             self._siblings.settle(block.key, load.claimant)
             if block.slot is not None and not block.is_far:
-                self._dram.unpin(block.slot)
+                self._slots_of(block).unpin(block.slot)
             elif block.slot is not None:
                 if event.failed:
-                    self._dram.give_back(block.slot)
+                    self._slots_of(block).give_back(block.slot)
                 else:
-                    self._dram.keep(block.key, block.slot)
+                    self._slots_of(block).keep(block.key, block.slot)
             row = self._table.get(block.key)
             is_here = not event.failed or block.key in event.whole
-            if row is not None and is_here and self._codes and _is_coded(block):
-                row.decoded = True
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
+                row.decoded |= block.is_coded
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
                 if load.claimant != context.request_id:
                     context.brought[block.key] = block.tier
@@ -229,8 +232,8 @@ class Loads:
             return
         if load.extent is not None and row.extent == load.extent:
             self._disk.drop(row)
-        elif not load.is_far and row.slot == load.slot:
-            self._dram.drop_slot(row)
+        elif not load.is_far and (row.coded if load.is_coded else row.slot) == load.slot:
+            self._slots_of(load).drop_slot(row)
         if row.is_nowhere:
             self._table.forget(row)
 

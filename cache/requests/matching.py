@@ -1,5 +1,6 @@
 """Finds which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from cache.blocks.context import RunningContext
@@ -12,6 +13,8 @@ from cache.rates import Rates
 from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 from cache.stats import ResidencyValue
 from cache.tiers.hierarchy import Hierarchy
+
+_NEAR = ("dram_to_hbm", "coded_to_hbm")  # without the disk or Redis
 
 
 class Matcher:
@@ -97,7 +100,7 @@ class Matcher:
 
     def _is_usable(self, context: RunningContext, row: BlockRow, block: int) -> bool:
         # `row.is_saved` is written out: this runs for every block of every request that may come next.
-        if row.slot is not None or self._is_at_hand(row, block):
+        if row.slot is not None or row.coded is not None or self._is_at_hand(row, block):
             return True
         return (row.extent is not None or row.redis is not None) and row.key not in context.unread
 
@@ -119,14 +122,14 @@ class Matcher:
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
         if context.skips_disk:
-            far = (n for n, option in enumerate(options) if option.size_bytes and option.source != "dram_to_hbm")
+            far = (n for n, option in enumerate(options) if option.size_bytes and option.source not in _NEAR)
             options = options[: next(far, len(options))]
         return options, ready
 
     @staticmethod
     def _source(row: BlockRow) -> str:
         """Return the direction from which a block that HBM lacks would come."""
-        return f"{row.tier}_to_hbm"
+        return f"{row.source}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
         """Tell the rates that a request is admitted with less than what is stored, and will compute its next block."""
@@ -169,8 +172,10 @@ class Matcher:
         return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
 
     def _is_coded(self, row: BlockRow, block: int) -> bool:
-        if self._tier(row, block) in ("hbm", "dram"):
+        if self._is_at_hand(row, block) or row.slot is not None:
             return row.decoded
+        if row.coded is not None:
+            return True
         address = row.extent or row.redis
         return address is not None and is_coded(address[0])
 
@@ -179,11 +184,20 @@ class Matcher:
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)
+        sources = tokens if not self._codes else self._by_source(match)
         load_s = sum(
-            self._rates.load_s(f"{tier}_to_hbm", count * self._bytes_per_token) for tier, count in tokens.items()
+            self._rates.load_s(f"{source}_to_hbm", count * self._bytes_per_token) for source, count in sources.items()
         )
         missing = len(context.token_ids) - match.num_tokens
         return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
+
+    def _by_source(self, match: Match) -> dict[str, int]:
+        """Return source -> tokens of a match that HBM lacks."""
+        tokens = Counter[str]()
+        for block, (row, used) in enumerate(match.used):
+            if not self._is_at_hand(row, block):
+                tokens[row.source] += used
+        return tokens
 
     def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
         """Return the same for a context that has its pages. to_come: tier -> tokens of its load, while that is under

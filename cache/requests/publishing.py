@@ -52,7 +52,7 @@ class Publisher:
         """A block whose copy the disk could not read has been computed. It is written anew, or a bad sector would cost
         every later turn the same."""
         known = self._table.get(key)
-        if context.unread.get(key) == "io" and known is not None and known.slot is None:
+        if context.unread.get(key) == "io" and known is not None and not known.in_dram:
             del context.unread[key]
             self._tiers.disk.drop(known)
 

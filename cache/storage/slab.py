@@ -1,4 +1,5 @@
-"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position.
+"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position. Where KV is coded there is
+another one, of coded slots.
 
 Memory is layer-major: all slots of a layer lie together. A slot's part of a layer is its *segment*, [K of 32 rows][V of
 32 rows], as on disk. So one call gathers, reads or writes a layer of many blocks (AttentionStore §3.2.1).
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.extent_format import ALIGNMENT, checksum
+from kernels.codecs.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +26,24 @@ class LayerShape:
     v_dim: int
 
 
-class Slab:
-    """The memory of the DRAM tier and its checksums. Any thread may use it, as long as no slot is read while it is
-    written; callers see to that. pinned: use page-locked memory, for asynchronous copies to and from CUDA."""
+class Segments:
+    """Memory of slots and its checksums. Any thread may use it, as long as no slot is read while it is written; callers
+    see to that. segment_bytes: of one slot, by layer. pinned: use page-locked memory, for asynchronous copies to and
+    from CUDA."""
 
-    def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
+    def __init__(self, *, segment_bytes: Sequence[int], num_slots: int, pinned: bool) -> None:
         self.num_slots = num_slots
-        self.num_layers = len(shapes)
-        self.dtype = dtype
-        self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
-        self.segment_bytes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
+        self.num_layers = len(segment_bytes)
+        self.segment_bytes = list(segment_bytes)
         self._memory = [_memory(num_slots, size, pinned) for size in self.segment_bytes]
-        self._k: list[Tensor] = []
-        self._v: list[Tensor] = []
-        for shape, memory in zip(shapes, self._memory, strict=True):
-            elements = memory.view(dtype)
-            split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
-            self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
-            self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
         self.slot_bytes = sum(self.segment_bytes)  # of all layers
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
         self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # in the byte order of an extent's header
         self._is_sealed = bytearray(num_slots)
 
-    def k(self, layer: int) -> Tensor:
-        """[slots, 32, kv_heads, k_dim], un-rotated."""
-        return self._k[layer]
-
-    def v(self, layer: int) -> Tensor:
-        """[slots, 32, kv_heads, v_dim]."""
-        return self._v[layer]
-
     def segments(self, layer: int) -> Tensor:
-        """[slots, elements of a segment]: the K of each slot, then its V."""
-        return self._memory[layer].view(self.dtype)
+        """uint8 [slots, bytes of a segment]."""
+        return self._memory[layer]
 
     def segment(self, layer: int, slot: int) -> memoryview:
         """Return a slot's bytes of one layer."""
@@ -67,17 +53,6 @@ class Slab:
         """Return the bytes of one layer of the slots `first` to before `stop`, back to back."""
         size = self.segment_bytes[layer]
         return self._views[layer][first * size : stop * size]
-
-    def clear_behind(self, slot: int, num_rows: int) -> None:
-        """Zero the rows from `num_rows` on, which an open block does not have yet: they hold another block's data."""
-        if num_rows == BLOCK_TOKENS:
-            return
-        for layer, row_bytes in enumerate(self._row_bytes):
-            segment, begin = self.segment(layer, slot), 0
-            for size in row_bytes:  # the rows of K, then all rows of V
-                end = begin + BLOCK_TOKENS * size
-                segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
-                begin = end
 
     def seal(self, *slots: int) -> None:
         """Mark slots as complete and compute their checksums."""
@@ -91,6 +66,12 @@ class Slab:
         """Mark a slot as complete whose bytes were compared with these checksums, by layer."""
         self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
         self._is_sealed[slot] = True
+
+    def seal_all_as(self, slots: Sequence[int], checksums: bytes) -> None:
+        """The same for several slots. checksums: layer by layer, as `checksums` returns them."""
+        self._checksums[list(slots)] = np.frombuffer(checksums, ">u8").reshape(self.num_layers, len(slots)).T
+        for slot in slots:
+            self._is_sealed[slot] = True
 
     def unseal(self, slot: int) -> None:
         """Mark a slot as about to be filled."""
@@ -113,6 +94,54 @@ class Slab:
         """Return the checksums of sealed slots, layer by layer, as in an extent's header. They are from the time of
         sealing: a later change in memory shows when the extent is read."""
         return self._checksums[list(slots)].T.tobytes()
+
+
+class Slab(Segments):
+    """Slots of rows."""
+
+    def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
+        self.dtype = dtype
+        self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
+        sizes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
+        super().__init__(segment_bytes=sizes, num_slots=num_slots, pinned=pinned)
+        self._k: list[Tensor] = []
+        self._v: list[Tensor] = []
+        for shape, memory in zip(shapes, self._memory, strict=True):
+            elements = memory.view(dtype)
+            split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
+            self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
+            self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
+
+    def k(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, k_dim], un-rotated."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    def segments(self, layer: int) -> Tensor:
+        """[slots, elements of a segment]: the K of each slot, then its V."""
+        return self._memory[layer].view(self.dtype)
+
+    def clear_behind(self, slot: int, num_rows: int) -> None:
+        """Zero the rows from `num_rows` on, which an open block does not have yet: they hold another block's data."""
+        if num_rows == BLOCK_TOKENS:
+            return
+        for layer, row_bytes in enumerate(self._row_bytes):
+            segment, begin = self.segment(layer, slot), 0
+            for size in row_bytes:  # the rows of K, then all rows of V
+                end = begin + BLOCK_TOKENS * size
+                segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
+                begin = end
+
+
+class CodedSlab(Segments):
+    """Slots of blocks as a codec makes them."""
+
+    def __init__(self, codec: Codec, *, num_slots: int) -> None:
+        super().__init__(segment_bytes=codec.segment_bytes, num_slots=num_slots, pinned=False)
+        self.codec = codec
 
 
 def _memory(num_slots: int, size: int, pinned: bool) -> Tensor:

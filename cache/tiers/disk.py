@@ -121,7 +121,7 @@ class DiskLedger:
         names = {owner for row in rows for owner in row.owners}
         keys = (key for extent in extents for key in self._extents[extent].keys)
         found = (self._table.get(key) for key in keys)
-        return [row for row in found if row is not None and row.slot is None and set(row.owners) - names]
+        return [row for row in found if row is not None and not row.in_dram and set(row.owners) - names]
 
     # --- what is read -------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class DiskLedger:
                 row.extent = None
                 self._table.moved()
                 self.policy.remove(key)
-                if write_again and row.slot is not None and row.owners:
+                if write_again and row.in_dram and row.owners:
                     self._dirty.add(row)
                 if row.is_nowhere:
                     self._table.forget(row)

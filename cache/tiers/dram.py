@@ -3,8 +3,11 @@
 Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots are one pool (`slots.py`):
 `dram_slots` of them may stay, the rest is for what passes through on its way to disk or was refused. A slot is free
 again only when the last copy into or out of it is done, which is what pins and tickets are for.
+
+Where KV is coded, a block is encoded before it leaves, if it may be, and stays in DRAM so (`coded.py`, `encoder.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey
@@ -12,6 +15,7 @@ from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import FillFromPage, FillFromSlot, Orders, SealSlot
 from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
+from cache.tiers.coded import CodedTier
 from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
 from cache.tiers.pages import PageAllocator
 from cache.tiers.slots import SlotPool
@@ -39,6 +43,7 @@ class DramTier:
         dram_slots: int,
         slot_bytes: int,
         free_buffer: float,
+        coded: CodedTier,
         policy: EvictionPolicy,
         pinned: PinnedSessions,
         dirty: DirtyBlocks,
@@ -53,12 +58,14 @@ class DramTier:
         self.resident = 0  # slots that hold a block of the table
         self._table, self._pages, self._stats = table, pages, stats
         self._pinned, self._dirty, self._orders = pinned, dirty, orders
+        self._coded = coded
         self._slots = SlotPool(num_slots)
         self._is_quarantined = False
         self._tickets: dict[int, _Ticket] = {}
         self._saving: dict[BlockKey, int] = {}  # key -> its ticket
         self._sources: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it comes from
         self._immovable = KeysWhere(self._is_immovable)
+        self._not_covered = KeysWhere(self._is_not_covered)
 
     @property
     def is_pressed(self) -> bool:
@@ -68,14 +75,15 @@ class DramTier:
 
     @property
     def room_bytes(self) -> int:
-        """C_mem: bytes that DRAM may keep of turns to come. `trim` leaves so many there, less those that have to stay
-        until they are on disk. Staging slots keep nothing."""
-        return max(0, self.most_resident - self._unwritten) * self.slot_bytes
+        """C_mem: bytes of rows that DRAM may keep of turns to come, coded or not. `trim` leaves so many there, less
+        what has to stay until it is on disk. Staging slots keep nothing."""
+        coded = max(0, self._coded.num_slots - self._coded.num_dirty)
+        return (max(0, self.most_resident - self._unwritten) + coded) * self.slot_bytes
 
     @property
     def _unwritten(self) -> int:
-        """Number of blocks that are not on disk yet or still being saved."""
-        return len(self._tickets) + self._dirty.num_blocks
+        """Number of blocks that are not on disk yet or still being saved, and lie in no coded slot either."""
+        return len(self._tickets) + self._dirty.num_blocks - self._coded.num_dirty
 
     @property
     def in_flight(self) -> int:
@@ -204,30 +212,62 @@ class DramTier:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _is_immovable(self, key: BlockKey) -> bool:
-        """Whether a block must not leave DRAM now: it is being read, is not on disk yet, or is pinned by its owner."""
+        """Whether a block must not leave its slot now: it is being read, is to be encoded, is not on disk yet, or is
+        pinned by its owner."""
         row = self._table.get(key)
         if row is None or row.slot is None or self._slots.is_pinned(row.slot):
             return True
+        return row.coded is None and (self.awaits_coding(row) or self._is_held(row))
+
+    def _is_held(self, row: BlockRow) -> bool:
         return (row.extent is None and self._dirty.hold(row)) or self._pinned.own(row)
+
+    def _is_not_covered(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is None or row.coded is None or self._is_immovable(key)
+
+    def awaits_coding(self, row: BlockRow) -> bool:
+        """Whether a block is to be encoded before it leaves. What is on disk was encoded when it was written, if it may
+        be; what came out of a codec never is."""
+        may_be = self._coded.is_on and not (row.is_open or row.decoded or row.kept_raw)
+        return may_be and row.coded is None and row.extent is None and row.redis is None
 
     def trim(self) -> None:
         """Let blocks leave DRAM, in the policy's order, until it is within its bounds. Called once for all that a step
-        has saved, because finding victims means walking past all that is queued."""
+        has saved, because finding victims means walking past all that is queued. Where KV is coded, only rows leave
+        that a coded slot has too; `Encoder.plan` does the rest."""
+        if self._coded.is_on:
+            self._leave_covered(self.resident - self.most_resident)
+            return
         while (excess := self.resident - self.most_resident) > 0 and self.make_room(excess, None):
             pass
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
         """Let `count` blocks leave, or as many as may: with a newcomer, only those that should leave before a block of
         that session. Returns False if none may."""
-        victims = self.policy.victims(count, self._immovable, newcomer=newcomer)
-        for key in victims:
-            row = self._table.get(key)
-            assert row is not None
+        covered = self._leave_covered(count) if self._coded.is_on else 0
+        if covered >= count:
+            return True
+        victims = self.policy.victims(count - covered, self._immovable, newcomer=newcomer)
+        self.evict(row for key in victims if (row := self._table.get(key)) is not None)
+        return bool(covered or victims)
+
+    def _leave_covered(self, count: int) -> int:
+        """Let up to `count` rows leave of which a coded slot has the block too: nothing leaves DRAM. Returns how
+        many."""
+        victims = self.policy.victims(count, self._not_covered) if count > 0 else []
+        self.evict(row for key in victims if (row := self._table.get(key)) is not None)
+        return len(victims)
+
+    def evict(self, rows: Iterable[BlockRow]) -> None:
+        """Let these blocks leave, unless they must not."""
+        for row in rows:
+            if row.slot is None or self._slots.is_pinned(row.slot) or (row.coded is None and self._is_held(row)):
+                continue
             self.drop_slot(row)
-            self._stats.evictions["dram"] += 1
+            self._stats.evictions["dram"] += row.coded is None
             if row.is_nowhere:
                 self._table.forget(row)
-        return bool(victims)
 
     def drop_slot(self, row: BlockRow) -> None:
         """Take a block out of DRAM. Does not check whether it is anywhere else."""
@@ -237,7 +277,8 @@ class DramTier:
         self._table.moved()
         self.resident -= 1
         self.policy.remove(row.key)
-        self._dirty.left_dram(row)
+        if row.coded is None:
+            self._dirty.left_dram(row)
         self._slots.give_back(slot)
 
     def quarantine(self) -> None:

@@ -8,6 +8,7 @@ from cache.blocks.stored import is_coded
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import NOT_ITS_COPY, FetchBlocks, FetchRemote, Orders
 from cache.stats import CacheStats
+from cache.tiers.coded import CodedTier
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
 from cache.tiers.redis import RedisLedger
@@ -27,6 +28,7 @@ class Fetches:
         *,
         table: CacheTable,
         dram: DramTier,
+        coded: CodedTier,
         disk: DiskLedger,
         redis: RedisLedger,
         codes: bool,
@@ -34,10 +36,12 @@ class Fetches:
         stats: CacheStats,
     ) -> None:
         """codes: what lies below DRAM is coded, where an extent says so."""
-        self._table, self._dram, self._disk, self._redis, self._codes = table, dram, disk, redis, codes
+        self._table, self._dram, self._coded, self._codes = table, dram, coded, codes
+        self._disk, self._redis = disk, redis
         self._orders, self._stats = orders, stats
         self._under_way: dict[int, _Fetch] = {}  # by job
         self._coming: dict[BlockKey, str] = {}  # block -> the tier from which it is fetched
+        self._coming_coded: set[BlockKey] = set()  # those of them that come coded
 
     @property
     def in_flight(self) -> int:
@@ -55,28 +59,43 @@ class Fetches:
         """Whether a block of this session is being fetched."""
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._coming)
 
-    def has_room(self) -> bool:
-        """Whether DRAM would keep one more block beside those that are being fetched."""
-        return self._kept < self._dram.most_resident and self._dram.num_free > 0
+    def has_room(self, *, coded: bool) -> bool:
+        """Whether DRAM would keep one more block, coded or not, beside those that are being fetched."""
+        return self._room(coded) > 0 and (self._coded if coded else self._dram).num_free > 0
 
-    @property
-    def _kept(self) -> int:
-        """Number of blocks in DRAM and of those being fetched into it."""
-        return self._dram.resident + len(self._coming)
+    def _room(self, coded: bool) -> int:
+        """Return how many more blocks DRAM would keep."""
+        if coded:
+            return self._coded.num_slots - self._coded.resident - len(self._coming_coded)
+        return self._dram.most_resident - self._dram.resident - len(self._coming) + len(self._coming_coded)
+
+    def _comes_coded(self, row: BlockRow) -> bool:
+        address = row.extent or row.redis
+        return self._codes and address is not None and is_coded(address[0])
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
         """Fetch those of these blocks that are only on disk or in Redis, as far as DRAM may keep them: at the expense
         of blocks that should leave before one of that session, never into slots that `trim` would empty again. Returns
         whether that was all."""
         from_disk, from_redis = [], []
-        wanted = [row for row in rows if (row.extent or row.redis) and row.slot is None and row.key not in self._coming]
-        if (excess := self._kept + len(wanted) - self._dram.most_resident) > 0:
+        wanted = [row for row in rows if (row.extent or row.redis) and not row.in_dram and row.key not in self._coming]
+        num_coded = sum(map(self._comes_coded, wanted))
+        if (excess := len(wanted) - num_coded - self._room(coded=False)) > 0:
             self._dram.make_room(excess, newcomer)
-        for row in wanted[: max(0, self._dram.most_resident - self._kept)]:
-            slot = self._dram.take_slot(newcomer)
+        if (excess := num_coded - self._room(coded=True)) > 0:
+            self._coded.make_room(excess, newcomer)
+        left = {coded: self._room(coded) for coded in (False, True)}
+        for row in wanted:
+            comes_coded = self._comes_coded(row)
+            tier = self._coded if comes_coded else self._dram
+            slot = tier.take_slot(newcomer) if left[comes_coded] > 0 else None
             if slot is None:
-                break
+                left[comes_coded] = 0
+                continue
+            left[comes_coded] -= 1
             self._coming[row.key] = row.tier
+            if comes_coded:
+                self._coming_coded.add(row.key)
             if row.extent is not None:
                 from_disk.append((row.key, row.extent, slot))
             elif row.redis is not None:
@@ -102,12 +121,18 @@ class Fetches:
             self._stats.load_failures[reason] += 1
         for key, copy, slot in order.blocks:
             del self._coming[key]
-            row = self._table.get(key)
-            if key in failed or row is None or row.slot is not None or (row.redis if is_remote else row.extent) != copy:
-                self._dram.give_back(slot)
+            row, comes_coded = self._table.get(key), key in self._coming_coded
+            self._coming_coded.discard(key)
+            tier = self._coded if comes_coded else self._dram
+            if (
+                key in failed
+                or row is None
+                or (row.redis if is_remote else row.extent) != copy
+                or (row.coded if comes_coded else row.slot) is not None
+            ):
+                tier.give_back(slot)
             else:
-                row.decoded |= self._codes and is_coded(copy[0])
-                self._dram.attach(row, slot)
+                tier.attach(row, slot)
         if isinstance(order, FetchRemote):
             self._redis.settle({key: copy for key, copy, _ in order.blocks}, failed, fetch.session, now)
             return

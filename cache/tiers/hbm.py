@@ -174,9 +174,14 @@ class HbmPool:
                 if not ready and used == BLOCK_TOKENS and not row.is_open:
                     placement.moved[block] = (row.key, page)
             else:
-                extent = row.extent if row.slot is None else None
-                redis = row.redis if row.slot is None and extent is None else None
-                placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position, redis))
+                if row.in_dram:
+                    coded = row.slot is None
+                    slot = row.coded if coded else row.slot
+                    load = BlockLoad(row.key, used, slot, None, page, offset, position, is_coded=coded)
+                else:
+                    redis = row.redis if row.extent is None else None
+                    load = BlockLoad(row.key, used, None, row.extent, page, offset, position, redis)
+                placement.loads.append(load)
 
     def grow(self, context: RunningContext, num_tokens: int) -> bool:
         """Give a context room for so many more rows. Returns False if there is none, which changes nothing."""
@@ -253,7 +258,7 @@ class HbmPool:
         """Return up to `most` blocks that may leave just for being in the way, the first to leave first."""
         pinned = _Pinned(self.table, self.pages, 0, saved_only=True)
         rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
-        return [row for row in rows if row is not None and row.slot is not None]
+        return [row for row in rows if row is not None and row.in_dram]
 
     def _victims(self, count: int) -> list[BlockKey]:
         for most in self._scores.levels:

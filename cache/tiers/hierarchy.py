@@ -12,8 +12,10 @@ from cache.returns.regulars import Regulars
 from cache.returns.return_times import ReturnTimes
 from cache.returns.succession import Succession
 from cache.stats import CacheStats
+from cache.tiers.coded import CodedTier
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
+from cache.tiers.encoder import Encoder
 from cache.tiers.fetches import Fetches
 from cache.tiers.hbm import HbmPool
 from cache.tiers.holds import DirtyBlocks, PinnedSessions
@@ -26,8 +28,9 @@ class Hierarchy:
     """Single-threaded, part of the CacheManager.
 
     hbm, dram, disk     which blocks lie where in a tier, and what leaves it
+    coded               the part of DRAM where blocks lie as a codec made them; encoder: what comes there
     redis               the same for the tier that other servers share
-    fetches, writes     what is on its way between the last two
+    fetches, writes     what is on its way between DRAM and the tiers below
     orders              the moves that all of these and `cache/requests/` have decided on
     """
 
@@ -54,6 +57,15 @@ class Hierarchy:
             low_water=options.hbm_low_water,
             stats=stats,
         )
+        self.coded = CodedTier(
+            table=self.table,
+            num_slots=options.coded_slots,
+            slot_bytes=options.coded_block_bytes,
+            policy=policy(self.returns),
+            pinned=self.pinned,
+            dirty=dirty,
+            stats=stats,
+        )
         self.dram = DramTier(
             table=self.table,
             pages=self.pages,
@@ -61,11 +73,15 @@ class Hierarchy:
             dram_slots=options.dram_slots,
             slot_bytes=options.bytes_per_token * BLOCK_TOKENS,
             free_buffer=options.dram_free_buffer if options.disk_bytes else 0.0,
+            coded=self.coded,
             policy=policy(self.returns),
             pinned=self.pinned,
             dirty=dirty,
             orders=self.orders,
             stats=stats,
+        )
+        self.encoder = Encoder(
+            table=self.table, dram=self.dram, coded=self.coded, dirty=dirty, orders=self.orders, stats=stats
         )
         self.disk = DiskLedger(
             table=self.table,
@@ -91,6 +107,7 @@ class Hierarchy:
             codes=bool(options.coded_block_bytes),
             table=self.table,
             dram=self.dram,
+            coded=self.coded,
             disk=self.disk,
             redis=self.redis,
             orders=self.orders,
@@ -99,13 +116,17 @@ class Hierarchy:
         self.writes = WriteBehind(
             table=self.table,
             dram=self.dram,
+            coded=self.coded,
+            encoder=self.encoder,
             disk=self.disk,
             coded_block_bytes=options.coded_block_bytes,
             dirty=dirty,
             orders=self.orders,
             stats=stats,
         )
-        self.policies = (self.hbm.policy, self.dram.policy, self.disk.policy)
+        self.policies = [self.hbm.policy, self.dram.policy, self.disk.policy]
+        if self.coded.is_on:
+            self.policies.append(self.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
         """Record that a turn arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
@@ -138,7 +159,7 @@ class Hierarchy:
         """Record a hit in every tier that has the block."""
         row = self.table.get(key)
         assert row is not None
-        for policy, address in zip(self.policies, (row.page, row.slot, row.extent), strict=True):
+        for policy, address in zip(self.policies, (row.page, row.slot, row.extent, row.coded), strict=False):
             if address is not None:
                 policy.touch(key)
 
@@ -150,6 +171,7 @@ class Hierarchy:
             return
         self.hbm.leave(row)
         self.dram.drop_slot(row)
+        self.coded.drop_slot(row)
         self.disk.drop(row)
         self.redis.drop(row)
         self.table.forget(row)
@@ -158,10 +180,12 @@ class Hierarchy:
         """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
         although it was intact."""
         (self.dram if tier == "dram" else self.disk).quarantine()
+        if tier == "dram":
+            self.coded.quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
-        """Whether blocks of a session are being saved, fetched or written."""
-        if self.redis.is_uploading(name):
+        """Whether blocks of a session are being saved, encoded, fetched or written."""
+        if self.redis.is_uploading(name) or self.encoder.concerns(name):
             return True
         return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
 
@@ -172,6 +196,7 @@ class Hierarchy:
         extent_ids: dict[int, None] = {}
         for row in rows:
             self.dram.drop_slot(row)
+            self.coded.drop_slot(row)
             if row.extent is not None:
                 extent_ids[row.extent[0]] = None
         self.writes.forget(name)
@@ -181,9 +206,10 @@ class Hierarchy:
 
     @property
     def in_flight(self) -> int:
-        """Saves, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
+        """Saves, encodings, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
         return (
             self.dram.in_flight
+            + self.encoder.in_flight
             + self.fetches.in_flight
             + self.writes.in_flight
             + self.disk.in_flight

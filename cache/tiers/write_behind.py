@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from cache.blocks.keys import BlockKey, token_bytes
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import Orders, PutSession, WriteExtent
 from cache.stats import CacheStats
+from cache.tiers.coded import CodedTier
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
+from cache.tiers.encoder import Encoder
 from cache.tiers.holds import DirtyBlocks
 
 _MAX_EXTENT_BLOCKS = 512
@@ -21,11 +24,20 @@ RecordOf = Callable[[SessionName], SessionRecord | None]
 """Returns what is to be recorded of a session; None if there is no session by this name."""
 
 
+class _Kind(IntEnum):
+    """How a block is written."""
+
+    RAW = 0  # as its rows are
+    ENCODED = 1  # coded, by whoever writes it: there is no coded slot for it
+    CODED = 2  # out of its coded slot
+
+
 @dataclass(slots=True)
 class _Write:
     session: SessionName
     keys: list[BlockKey]
     slots: list[int]
+    tier: DramTier | CodedTier  # whose slots these are
     size_bytes: int
 
 
@@ -37,6 +49,8 @@ class WriteBehind:
         *,
         table: CacheTable,
         dram: DramTier,
+        coded: CodedTier,
+        encoder: Encoder,
         disk: DiskLedger,
         coded_block_bytes: int,
         dirty: DirtyBlocks,
@@ -45,7 +59,8 @@ class WriteBehind:
     ) -> None:
         """coded_block_bytes: see `CacheOptions`."""
         self._coded_block_bytes = coded_block_bytes
-        self._table, self._dram, self._disk = table, dram, disk
+        self._table, self._dram, self._coded, self._disk = table, dram, coded, disk
+        self._encoder = encoder
         self._dirty, self._orders, self._stats = dirty, orders, stats
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
@@ -79,7 +94,7 @@ class WriteBehind:
         """Forget a session that is gone. Blocks that others own too go to disk with theirs."""
         for key in self._dirty.forget(name):
             left = self._table.get(key)
-            if left is not None and left.slot is not None and left.owners:
+            if left is not None and left.in_dram and left.owners:
                 self._dirty.add(left)
         self._unrecorded.pop(name, None)
 
@@ -113,7 +128,7 @@ class WriteBehind:
                 return
             if runs := is_running(name):
                 self._run.add(name)
-            if name in self._writing or (runs and not pressed):
+            if name in self._writing or (runs and not pressed) or self._encoder.concerns(name):
                 continue
             saving = self._dram.owners_saving() if saving is None else saving
             # Write what a turn has left as one extent: a file and its fsync cost more than a few blocks.
@@ -122,24 +137,30 @@ class WriteBehind:
             keys = self._dirty.of(name)
             if any(self._dram.is_saving(key) for key in keys):
                 continue
-            rows = [row for key in keys if (row := self._table.get(key)) and row.slot is not None and not row.extent]
+            rows = [row for key in keys if (row := self._table.get(key)) and row.in_dram and not row.extent]
+            waiting = [row for row in rows if self._dram.awaits_coding(row)]
+            if len(self._encoder.encode(waiting)) < len(waiting):
+                continue  # it is written when they are encoded
             if rows:
-                # An extent holds one kind; what is left is written next.
-                is_coded = any(map(self._may_be_coded, rows))
-                rows = [row for row in rows if self._may_be_coded(row) == is_coded]
+                # An extent holds one kind, out of one kind of slots; what is left is written next.
+                kind = max(map(self._kind, rows))
+                rows = [row for row in rows if self._kind(row) == kind]
                 known = record(name) or SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
-                self._write(name, rows[:_MAX_EXTENT_BLOCKS], is_coded, known, now)
+                self._write(name, rows[:_MAX_EXTENT_BLOCKS], kind, known, now)
             else:
                 self._dirty.forget(name)
 
-    def _may_be_coded(self, row: BlockRow) -> bool:
+    def _kind(self, row: BlockRow) -> _Kind:
         """An open block is coded when it is full: until then its rows are read and written again every turn, and
         nothing is coded twice."""
-        return bool(self._coded_block_bytes) and not (row.is_open or row.decoded or row.kept_raw)
+        if row.coded is not None:
+            return _Kind.CODED
+        if not self._coded_block_bytes or row.is_open or row.decoded or row.kept_raw:
+            return _Kind.RAW
+        return _Kind.ENCODED
 
-    def _write(
-        self, name: SessionName, rows: list[BlockRow], is_coded: bool, record: SessionRecord, now: float
-    ) -> None:
+    def _write(self, name: SessionName, rows: list[BlockRow], kind: _Kind, record: SessionRecord, now: float) -> None:
+        is_coded, from_coded = kind != _Kind.RAW, kind == _Kind.CODED
         block_bytes = self._coded_block_bytes if is_coded else self._dram.slot_bytes
         size = len(rows) * block_bytes + _EXTENT_OVERHEAD + len(record.context)
         if not self._disk.reserve(size):
@@ -147,15 +168,16 @@ class WriteBehind:
             self._refused_until(now + _RETRY_S)
             self._dirty.changes += 1  # so that it is tried again then, even if nothing changes
             return
-        slots = [row.slot for row in rows if row.slot is not None]
+        tier = self._coded if from_coded else self._dram
+        slots = [slot for row in rows if (slot := row.coded if from_coded else row.slot) is not None]
         for slot in slots:
-            self._dram.pin(slot)
+            tier.pin(slot)
         job = self._orders.next_job()
-        self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
+        self._writes[job] = _Write(name, [row.key for row in rows], slots, tier, size)
         self._writing.add(name)
         self._unrecorded.pop(name, None)
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
-        self._orders.add(WriteExtent(job, record, blocks, tuple(slots), is_coded=is_coded))
+        self._orders.add(WriteExtent(job, record, blocks, tuple(slots), is_coded=is_coded, from_coded=from_coded))
 
     def on_written(self, job: int, extent: ExtentInfo | None, refused: Sequence[BlockKey], now: float) -> None:
         """Record the end of a write. extent: None if the disk has refused; it is asked again later. refused: blocks
@@ -180,7 +202,7 @@ class WriteBehind:
             self._disk.add(extent, keys)
         self._dirty.settle(write.session)
         for slot in write.slots:
-            self._dram.unpin(slot)
+            write.tier.unpin(slot)
         self._dram.trim()
 
     def _refused_until(self, retry_s: float) -> None:

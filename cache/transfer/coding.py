@@ -1,4 +1,4 @@
-"""Encodes blocks on their way from DRAM to the tiers below, and decodes them on their way back."""
+"""Encodes blocks in DRAM, and decodes them on their way to HBM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cache.storage.extent_format import checksum
-from cache.storage.slab import Slab
+from cache.storage.slab import CodedSlab, Slab
 from kernels.codecs.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
-class CodedSlots:
+class EncodedBlocks:
     """What a codec has made of blocks. taken: for each, whether it could be encoded; the rest is of those alone."""
 
     taken: list[bool]
@@ -25,7 +25,7 @@ class CodedSlots:
         return [memoryview(self.layers[layer].view(-1).numpy().data)]
 
 
-def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> CodedSlots:
+def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlocks:
     """Encode sealed slots, which stay as they are. What is not as it was sealed is not taken: coded, it would get a
     checksum that vouches for it. Any thread; as long as it takes, nobody may write to the slots."""
     taken = np.ones(len(slots), np.bool_)
@@ -37,14 +37,39 @@ def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> CodedSlots:
         taken &= codec.encode(layer, raw, segments)
         layers.append(segments)
     kept = layers if taken.all() else [segments[torch.from_numpy(taken)] for segments in layers]
-    return CodedSlots(taken.tolist(), kept, b"".join(b"".join(sums_of(segments)) for segments in kept))
+    return EncodedBlocks(taken.tolist(), kept, b"".join(b"".join(sums_of(segments)) for segments in kept))
 
 
-def decode_segments(codec: Codec, layer: int, segments: Tensor, raw: Tensor) -> list[bytes]:
-    """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]; raw [blocks,
-    elements] receives the rows. Returns the checksums of what came out, by which memory is watched from then on."""
-    codec.decode(layer, segments, raw)
-    return sums_of(raw.view(torch.uint8))
+def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Sequence[int]) -> list[bool]:
+    """Encode sealed slots into coded ones, and seal those. Returns for each whether it could be encoded; the slot of
+    one that could not stays unsealed. Any thread; nobody may write to the slots, nor use the targets."""
+    for target in targets:
+        coded.unseal(target)
+    encoded = encode_slots(coded.codec, slab, slots)
+    filled = [target for target, is_taken in zip(targets, encoded.taken, strict=True) if is_taken]
+    for layer, segments in enumerate(encoded.layers):
+        coded.segments(layer)[filled] = segments
+    coded.seal_all_as(filled, encoded.checksums)
+    return encoded.taken
+
+
+class Decoder:
+    """Decodes the layers of one load, one after the other, into memory of its own."""
+
+    def __init__(self, coded: CodedSlab, slab: Slab, num_blocks: int) -> None:
+        self._coded, self._slab, self._num_blocks = coded, slab, num_blocks
+        self.raw = torch.empty(0)
+        """[blocks, elements] of the layer that was decoded last."""
+        self.sums = np.zeros(0, np.uint64)
+        """Its checksums, by block."""
+
+    def decode(self, layer: int, segments: Tensor) -> None:
+        """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]."""
+        shape = self._num_blocks, self._slab.segment_bytes[layer] // self._slab.dtype.itemsize
+        if self.raw.shape != shape:
+            self.raw = torch.empty(shape, dtype=self._slab.dtype)
+        self._coded.codec.decode(layer, segments, self.raw)
+        self.sums = np.frombuffer(b"".join(sums_of(self.raw.view(torch.uint8))), ">u8").astype(np.uint64)
 
 
 def sums_of(segments: Tensor) -> list[bytes]:

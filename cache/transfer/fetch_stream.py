@@ -7,8 +7,6 @@ from operator import itemgetter
 from queue import SimpleQueue
 from typing import ClassVar
 
-import torch
-
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import is_coded
 from cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
@@ -16,10 +14,8 @@ from cache.storage.errors import BlockMissing
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
-from cache.storage.slab import Slab
-from cache.transfer.coding import decode_segments
+from cache.storage.slab import CodedSlab, Segments, Slab
 from cache.transfer.events import Events
-from kernels.codecs.codec import Codec
 
 Found = Sequence[tuple[BlockKey, int, int]]
 """Blocks of one extent, each with its place in it and its slot; places ascend."""
@@ -30,8 +26,9 @@ class FetchStream(ABC):
 
     direction: ClassVar[str]
 
-    def __init__(self, *, slab: Slab, completions: Events, codec: Codec | None = None) -> None:
-        self._slab, self._codec, self._completions = slab, codec, completions
+    def __init__(self, *, slab: Slab, completions: Events, coded: CodedSlab | None = None) -> None:
+        """coded: where extents that are coded go."""
+        self._slab, self._coded, self._completions = slab, coded, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
 
     def put(self, order: FetchBlocks | FetchRemote) -> None:
@@ -52,7 +49,7 @@ class FetchStream(ABC):
         failed: dict[BlockKey, str] = {}
         by_extent: dict[int | bytes, list[tuple[BlockKey, int, int]]] = {}
         for key, (extent, place), slot in order.blocks:
-            self._slab.unseal(slot)
+            self._slots_for(extent).unseal(slot)
             by_extent.setdefault(extent, []).append((key, place, slot))
         for extent, found in by_extent.items():
             if "deadline" in failed.values():  # the others would take as long
@@ -77,34 +74,24 @@ class FetchStream(ABC):
                 found = [block for block in found if block[0] not in failed]
             else:
                 for (_, _, slot), sums in zip(found, checksums, strict=True):
-                    self._slab.seal_as(slot, sums)
+                    self._slots_for(extent).seal_as(slot, sums)
                 break
         return failed
+
+    def _slots_for(self, extent: int | bytes) -> Segments:
+        return self._coded if self._coded is not None and is_coded(extent) else self._slab
 
     @abstractmethod
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
         """Fill the slots with verified bytes. Returns the checksums of what is in them, by layer. Raises
         BlockMissing."""
 
-    def _read(
-        self, extent: int | bytes, found: Found, read: Callable[[int, list[memoryview]], None]
-    ) -> list[tuple[bytes, ...]] | None:
-        """Have all layers read, into the slots or to be decoded into them. read(layer, one buffer for each block) fills
-        these with verified bytes. Returns what `_fill` does of blocks that were decoded; None of those that were
-        not."""
-        if self._codec is None or not is_coded(extent):
-            for layer in range(self._slab.num_layers):
-                read(layer, [self._slab.segment(layer, slot) for _, _, slot in found])
-            return None
-        slots, sums = [slot for _, _, slot in found], []
-        for layer, size in enumerate(self._codec.segment_bytes):
-            segments = torch.empty(len(found), size, dtype=torch.uint8)
-            view = memoryview(segments.view(-1).numpy().data)
-            read(layer, [view[start : start + size] for start in range(0, len(view), size)])
-            raw = torch.empty_like(self._slab.segments(layer)[: len(found)])
-            sums.append(decode_segments(self._codec, layer, segments, raw))
-            self._slab.segments(layer)[slots] = raw
-        return list(zip(*sums, strict=True))
+    def _read(self, extent: int | bytes, found: Found, read: Callable[[int, list[memoryview]], None]) -> None:
+        """Have all layers read into the slots. read(layer, one buffer for each block) fills these with verified
+        bytes."""
+        slots = self._slots_for(extent)
+        for layer in range(slots.num_layers):
+            read(layer, [slots.segment(layer, slot) for _, _, slot in found])
 
 
 class DiskFetches(FetchStream):
@@ -112,8 +99,8 @@ class DiskFetches(FetchStream):
 
     direction = "disk_to_dram"
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, codec: Codec | None = None) -> None:
-        super().__init__(slab=slab, codec=codec, completions=completions)
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, coded: CodedSlab | None = None) -> None:
+        super().__init__(slab=slab, coded=coded, completions=completions)
         self._disk = disk
 
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
@@ -121,8 +108,8 @@ class DiskFetches(FetchStream):
         places = [place for _, place, _ in found]
         with self._disk.reader(extent) as reader:
             checksums = [reader.checksums(place, key) for key, place, _ in found]
-            decoded = self._read(extent, found, lambda layer, outs: reader.read(layer, places, outs))
-        return checksums if decoded is None else decoded
+            self._read(extent, found, lambda layer, outs: reader.read(layer, places, outs))
+        return checksums
 
 
 class RedisFetches(FetchStream):
@@ -130,13 +117,13 @@ class RedisFetches(FetchStream):
 
     direction = "redis_to_dram"
 
-    def __init__(self, *, slab: Slab, redis: RedisExtents, completions: Events, codec: Codec | None = None) -> None:
-        super().__init__(slab=slab, codec=codec, completions=completions)
+    def __init__(self, *, slab: Slab, redis: RedisExtents, completions: Events, coded: CodedSlab | None = None) -> None:
+        super().__init__(slab=slab, coded=coded, completions=completions)
         self._redis = redis
 
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
         assert isinstance(extent, bytes)
         reader = RedisReader(self._redis, [(extent, [place for _, place, _ in found])])
         checksums = [reader.checksums(0, place, key) for key, place, _ in found]
-        decoded = self._read(extent, found, reader.read)
-        return checksums if decoded is None else decoded
+        self._read(extent, found, reader.read)
+        return checksums

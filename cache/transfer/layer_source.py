@@ -20,9 +20,8 @@ from cache.storage.extent_reader import ExtentReader, Landed
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
-from cache.storage.slab import Slab
-from cache.transfer.coding import decode_segments
-from kernels.codecs.codec import Codec
+from cache.storage.slab import CodedSlab, Segments, Slab
+from cache.transfer.coding import Decoder
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
@@ -38,6 +37,11 @@ class LayerSource(Protocol):
     @property
     def blocks(self) -> Sequence[BlockLoad]:
         """The blocks, in the order in which `segments` has them."""
+        ...
+
+    def prepare(self, layer: int) -> list[BlockKey]:
+        """Make a layer what `segments`, `sums` and `altered` tell of, if it is not that yet. Returns blocks that are
+        not what was stored; if there is one, the layer must not be placed."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -57,12 +61,15 @@ class SlotSource:
     """Blocks in DRAM. unsealed: those whose slots are not sealed, so that nobody vouches for them; if there is one,
     nothing else may be asked for."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab) -> None:
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Segments) -> None:
         self.blocks, self._slab = blocks, slab
         slots = [block.slot for block in blocks if block.slot is not None]
         self.unsealed = [block.key for block in blocks if not slab.is_sealed(block.slot)]
         self._slots = torch.tensor(slots, dtype=torch.int64)
         self._sums: Sums = np.ascontiguousarray(slab.sums(slots)) if not self.unsealed else _NO_SUMS
+
+    def prepare(self, layer: int) -> list[BlockKey]:
+        return []
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._slab.segments(layer), self._slots
@@ -74,6 +81,30 @@ class SlotSource:
     def altered(self, layer: int) -> list[BlockKey]:
         blocks = [(block.key, block.slot) for block in self.blocks]
         return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
+
+
+class CodedSource(SlotSource):
+    """Blocks in coded slots: checked and decoded by `prepare`."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab) -> None:
+        super().__init__(blocks, coded)
+        self._decoder = Decoder(coded, slab, len(blocks))
+        self._chosen = torch.arange(len(blocks))
+
+    def prepare(self, layer: int) -> list[BlockKey]:
+        altered = super().altered(layer)
+        if not altered:
+            self._decoder.decode(layer, self._slab.segments(layer)[self._slots])
+        return altered
+
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._decoder.raw, self._chosen
+
+    def sums(self, layer: int) -> Sums:
+        return self._decoder.sums
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        return []  # compared before they were decoded
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
@@ -118,19 +149,23 @@ class LandedSource(ABC):
     """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
     copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
     with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
-    all. codec: of all these blocks, which then are checked and decoded by `prepare`; None: they are as rows are."""
+    all. coded: where such blocks are kept, if all of these are coded; they are checked and decoded by `prepare`. None:
+    they are as rows are."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, codec: Codec | None = None) -> None:
-        self._slab, self._landings, self._codec = slab, landings, codec
-        self._sizes = slab.segment_bytes if codec is None else codec.segment_bytes
-        self._decoded: Tensor | None = None  # the layer that was prepared last
+    def __init__(
+        self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, coded: CodedSlab | None = None
+    ) -> None:
+        self._slab, self._landings = slab, landings
+        self._keeping: Segments = slab if coded is None else coded  # whose slots the blocks pass through
+        self._decoder = None if coded is None else Decoder(coded, slab, len(blocks))
+        self._sizes = self._keeping.segment_bytes
         by_extent: dict[int | bytes, list[tuple[int, BlockLoad]]] = {}  # extent -> places in it, and their blocks
         for block in blocks:
             address = block.extent or block.redis
             assert address is not None
             by_extent.setdefault(address[0], []).append((address[1], block))
             if block.slot is not None:
-                slab.unseal(block.slot)
+                self._keeping.unseal(block.slot)
         for found in by_extent.values():
             found.sort(key=lambda one: one[0])
         self._places = {extent: [place for place, _ in found] for extent, found in by_extent.items()}
@@ -138,7 +173,6 @@ class LandedSource(ABC):
         kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
         self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
         self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
-        self._raw_sums: list[list[bytes]] = []  # by layer, of what was decoded, by block
         self._sums: Sums = _NO_SUMS  # until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
         self._room = _room(self._sizes, len(blocks))
@@ -179,35 +213,33 @@ class LandedSource(ABC):
         return self._view[start : start + len(self.blocks) * self._sizes[layer]]
 
     def prepare(self, layer: int) -> list[BlockKey]:
-        """Make a layer that has landed what `segments`, `sums` and `altered` tell of, if that is not what has landed.
-        Returns the blocks that are not what was stored; if there is one, the layer must not be placed."""
-        if self._codec is None:
+        """See LayerSource."""
+        if self._decoder is None:
             return []
-        if altered := self._altered(layer):
-            return altered
-        start = layer % self._num_landed * self._room
-        landed = self._tensor[start : start + len(self.blocks) * self._sizes[layer]].view(len(self.blocks), -1)
-        shape = len(self.blocks), self._slab.segment_bytes[layer] // self._slab.dtype.itemsize
-        if self._decoded is None or self._decoded.shape != shape:
-            self._decoded = torch.empty(shape, dtype=self._slab.dtype)
-        self._raw_sums.append(decode_segments(self._codec, layer, landed, self._decoded))
-        self._sums[layer] = np.frombuffer(b"".join(self._raw_sums[layer]), ">u8")
-        return []
+        altered = self._altered(layer)
+        if not altered:
+            self._decoder.decode(layer, self._as_stored(layer))
+        return altered
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        if self._decoded is not None:
-            return self._decoded, self._chosen
+        if self._decoder is not None:
+            return self._decoder.raw, self._chosen
+        return self._as_stored(layer).view(self._slab.dtype), self._chosen
+
+    def _as_stored(self, layer: int) -> Tensor:
+        """uint8 [blocks, segment bytes]."""
         start = layer % self._num_landed * self._room
-        landed = self._tensor[start : start + len(self.blocks) * self._sizes[layer]]
-        return landed.view(self._slab.dtype).view(len(self.blocks), -1), self._chosen
+        return self._tensor[start : start + len(self.blocks) * self._sizes[layer]].view(len(self.blocks), -1)
 
     def sums(self, layer: int) -> Sums:
+        if self._decoder is not None:
+            return self._decoder.sums
         sums: Sums = self._sums[layer]
         return sums
 
     def altered(self, layer: int) -> list[BlockKey]:
         """See LayerSource. What was decoded has been compared before."""
-        return self._altered(layer) if self._codec is None else []
+        return self._altered(layer) if self._decoder is None else []
 
     def _altered(self, layer: int) -> list[BlockKey]:
         view, size = self._landed(layer), self._sizes[layer]
@@ -222,13 +254,14 @@ class LandedSource(ABC):
         """Copy a layer that was checked into the slots that are to hold it."""
         numbers, slots = self._kept
         if len(numbers):
-            self._slab.segments(layer)[slots] = self.segments(layer)[0][numbers]
+            stored = self._as_stored(layer)
+            kept = self._keeping.segments(layer)
+            kept[slots] = stored.view(kept.dtype)[numbers]
 
     def seal(self) -> None:
         """Seal the slots that `keep` has filled with all layers."""
         for number, slot in self._kept.T.tolist():
-            sums = self._checksums[number] if self._codec is None else [layer[number] for layer in self._raw_sums]
-            self._slab.seal_as(slot, sums)
+            self._keeping.seal_as(slot, self._checksums[number])
 
     @abstractmethod
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
@@ -244,9 +277,9 @@ class ExtentSource(LandedSource):
         slab: Slab,
         disk: ExtentStore,
         landings: Landings,
-        codec: Codec | None = None,
+        coded: CodedSlab | None = None,
     ) -> None:
-        super().__init__(blocks, slab, landings, codec)
+        super().__init__(blocks, slab, landings, coded)
         self._disk = disk
         self._readers: dict[int, ExtentReader] = {}
 
@@ -288,9 +321,9 @@ class RedisSource(LandedSource):
         slab: Slab,
         redis: RedisExtents,
         landings: Landings,
-        codec: Codec | None = None,
+        coded: CodedSlab | None = None,
     ) -> None:
-        super().__init__(blocks, slab, landings, codec)
+        super().__init__(blocks, slab, landings, coded)
         self._redis = redis
         self._reader: RedisReader | None = None
 

@@ -6,11 +6,11 @@ import torch
 
 from cache.blocks.keys import BlockKey
 from cache.moves import Loaded, Transferred
-from cache.storage.slab import Slab
+from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import LandedSource, SlotSource
+from cache.transfer.layer_source import CodedSource, LandedSource, SlotSource
 from cache.transfer.load_queue import LoadPart, LoadQueue
 from cache.transfer.loader import Loader, PagePool
 
@@ -20,10 +20,17 @@ class LoadPlacer:
     (`LoadPart.in_step`)."""
 
     def __init__(
-        self, *, queue: LoadQueue, pool: PagePool, slab: Slab, throttle: Throttle, completions: Events
+        self,
+        *,
+        queue: LoadQueue,
+        pool: PagePool,
+        slab: Slab,
+        coded: CodedSlab | None,
+        throttle: Throttle,
+        completions: Events,
     ) -> None:
         self._queue, self._changed = queue, queue.changed
-        self._pool, self._slab = pool, slab
+        self._pool, self._slab, self._coded = pool, slab, coded
         self._throttle = throttle
         self._completions = completions
 
@@ -32,7 +39,8 @@ class LoadPlacer:
         while (part := self._next()) is not None:
             if not part.is_far and not part.load.failed:
                 started = time.perf_counter()
-                size = len(part.blocks) * self._slab.segment_bytes[part.placed]
+                slots = self._coded if part.is_coded and self._coded is not None else self._slab
+                size = len(part.blocks) * slots.segment_bytes[part.placed]
                 self._throttle.wait(self._throttle.book(size))
                 part.reading_s += time.perf_counter() - started
             self.place(part, rotations, together=False)
@@ -48,7 +56,7 @@ class LoadPlacer:
         failed: dict[BlockKey, str] = {}
         source, loader = self._begun(part, failed)
         layer = part.placed
-        if isinstance(source, LandedSource) and not failed:
+        if not failed:
             failed.update(dict.fromkeys(source.prepare(layer), "checksum"))
         if not failed:
             loader.place(layer, failed, rotations, together=together)
@@ -94,7 +102,7 @@ class LoadPlacer:
                 self._changed.notify_all()
 
     def _tell_transferred(self, part: LoadPart) -> None:
-        direction = f"{part.tier}_to_hbm"
+        direction = f"{part.blocks[0].source}_to_hbm"
         size = len(part.blocks) * self._slab.slot_bytes
         # One layer is read while another is placed: all but one layer of the shorter is hidden by the longer.
         shorter, longer = sorted((part.reading_s, part.placing_s))
@@ -107,7 +115,10 @@ class LoadPlacer:
 
     def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | LandedSource, Loader]:
         if part.source is None:
-            part.source = SlotSource(part.blocks, self._slab)
+            if part.is_coded and self._coded is not None:
+                part.source = CodedSource(part.blocks, self._slab, self._coded)
+            else:
+                part.source = SlotSource(part.blocks, self._slab)
             failed.update(dict.fromkeys(part.source.unsealed, "checksum"))
         if part.loader is None:
             part.loader = Loader(source=part.source, pool=self._pool)

@@ -5,12 +5,11 @@ import time
 from collections.abc import Sequence
 from itertools import product
 
-from cache.blocks.stored import is_coded
-from cache.moves import BlockLoad, LoadBlocks
+from cache.moves import LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import Slab
+from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
@@ -20,7 +19,6 @@ from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from cache.transfer.load_reader import LoadReader
 from cache.transfer.loader import PagePool
 from kernels.attention.ragged_batch import KvPages
-from kernels.codecs.codec import Codec
 
 
 class LoadStream:
@@ -41,7 +39,7 @@ class LoadStream:
         slab: Slab,
         disk: ExtentStore | None,
         redis: RedisExtents | None,
-        codec: Codec | None = None,
+        coded: CodedSlab | None = None,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
@@ -49,7 +47,7 @@ class LoadStream:
     ) -> None:
         """rotations: for the engine's thread. read_buffer_layers: how many may come before the request runs; negative:
         all."""
-        self._slab, self._codec = slab, codec
+        self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
         self._rotations = rotations
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
@@ -66,7 +64,7 @@ class LoadStream:
                 queue=self._queue,
                 slab=slab,
                 tier="disk",
-                make=lambda part, landings: ExtentSource(part.blocks, slab, disk, landings, self._codec_of(part)),
+                make=lambda part, landings: ExtentSource(part.blocks, slab, disk, landings, self._coded_of(part)),
                 completions=completions,
             )
         if redis is not None:
@@ -74,11 +72,11 @@ class LoadStream:
                 queue=self._queue,
                 slab=slab,
                 tier="redis",
-                make=lambda part, landings: RedisSource(part.blocks, slab, redis, landings, self._codec_of(part)),
+                make=lambda part, landings: RedisSource(part.blocks, slab, redis, landings, self._coded_of(part)),
                 completions=completions,
             )
         self._placer = LoadPlacer(
-            queue=self._queue, pool=self._pool, slab=slab, throttle=throttle, completions=completions
+            queue=self._queue, pool=self._pool, slab=slab, coded=coded, throttle=throttle, completions=completions
         )
         self.parts = self._queue.parts
         """The parts of all loads that have not ended. Read only."""
@@ -92,20 +90,21 @@ class LoadStream:
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
         """Take a load, which comes after those before it, as far as the read buffer lets it. in_step: the next step
         stands on it, and places it by itself if it can."""
-        in_dram = tuple(block for block in move.blocks if not block.is_far)
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
-        for tier, codec in product(self.readers, {None, self._codec}):
-            coded = codec is not None
-            if read := tuple(block for block in move.blocks if block.tier == tier and self._is_coded(block) == coded):
-                ahead = layers_landed(self._slab.segment_bytes if codec is None else codec.segment_bytes, len(read))
-                part = LoadPart(read, load, num_layers, tier=tier, in_step=in_step, is_coded=coded, ahead=ahead)
-                load.parts.append(part)
-        if in_dram:
-            # Who waits for a link that is made slower does so on a thread.
-            together = in_step and not self._throttle.is_capped
-            load.parts.append(LoadPart(in_dram, load, num_layers, tier="dram", in_step=together, landed=num_layers))
+        for tier, coded in product((*self.readers, "dram"), {None, self._coded}):
+            is_coded = coded is not None
+            blocks = tuple(block for block in move.blocks if block.tier == tier and block.is_coded == is_coded)
+            if not blocks:
+                continue
+            part = LoadPart(blocks, load, num_layers, tier=tier, in_step=in_step, is_coded=is_coded)
+            if tier == "dram":
+                # Who waits for a link that is made slower does so on a thread.
+                part.in_step, part.landed = in_step and not self._throttle.is_capped, num_layers
+            else:
+                part.ahead = layers_landed((self._slab if coded is None else coded).segment_bytes, len(blocks))
+            load.parts.append(part)
         load.left = len(load.parts)
         self._loads[move.job_id] = load
         with self._changed:
@@ -113,12 +112,8 @@ class LoadStream:
             if any(part.is_far or not part.in_step for part in load.parts):
                 self._changed.notify_all()
 
-    def _is_coded(self, block: BlockLoad) -> bool:
-        address = block.extent or block.redis
-        return self._codec is not None and address is not None and is_coded(address[0])
-
-    def _codec_of(self, part: LoadPart) -> Codec | None:
-        return self._codec if part.is_coded else None
+    def _coded_of(self, part: LoadPart) -> CodedSlab | None:
+        return self._coded if part.is_coded else None
 
     def start(self, job_id: int) -> None:
         """Let the layers beyond the read buffer come: the request of a load runs now, or waits for it no longer."""

@@ -2,7 +2,8 @@
 
 The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
 `load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from
-disk and Redis into DRAM, a thread for each, `write_stream` writes to disk, `upload_stream` copies from there to Redis.
+disk and Redis into DRAM, a thread for each, `encode_stream` encodes in DRAM where KV is coded, `write_stream` writes to
+disk, `upload_stream` copies from there to Redis.
 So a load, for which a request waits, never queues behind a fetch or a write. Torch and the kernels release the GIL
 while they copy. The threads report what has ended by events, which the engine's thread takes with `poll`. On CUDA the
 copies run on streams of their own over pinned memory, and a thread reports a copy only when the bytes are there.
@@ -23,6 +24,7 @@ from cache.moves import (
     DeleteExtents,
     DeleteRemote,
     DropRemote,
+    EncodeBlocks,
     Event,
     FetchBlocks,
     FetchRemote,
@@ -43,10 +45,11 @@ from cache.moves import (
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import Slab
+from cache.storage.slab import CodedSlab, Slab
 from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, SavedRows
+from cache.transfer.encode_stream import EncodeStream
 from cache.transfer.events import Events
 from cache.transfer.fetch_stream import DiskFetches, RedisFetches
 from cache.transfer.key_rotations import KeyRotations
@@ -55,7 +58,6 @@ from cache.transfer.save_stream import SaveStream
 from cache.transfer.upload_stream import RemoteCalls, UploadStream
 from cache.transfer.write_stream import WriteStream
 from kernels.attention.ragged_batch import KvPages
-from kernels.codecs.codec import Codec
 from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class Transfer:
         slab: Slab,
         disk: ExtentStore | None,
         redis: RedisExtents | None = None,
-        codec: Codec | None = None,
+        coded: CodedSlab | None = None,
         rotations: Callable[[], KeyRotations],
         read_buffer_layers: int,
         dram_throttle: Throttle,
@@ -80,8 +82,8 @@ class Transfer:
         synchronous: bool,
         max_backlog_bytes: int,
     ) -> None:
-        """codec: of what lies below DRAM, where an extent says so. dram_throttle: caps loads out of DRAM;
-        save_throttle: caps saves into it."""
+        """coded: DRAM's coded slots, with the codec of extents that are coded; None: nothing is. dram_throttle: caps
+        loads out of DRAM; save_throttle: caps saves into it."""
         self._pages = pages
         self._slab = slab
         self._disk, self._redis = disk, redis
@@ -102,7 +104,7 @@ class Transfer:
             slab=slab,
             disk=disk,
             redis=redis,
-            codec=codec,
+            coded=coded,
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=dram_throttle,
@@ -113,14 +115,18 @@ class Transfer:
             "kv-save": (lambda: self._saves.run(rotations()), SAVING),
             "kv-load": (lambda: self._loads.place(rotations()), 0),
         }
+        self._encodes: EncodeStream | None = None
+        if coded is not None and coded.num_slots:
+            self._encodes = EncodeStream(slab=slab, coded=coded, completions=self._completions)
+            work["kv-encode"] = (self._encodes.run, WRITING)
         if disk is not None:
-            self._fetches = DiskFetches(slab=slab, disk=disk, codec=codec, completions=self._completions)
-            self._writes = WriteStream(slab=slab, disk=disk, codec=codec, completions=self._completions)
+            self._fetches = DiskFetches(slab=slab, disk=disk, coded=coded, completions=self._completions)
+            self._writes = WriteStream(slab=slab, disk=disk, coded=coded, completions=self._completions)
             work["kv-load-disk"] = (self._loads.readers["disk"].run, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         if redis is not None:
             self._calls = RemoteCalls(redis=redis, completions=self._completions)
-            self._redis_fetches = RedisFetches(slab=slab, redis=redis, codec=codec, completions=self._completions)
+            self._redis_fetches = RedisFetches(slab=slab, redis=redis, coded=coded, completions=self._completions)
             work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), "kv-redis": (self._calls.run, 0)}
             work["kv-fetch-redis"] = (self._redis_fetches.run, 0)
         if redis is not None and disk is not None:
@@ -155,6 +161,9 @@ class Transfer:
                     self._loads.abandon(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     saves.append(move)
+                case EncodeBlocks():
+                    assert self._encodes is not None
+                    self._encodes.put(move)
                 case FetchBlocks():
                     self._fetches.put(move)
                 case FetchRemote():
@@ -222,6 +231,8 @@ class Transfer:
         end = time.monotonic() + timeout_s
         self._saves.close()
         self._loads.close()
+        if self._encodes is not None:
+            self._encodes.close()
         if self._disk is not None:
             self._fetches.close()
             self._writes.close()

@@ -13,10 +13,9 @@ from cache.storage.errors import TierFailed, TierFull
 from cache.storage.extent_file import runs
 from cache.storage.extent_store import ExtentStore
 from cache.storage.rare_log import RareLog
-from cache.storage.slab import Slab
+from cache.storage.slab import CodedSlab, Segments, Slab
 from cache.transfer.coding import encode_slots
 from cache.transfer.events import Events
-from kernels.codecs.codec import Codec
 
 _TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
@@ -25,8 +24,8 @@ WriteOrder = WriteExtent | DeleteExtents | PutSession
 class WriteStream:
     """`run` is the work of a thread; the engine's thread calls the other methods."""
 
-    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, codec: Codec | None = None) -> None:
-        self._slab, self._disk, self._codec, self._completions = slab, disk, codec, completions
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, coded: CodedSlab | None = None) -> None:
+        self._slab, self._disk, self._coded, self._completions = slab, disk, coded, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
         self._looked_at: deque[WriteOrder | None] = deque()  # taken from `_orders`, to be done before the rest
@@ -59,20 +58,21 @@ class WriteStream:
         started = time.perf_counter()
         blocks: Sequence[StoredBlock] = order.blocks
         refused: tuple[BlockKey, ...] = ()
-        if order.is_coded:
-            assert self._codec is not None
-            coded = encode_slots(self._codec, self._slab, order.slots)
-            refused = tuple(block.key for block, is_coded in zip(blocks, coded.taken, strict=True) if not is_coded)
-            blocks = [block for block, is_coded in zip(blocks, coded.taken, strict=True) if is_coded]
+        if order.is_coded and not order.from_coded:
+            assert self._coded is not None
+            encoded = encode_slots(self._coded.codec, self._slab, order.slots)
+            refused = tuple(block.key for block, is_coded in zip(blocks, encoded.taken, strict=True) if not is_coded)
+            blocks = [block for block, is_coded in zip(blocks, encoded.taken, strict=True) if is_coded]
             if not blocks:
                 self._completions.tell(Written(order.job_id, None, "the codec took none of the blocks", refused))
                 return
-            checksums, segments = coded.checksums, coded.segments
+            checksums, segments = encoded.checksums, encoded.segments
         else:
+            slots = self._coded if order.from_coded and self._coded is not None else self._slab
             # Slots are handed out in a row as a rule: a dozen pieces instead of one for each block and layer.
             spans = [(order.slots[first], order.slots[stop - 1] + 1) for first, stop in runs(order.slots)]
-            checksums = self._slab.checksums(order.slots)
-            segments = partial(self._spans, spans)
+            checksums = slots.checksums(order.slots)
+            segments = partial(self._spans, slots, spans)
         try:
             extent = self._disk.write(
                 order.session, blocks, checksums, segments, extent_id=order.extent_id, is_coded=order.is_coded
@@ -87,8 +87,9 @@ class WriteStream:
             Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None, refused)
         )
 
-    def _spans(self, spans: Sequence[tuple[int, int]], layer: int) -> list[memoryview]:
-        return [self._slab.span(layer, *span) for span in spans]
+    @staticmethod
+    def _spans(slots: Segments, spans: Sequence[tuple[int, int]], layer: int) -> list[memoryview]:
+        return [slots.span(layer, *span) for span in spans]
 
     def _next(self) -> WriteOrder | None:
         return self._looked_at.popleft() if self._looked_at else self._orders.get()

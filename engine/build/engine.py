@@ -99,6 +99,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             dram_slots=tiers.dram_slots,
             disk_bytes=tiers.disk_bytes,
             coded_block_bytes=sum(probed.coded_segment_bytes or ()),
+            coded_slots=tiers.coded_slots,
             redis_bytes=settings.redis_bytes * len(settings.redis_urls),
             head_key=_head_key(config.tenant_secret, probed.fingerprint) if tiers.has_redis else b"",
             hbm_high_water=settings.hbm_high_water,
@@ -153,6 +154,7 @@ def _model_info(
 ) -> ModelInfo:
     found, kv_bytes = probed.found, probed.kv_bytes_per_token
     hbm_tokens, dram_tokens = room.num_pages * probed.page_size, tiers.dram_slots * BLOCK_TOKENS
+    coded_dram_bytes = tiers.coded_slots * sum(probed.coded_segment_bytes or ())
     return ModelInfo(
         name=_name(config.model.source, loaded.path),
         path=str(loaded.path.resolve()),
@@ -187,7 +189,7 @@ def _model_info(
         memory_plan={
             "weights": loaded.weight_bytes,
             "hbm": hbm_tokens * kv_bytes,
-            "dram": dram_tokens * kv_bytes,
+            "dram": dram_tokens * kv_bytes + coded_dram_bytes,
             "staging": (tiers.num_slots - tiers.dram_slots) * kv_bytes * BLOCK_TOKENS,
             "disk": tiers.disk_bytes,
         },
@@ -198,7 +200,7 @@ def _tier_warnings(config: CacheConfig, tiers: Tiers, hbm_tokens: int, window: i
     warnings: list[str] = []
     if config.mode == "attentionstore":
         if config.dram_bytes != 0:
-            warnings += dram_warnings(tiers.dram_slots * BLOCK_TOKENS, hbm_tokens, window)
+            warnings += dram_warnings((tiers.dram_slots + tiers.coded_slots) * BLOCK_TOKENS, hbm_tokens, window)
         if config.disk_bytes is None and not tiers.disk_bytes:
             warnings.append("nothing is kept on disk: no space is free above cache.disk_min_free_gib")
     if tiers.has_redis and not tiers.disk_bytes:

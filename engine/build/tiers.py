@@ -20,8 +20,9 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.first_touch import FirstTouch
 from cache.storage.large_pages import LargePages
 from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import LayerShape, Slab
+from cache.storage.slab import CodedSlab, LayerShape, Slab
 from cache.storage.throttle import Throttle
+from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import memory
@@ -59,8 +60,9 @@ class Tiers:
     """All memory for KV, and what moves KV in it."""
 
     pages: list[KvPages]  # of HBM, by layer
-    num_slots: int  # of DRAM, staging included
+    num_slots: int  # of DRAM, for rows, staging included
     dram_slots: int
+    coded_slots: int
     disk_bytes: int
     rates: Rates
     transfer: Transfer
@@ -87,8 +89,10 @@ def build_tiers(
     pages = make_pages(probed.found.shapes, room.num_pages, probed.page_size, loaded.dtype, loaded.device)
     on_gpu = loaded.device.type == "cuda"
     slot_bytes = BLOCK_TOKENS * probed.kv_bytes_per_token
-    dram_slots, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
-    _check_memory((dram_slots + staging_slots) * slot_bytes)
+    dram_bytes, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
+    _check_memory(dram_bytes + staging_slots * slot_bytes)
+    codec = probed.codec.codec
+    dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, sum(probed.coded_segment_bytes or ()))
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
     slab = Slab(shapes=shapes, dtype=loaded.dtype, num_slots=dram_slots + staging_slots, pinned=on_gpu)
     disk: ExtentStore | None = None
@@ -104,7 +108,7 @@ def build_tiers(
         slab=slab,
         disk=disk,
         redis=redis,
-        codec=probed.codec.codec,
+        coded=CodedSlab(codec, num_slots=coded_slots) if codec is not None else None,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
@@ -123,6 +127,7 @@ def build_tiers(
         pages=pages,
         num_slots=slab.num_slots,
         dram_slots=dram_slots,
+        coded_slots=coded_slots,
         disk_bytes=disk_bytes,
         rates=rates,
         transfer=transfer,
@@ -134,15 +139,16 @@ def build_tiers(
 
 
 def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
-    """(slots of DRAM, slots of staging besides, bytes of disk)."""
+    """(bytes of DRAM, slots of staging besides, bytes of disk)."""
     if config.mode != "attentionstore":
         return 0, 0, 0
-    dram_slots = (automatic.dram if config.dram_bytes is None else config.dram_bytes) // slot_bytes
+    dram_bytes = automatic.dram if config.dram_bytes is None else config.dram_bytes
+    dram_bytes -= dram_bytes % slot_bytes
     disk_bytes = automatic.disk if config.disk_bytes is None else config.disk_bytes
-    if not (dram_slots or disk_bytes):
+    if not (dram_bytes or disk_bytes):
         return 0, 0, 0
     staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, automatic.staging // slot_bytes)
-    return dram_slots, staging, disk_bytes
+    return dram_bytes, staging, disk_bytes
 
 
 def _disk(

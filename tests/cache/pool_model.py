@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
-from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.blocks.stored import ExtentInfo, SessionRecord, is_coded
 from cache.blocks.table import BlockRow
 from cache.blocks.truncate import CutRules
 from cache.manager import CacheManager
@@ -21,6 +21,8 @@ from cache.moves import (
     CopyRows,
     Deleted,
     DeleteExtents,
+    EncodeBlocks,
+    Encoded,
     Event,
     FetchBlocks,
     Fetched,
@@ -45,7 +47,20 @@ from scheduler.line import Line
 EMPTY = -1
 GARBAGE = -2
 BYTES_PER_TOKEN = 4
+CODED_BYTES = 28  # of a block
 NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
+
+
+class Decoded(int):
+    """What a row holds that came out of a codec: equal to what was computed, and known by its class."""
+
+
+def decoded(rows: Iterable[int]) -> list[int]:
+    return [value if value < 0 else Decoded(value) for value in rows]
+
+
+def were_decoded(rows: Iterable[int]) -> bool:
+    return any(isinstance(value, Decoded) for value in rows)
 
 
 def domain_of(tenant: str, salt: str) -> KeyDomain:
@@ -73,10 +88,11 @@ def make_manager(
     bytes_per_s: float = 1e12,
     exact: bool = False,
     head_key: bytes = b"",
+    coded_slots: int | None = None,
 ) -> CacheManager:
-    """head_key: with one, there is a Redis. `PoolModel` does not play its part."""
+    """head_key: with one, there is a Redis. `PoolModel` does not play its part. coded_slots: None without a codec."""
     directions = (
-        *("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk"),
+        *("dram_to_hbm", "coded_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk"),
         *(("redis_to_hbm", "redis_to_dram", "disk_to_redis") if head_key else ()),
     )
     return CacheManager(
@@ -89,6 +105,8 @@ def make_manager(
             dram_slots=dram_slots,
             disk_bytes=disk_bytes,
             head_key=head_key,
+            coded_block_bytes=0 if coded_slots is None else CODED_BYTES,
+            coded_slots=coded_slots or 0,
             hbm_high_water=high_water,
             hbm_low_water=low_water,
             dram_free_buffer=free_buffer,
@@ -122,12 +140,16 @@ class PoolModel:
         self.exact: bool = manager._saver._exact
         self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.tiers.pages.num_pages * manager.page_size)
         self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.num_slots)]
+        self.coded = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.coded.num_slots)]
+        self.codes = manager._loads._codes
         self.disk: dict[int, dict[BlockKey, list[int]]] = {}  # extent id -> what is in it
         self.extents: dict[int, ExtentInfo] = {}
         self.records: dict[tuple[str, str, str], SessionRecord] = {}
         self.saves: deque[object] = deque()
         self.loads: deque[LoadBlocks] = deque()
         self.io: deque[object] = deque()
+        self.encodes: deque[EncodeBlocks] = deque()
+        self.encoded: set[BlockKey] = set()
         self.events: deque[Event] = deque()
         self.contexts: dict[str, RunningContext] = {}  # the open requests
         self.fails: Callable[[object], str | None] = lambda order: None  # an order -> why it fails
@@ -189,6 +211,8 @@ class PoolModel:
                     pass  # loads come whole here, sooner or later
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self.saves.append(move)
+                case EncodeBlocks():
+                    self.encodes.append(move)
                 case _:
                     self.io.append(move)
 
@@ -271,12 +295,14 @@ class PoolModel:
             self.hear(now)
             self.plan([], now)
             self.move()
-            if not (self.saves or self.loads or self.io or self.events):
+            if not (self.saves or self.loads or self.io or self.encodes or self.events):
                 return
             while self.saves:
                 self.run_save()
             while self.loads:
                 self.run_load()
+            while self.encodes:
+                self.run_encode()
             while self.io:
                 self.run_io()
             self.hear(now)
@@ -334,12 +360,15 @@ class PoolModel:
                 if stored is None:
                     failed[block.key] = "missing"  # deleted while the load waited
                     continue
+                assert block.is_coded == (self.codes and is_coded(block.extent[0]))
                 content = stored[block.key]
                 if block.slot is not None:
-                    self.slots[block.slot] = list(content)
+                    (self.coded if block.is_coded else self.slots)[block.slot] = list(content)
             else:
-                content = self.slots[block.slot or 0]
+                content = (self.coded if block.is_coded else self.slots)[block.slot or 0]
             rows = content[: block.num_rows]
+            if block.is_coded:
+                rows = decoded(rows)
             assert self._may_be(block.key, rows), "a slot or an extent has something else than its block"
             start = block.page * size + block.page_row
             self.rows[start : start + block.num_rows] = [(v, block.position + i) for i, v in enumerate(rows)]
@@ -349,6 +378,24 @@ class PoolModel:
                 self.rows[start : start + block.num_rows] = [(GARBAGE, 0)] * block.num_rows
         self.events.append(Loaded(order.job_id, failed))
 
+    def run_encode(self) -> None:
+        order = self.encodes.popleft()
+        for key, slot, target in order.blocks:
+            self._encode(key, self.slots[slot])
+            self.coded[target] = list(self.slots[slot])
+        taken = [True] * len(order.blocks)
+        if self.fails(order) is not None:
+            taken[0] = False
+            self.coded[order.blocks[0][2]] = [GARBAGE] * BLOCK_TOKENS
+        self.events.append(Encoded(order.job_id, tuple(taken)))
+
+    def _encode(self, key: BlockKey, rows: Sequence[int]) -> None:
+        assert self._may_be(key, rows), "a slot that is encoded has something else than its block"
+        assert len(rows) == BLOCK_TOKENS
+        assert EMPTY not in rows, "an open block is encoded"
+        assert not were_decoded(rows), "coded twice"
+        self.encoded.add(key)
+
     def run_io(self) -> None:
         order = self.io.popleft()
         match order:
@@ -356,6 +403,13 @@ class PoolModel:
                 contents = {}
                 for block, slot in zip(order.blocks, order.slots, strict=True):
                     count = len(block.token_ids) // 4
+                    if order.from_coded:
+                        assert order.is_coded
+                        contents[block.key] = list(self.coded[slot])
+                        assert self._may_be(block.key, self.coded[slot])
+                        continue
+                    if order.is_coded:
+                        self._encode(block.key, self.slots[slot])
                     rows = self.slots[slot][:count]
                     assert self._may_be(block.key, rows), "a slot that is written has something else than its block"
                     assert token_bytes([self._token_of[v] for v in rows]) == block.token_ids
@@ -364,9 +418,9 @@ class PoolModel:
                 if reason is not None:
                     self.events.append(Written(order.job_id, None, reason))
                     return
-                extent_id = order.job_id + (max(self.disk, default=0) + 1) * 1000
+                extent_id = 2 * order.job_id + (max(self.disk, default=0) // 2 + 1) * 1000 + order.is_coded
                 self.disk[extent_id] = contents
-                slot_bytes = BLOCK_TOKENS * BYTES_PER_TOKEN
+                slot_bytes = CODED_BYTES if order.is_coded else BLOCK_TOKENS * BYTES_PER_TOKEN
                 info = ExtentInfo(extent_id, order.session, order.blocks, len(contents) * slot_bytes + 4096)
                 self.extents[extent_id] = info
                 self.records[order.session.names] = order.session
@@ -376,7 +430,9 @@ class PoolModel:
                 failed = {} if reason is None else {order.blocks[0][0]: reason}
                 for key, (extent_id, _), slot in order.blocks:
                     if extent_id in self.disk:
-                        self.slots[slot] = list(self.disk[extent_id][key])
+                        (self.coded if self.codes and is_coded(extent_id) else self.slots)[slot] = list(
+                            self.disk[extent_id][key]
+                        )
                     else:
                         failed[key] = "missing"
                 self.events.append(Fetched(order.job_id, failed))
@@ -460,6 +516,7 @@ class PoolModel:
         self._check_blocks()
         self._check_pages()
         self._check_slots()
+        self._check_coded()
         self._check_disk()
         self._check_in_flight()
 
@@ -502,7 +559,7 @@ class PoolModel:
     def _check_blocks(self) -> None:
         """Every block that can be found holds what its name says, in every tier that it is said to be in."""
         size = self.manager.page_size
-        places, slots = set(), set()
+        places, slots, coded = set(), set(), set()
         for row in self.manager.tiers.table:
             count = len(row.token_ids)
             assert not row.is_nowhere, row
@@ -521,6 +578,16 @@ class PoolModel:
                 contents.append(self.slots[row.slot][:count])
                 assert row.slot not in slots, "two blocks in one slot"
                 slots.add(row.slot)
+            for content in contents:
+                if were_decoded(content):
+                    assert row.decoded or row.kept_raw or row.is_open, "it may be coded once more"
+                if not row.is_open and all(isinstance(value, Decoded) for value in content):
+                    assert row.decoded, "nobody knows that it came out of a codec"
+            if row.coded is not None:
+                assert not row.is_open
+                contents.append(self.coded[row.coded])
+                assert row.coded not in coded, "two blocks in one coded slot"
+                coded.add(row.coded)
             if row.extent is not None:
                 info, stored = self.extents[row.extent[0]], self.disk[row.extent[0]]
                 assert info.blocks[row.extent[1]].key == row.key
@@ -560,28 +627,33 @@ class PoolModel:
     def _check_slots(self) -> None:
         """A slot is free or has one use; whoever copies out of it keeps it. Free ones are wiped."""
         manager, dram = self.manager, self.manager.tiers.dram
+        coding = manager.tiers.coded
         resident = [row.slot for row in manager.tiers.table if row.slot is not None]
         filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
         filling += [ticket.slot for ticket in dram._tickets.values()]
-        filling += [slot for fetch in manager.tiers.fetches._under_way.values() for _, _, slot in fetch.order.blocks]
-        loading = [block for load in manager._loads.under_way.values() for block in load.blocks]
+        filling += [slot for slot, is_coded in self._fetched_to() if not is_coded]
+        loading = [block for load in manager._loads.under_way.values() for block in load.blocks if not block.is_coded]
         passing = [block for block in loading if block.extent and block.slot is not None]
         filling += [block.slot for block in passing]
         uses = [*resident, *filling, *dram._slots._free, *dram._slots._doomed]
         assert sorted(uses) == list(range(dram.num_slots)), "a slot is lost, or used twice"
         assert dram.resident == len(resident)
         pins = [0] * dram.num_slots
-        for load in manager._loads.under_way.values():
-            for block in load.blocks:
-                if block.extent is None:
-                    pins[block.slot] += 1
+        for block in loading:
+            if block.extent is None:
+                pins[block.slot] += 1
+        for order in manager.tiers.encoder._under_way.values():
+            for _, slot, _ in order.blocks:
+                pins[slot] += 1
         for _, sources in dram._sources.values():
             for slot in sources:
                 pins[slot] += 1
         for write in manager.tiers.writes._writes.values():
-            for slot in write.slots:
+            for slot in write.slots if write.tier is dram else ():
                 pins[slot] += 1
         assert dram._slots._pins == pins
+        used = dram.resident * dram.slot_bytes + coding.resident * coding.slot_bytes
+        assert manager.gauges().tier_bytes["dram"] == used
         assert all(pins[slot] for slot in dram._slots._doomed)
         for slot in dram._slots._free:
             assert not pins[slot]
@@ -590,6 +662,39 @@ class PoolModel:
         assert sorted(ranked) == sorted(row.key for row in manager.tiers.table if row.slot is not None)
         if not dram.num_slots:
             assert not manager.tiers.in_flight
+
+    def _fetched_to(self) -> list[tuple[int, bool]]:
+        """(slot, whether it is a coded one) of every block that is being fetched."""
+        orders = [fetch.order for fetch in self.manager.tiers.fetches._under_way.values()]
+        return [(slot, self.codes and is_coded(copy[0])) for order in orders for _, copy, slot in order.blocks]
+
+    def _check_coded(self) -> None:
+        """The same of coded slots."""
+        tiers = self.manager.tiers
+        coded, slots = tiers.coded, tiers.coded._slots
+        resident = [row.coded for row in tiers.table if row.coded is not None]
+        filling = [target for order in tiers.encoder._under_way.values() for _, _, target in order.blocks]
+        filling += [slot for slot, is_coded in self._fetched_to() if is_coded]
+        loading = [b for load in self.manager._loads.under_way.values() for b in load.blocks if b.is_coded]
+        filling += [block.slot for block in loading if block.extent and block.slot is not None]
+        uses = [*resident, *filling, *slots._free, *slots._doomed]
+        assert sorted(uses) == list(range(coded.num_slots)), "a coded slot is lost, or used twice"
+        assert coded.resident == len(resident)
+        pins = [0] * coded.num_slots
+        for block in loading:
+            if block.extent is None:
+                pins[block.slot] += 1
+        for write in tiers.writes._writes.values():
+            for slot in write.slots if write.tier is coded else ():
+                pins[slot] += 1
+        assert slots._pins == pins
+        assert all(pins[slot] for slot in slots._doomed)
+        for slot in slots._free:
+            self.coded[slot] = [EMPTY] * BLOCK_TOKENS
+        ranked = coded.policy.victims(len(tiers.table) + 1, ())
+        assert sorted(ranked) == sorted(row.key for row in tiers.table if row.coded is not None)
+        under_way = {key for order in tiers.encoder._under_way.values() for key, _, _ in order.blocks}
+        assert under_way == tiers.encoder._encoding
 
     def _check_disk(self) -> None:
         disk, writes = self.manager.tiers.disk, self.manager.tiers.writes

@@ -27,7 +27,7 @@ class Policy:
 
 
 def stored(name, *, tier="disk", page=None):
-    return SimpleNamespace(page=page, slot=None, tier=tier, name=name, key=name)
+    return SimpleNamespace(page=page, in_dram=False, tier=tier, name=name, key=name)
 
 
 class World:

@@ -11,7 +11,7 @@ import torch
 
 from cache.blocks.keys import salt_of, token_bytes
 from cache.blocks.stored import is_coded
-from cache.moves import WriteExtent
+from cache.moves import EncodeBlocks, WriteExtent
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
@@ -71,7 +71,7 @@ def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s",
 
 
 def codec_of(driver: Driver) -> Any:
-    return driver.engine._transfer._writes._codec
+    return driver.engine._transfer._writes._coded.codec
 
 
 def extents_of(driver: Driver) -> dict[int, list[int]]:
@@ -140,7 +140,7 @@ def test_nothing_is_coded_twice(make, monkeypatch):
     text = random_ids(HISTORY, 1)
     turn(driver, "1", text)
     driver = make()  # what it loads was decoded
-    orders = watch_writes(driver)
+    orders = watch_orders(driver)
     turn(driver, "2", [*text, *random_ids(80, 3)])
     decoded = {row.key for row in driver.cache.tiers.table if row.decoded}
     assert len(decoded) == 3
@@ -149,9 +149,12 @@ def test_nothing_is_coded_twice(make, monkeypatch):
     # Have the disk lose all, so that what DRAM has is written again.
     driver.cache.tiers.disk.lost(list(extents_of(driver)))
     turn(driver, "3", random_ids(40, 4), session="other")
-    coded = {block.key for order in orders if order.is_coded for block in order.blocks}
-    assert not coded & decoded
-    assert {block.key for order in orders if not order.is_coded for block in order.blocks} & decoded
+    writes = [order for order in orders if isinstance(order, WriteExtent)]
+    encoded = {key for order in orders if isinstance(order, EncodeBlocks) for key, _, _ in order.blocks}
+    encoded |= {b.key for order in writes if order.is_coded and not order.from_coded for b in order.blocks}
+    assert encoded
+    assert not encoded & decoded
+    assert {block.key for order in writes if order.from_coded for block in order.blocks} >= decoded
 
 
 def test_an_open_block_that_began_with_decoded_rows_is_not_coded_after_a_restart(make):
@@ -160,20 +163,21 @@ def test_an_open_block_that_began_with_decoded_rows_is_not_coded_after_a_restart
     two = turn(make(), "2", branch, session="branch")
     assert two.cached == 80
     driver = make()
-    orders = watch_writes(driver)
+    orders = watch_orders(driver)
     three = turn(driver, "3", [*two.text, *random_ids(80, 4)], session="branch")
     assert three.cached > 80
-    coded = {block.token_ids for order in orders if order.is_coded for block in order.blocks}
+    writes = [order for order in orders if isinstance(order, WriteExtent)]
+    coded = {block.token_ids for order in writes if order.is_coded for block in order.blocks}
     whole = [token_bytes(three.text[start : start + 32]) for start in range(64, 160, 32)]
     assert [tokens in coded for tokens in whole] == [False, True, True]
 
 
-def watch_writes(driver: Driver) -> list[WriteExtent]:
-    seen: list[WriteExtent] = []
+def watch_orders(driver: Driver) -> list[WriteExtent | EncodeBlocks]:
+    seen: list[WriteExtent | EncodeBlocks] = []
     orders, add = driver.cache.tiers.orders, driver.cache.tiers.orders.add
 
     def noted(move: Any) -> None:
-        if isinstance(move, WriteExtent):
+        if isinstance(move, WriteExtent | EncodeBlocks):
             seen.append(move)
         add(move)
 
@@ -264,5 +268,6 @@ def test_a_budget_that_cannot_be_kept_leaves_kv_raw_and_says_so(make, monkeypatc
     driver = make()
     assert any("stays raw" in warning for warning in driver.engine.model.warnings)
     turn(driver, "1", random_ids(HISTORY, 1))
-    assert codec_of(driver) is None
+    assert driver.engine._transfer._writes._coded is None
     assert not driver.cache.tiers.writes._coded_block_bytes
+    assert not driver.cache.tiers.coded.is_on

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.truncate import CutRules, DoesNotFit
-from cache.moves import FetchBlocks, FillFromPage, FillFromSlot, LoadBlocks, WriteExtent
+from cache.moves import EncodeBlocks, FetchBlocks, FillFromPage, FillFromSlot, LoadBlocks, WriteExtent
 from cache.policies import POLICIES
 from cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, make_manager
@@ -45,6 +45,7 @@ class Hierarchy(RuleBasedStateMachine):
         fast=st.sampled_from([True, True, False]),
         failing=st.sampled_from([0.0, 0.0, 0.3]),
         exact=st.booleans(),
+        coded=st.sampled_from([None, None, 0, 4, 20]),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -61,6 +62,7 @@ class Hierarchy(RuleBasedStateMachine):
         fast,
         failing,
         exact,
+        coded,
         seed,
     ):
         spare = self.page_size // BLOCK_TOKENS
@@ -81,7 +83,8 @@ class Hierarchy(RuleBasedStateMachine):
             "staging_slots": staging_slots,
             "disk_bytes": disk * SLOT_BYTES,
             "bytes_per_s": 1e12 if fast else 3e5,
-            "exact": exact,
+            "exact": exact and coded is None,
+            "coded_slots": coded,
         }
         self.manager = make_manager(**self.options)
         self.model = PoolModel(self.manager)
@@ -97,7 +100,7 @@ class Hierarchy(RuleBasedStateMachine):
     def fails(self, order):
         if self.rng.random() >= self.failing:
             return None
-        if isinstance(order, WriteExtent):
+        if isinstance(order, WriteExtent | EncodeBlocks):
             return "no space"
         assert isinstance(order, LoadBlocks | FetchBlocks)
         return self.rng.choice(["checksum", "deadline", "io"])
@@ -266,10 +269,15 @@ class Hierarchy(RuleBasedStateMachine):
         self.model.close(request_id, 0, self.now)
         assert not any(key in self.manager.tiers.table for key in chain)
 
-    @rule(queue=st.sampled_from(["saves", "loads", "io"]), count=st.integers(1, 9), heard=st.booleans())
+    @rule(queue=st.sampled_from(["saves", "loads", "io", "encodes"]), count=st.integers(1, 9), heard=st.booleans())
     def transfer(self, queue, count, heard):
         self.model.move()
-        run = {"saves": self.model.run_save, "loads": self.model.run_load, "io": self.model.run_io}[queue]
+        run = {
+            "saves": self.model.run_save,
+            "loads": self.model.run_load,
+            "io": self.model.run_io,
+            "encodes": self.model.run_encode,
+        }[queue]
         for _ in range(min(count, len(getattr(self.model, queue)))):
             run()
         if heard:

@@ -1,0 +1,102 @@
+"""Decides which blocks in DRAM are encoded, and when: those of a turn that is written to disk, and those whose slot is
+wanted. Touches no bytes."""
+
+from collections.abc import Iterable, Sequence
+
+from cache.blocks.keys import BlockKey
+from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.moves import EncodeBlocks, Orders
+from cache.stats import CacheStats
+from cache.tiers.coded import CodedTier
+from cache.tiers.dram import DramTier
+from cache.tiers.holds import DirtyBlocks, KeysWhere
+
+_AT_ONCE = 64  # blocks under way: their slots are held until all of them are encoded
+
+
+class Encoder:
+    """Single-threaded, part of the CacheManager. Without coded slots everything is a no-op."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        dram: DramTier,
+        coded: CodedTier,
+        dirty: DirtyBlocks,
+        orders: Orders,
+        stats: CacheStats,
+    ) -> None:
+        self._table, self._dram, self._coded = table, dram, coded
+        self._dirty, self._orders, self._stats = dirty, orders, stats
+        self._under_way: dict[int, EncodeBlocks] = {}
+        self._encoding: set[BlockKey] = set()
+        self._others = KeysWhere(lambda key: not self._may_go(key))
+
+    @property
+    def in_flight(self) -> int:
+        """Number of encodings under way."""
+        return len(self._under_way)
+
+    def concerns(self, name: SessionName) -> bool:
+        """Whether a block of this session is being encoded."""
+        return any((row := self._table.get(key)) is not None and name in row.owners for key in self._encoding)
+
+    def encode(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
+        """Order blocks that await it to be encoded, or leave that for later while many are being encoded. Returns those
+        for which no coded slot can be had."""
+        left: list[BlockRow] = []
+        blocks: list[tuple[BlockKey, int, int]] = []
+        refused: set[SessionName | None] = set()
+        for row in rows:
+            if len(self._encoding) >= _AT_ONCE:
+                break
+            if row.slot is None or row.key in self._encoding:
+                continue
+            newcomer = row.owners[0] if row.owners else None
+            slot = None if newcomer in refused else self._coded.take_slot(newcomer)
+            if slot is None:
+                refused.add(newcomer)
+                left.append(row)
+                continue
+            self._dram.pin(row.slot)
+            self._encoding.add(row.key)
+            blocks.append((row.key, row.slot, slot))
+        if blocks:
+            job = self._orders.next_job()
+            self._under_way[job] = EncodeBlocks(job, tuple(blocks))
+            self._orders.add(self._under_way[job])
+        return left
+
+    def plan(self) -> None:
+        """Have blocks encoded whose slots DRAM wants back, in the policy's order. A block for which no coded slot can
+        be had leaves DRAM, as where nothing is coded."""
+        excess = self._dram.resident - self._dram.most_resident - len(self._encoding)
+        if excess <= 0 or len(self._encoding) >= _AT_ONCE:
+            return
+        keys = self._dram.policy.victims(min(excess, _AT_ONCE), self._others)
+        if keys:
+            self._dram.evict(self.encode(row for key in keys if (row := self._table.get(key)) is not None))
+        elif not self._encoding:
+            self._dram.make_room(excess, None)
+
+    def _may_go(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is not None and key not in self._encoding and self._dram.awaits_coding(row)
+
+    def on_encoded(self, job: int, taken: Sequence[bool]) -> None:
+        """Record the end of an encoding. What was not taken is kept as it is from now on."""
+        self._dirty.changes += 1
+        for (key, slot, target), was_taken in zip(self._under_way.pop(job).blocks, taken, strict=True):
+            self._encoding.discard(key)
+            row = self._table.get(key)
+            is_same = row is not None and row.slot == slot  # the slot is pinned, so it holds no other block
+            self._dram.unpin(slot)
+            if row is None or not is_same or not was_taken or row.coded is not None:
+                self._coded.give_back(target)
+                if row is not None and is_same and not was_taken:
+                    row.kept_raw = True
+            else:
+                self._coded.attach(row, target)
+                self._stats.encoded_blocks += 1
+        self._dram.trim()

@@ -1,0 +1,98 @@
+"""Tests the part of DRAM that holds coded blocks, and what is encoded into it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.tiers.coded import split_dram
+from tests.cache.pool_model import PoolModel, make_manager
+
+
+@given(size=st.integers(0, 1 << 40), slot=st.integers(1, 1 << 24), share=st.floats(0.01, 1))
+def test_both_kinds_of_slots_share_one_budget(size, slot, share):
+    coded_bytes = max(1, int(slot * share))
+    slots, coded = split_dram(size, slot, coded_bytes)
+    assert slots * slot + coded * coded_bytes <= size
+    assert size - slots * slot - coded * coded_bytes < coded_bytes  # nothing is left over
+    assert slots * slot <= size / 4
+    assert split_dram(size, slot, 0) == (size // slot, 0)
+
+
+def model_of(turns: int = 1, **options: int) -> PoolModel:
+    """Turns of 130 tokens, four full blocks each, in sessions of their own; all that is in HBM has left it."""
+    model = PoolModel(make_manager(**{"num_pages": 8, "staging_slots": 10, **options}))
+    for number in range(turns):
+        model.run(f"r{number}", range(200 * number, 200 * number + 130), session=f"s{number}")
+        model.settle()
+    for row in list(model.manager.tiers.table):
+        model.manager.tiers.hbm.evict(row.key)
+    model.check()
+    return model
+
+
+def test_rows_give_way_to_coded_blocks_in_turn():
+    model = model_of(turns=3, dram_slots=8, coded_slots=20)
+    tiers = model.manager.tiers
+    # Three sessions of five blocks in eight slots: the first three blocks of the oldest are coded alone.
+    assert tiers.dram.resident == 8
+    assert len(tiers.table) == 15
+    assert tiers.coded.resident == 7 == len(model.encoded) == tiers.stats.encoded_blocks
+    assert not any(row.slot is None and row.coded is None for row in tiers.table)
+    assert all(row.coded is None for row in tiers.table if row.is_open or row.kept_raw)
+
+
+def test_without_a_coded_slot_blocks_leave_as_where_nothing_is_coded():
+    tiers = model_of(turns=3, dram_slots=8, coded_slots=2).manager.tiers
+    assert tiers.coded.resident == 2
+    assert tiers.dram.resident == 8
+    assert len(tiers.table) == 10
+
+
+def test_what_the_codec_refuses_is_kept_as_it_is():
+    model = PoolModel(make_manager(num_pages=8, staging_slots=10, dram_slots=2, coded_slots=20))
+    model.fails = lambda order: "refused"
+    model.run("r", range(130))
+    model.settle()
+    tiers = model.manager.tiers
+    assert not model.encoded - {row.key for row in tiers.table if row.kept_raw or row.coded is not None}
+    assert any(row.kept_raw and row.place for row in tiers.table)
+
+
+def test_a_turn_is_encoded_once_and_written_from_there():
+    model = model_of(dram_slots=20, coded_slots=20, disk_bytes=1 << 20)
+    rows = list(model.manager.tiers.table)
+    assert sum(row.coded is not None and row.slot is not None for row in rows) == 3
+    assert all(row.extent is not None for row in rows)
+    sizes = {row.extent[0] % 2: model.extents[row.extent[0]].size_bytes for row in rows}
+    assert sizes[1] - 4096 < BLOCK_TOKENS * 4  # three blocks in less than one takes as rows
+
+
+def test_exact_rows_are_loaded_where_both_are_there():
+    model = model_of(dram_slots=20, coded_slots=20, disk_bytes=1 << 20)
+    model.open("again", [*range(130), 7], session="s0")
+    manager = model.manager
+    assert manager.view.admit("again", 131 - manager.view.resident_tokens("again")) == 130
+    model.move()
+    assert not any(block.is_coded for load in model.loads for block in load.blocks)
+    assert manager.requests.report("again").coded_tokens == 0
+
+
+def test_a_fetch_keeps_what_is_coded_as_it_is():
+    model = model_of(dram_slots=20, coded_slots=20, disk_bytes=1 << 20)
+    tiers = model.manager.tiers
+    for row in tiers.table:
+        tiers.dram.drop_slot(row)
+        tiers.coded.drop_slot(row)
+    model.manager.sessions.prefetch(("", "", "s0"), 0.0)
+    model.settle()
+    assert (
+        sorted((row.slot is None, row.coded is None) for row in tiers.table)
+        == [(False, True)] * 2 + [(True, False)] * 3
+    )
+    model.open("again", [*range(130), 7], session="s0")
+    model.manager.view.admit("again", 131 - model.manager.view.resident_tokens("again"))
+    report = model.manager.requests.report("again")
+    assert (report.dram_tokens, report.coded_tokens) == (130, 96)
+    assert model.step("again", 1)
+    model.settle()
+    assert sum(row.decoded for row in tiers.table) == 3

@@ -1,0 +1,201 @@
+"""Tests engines whose DRAM is coded: it holds more, what is warm stays exact, nothing is coded twice, and whatever goes
+wrong beside an encoding is a miss at worst."""
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.engine.driver import Driver, assert_greedy
+from tests.engine.models import random_ids
+from tests.engine.test_coded_tiers import codec_of, make, path, random_calibration_text, turn, vanilla
+
+__all__ = ["make", "path", "random_calibration_text", "vanilla"]
+
+pytest.importorskip("numba")
+
+LONG, ROOM = 900, 960  # tokens of a conversation, and of what it becomes
+ROUNDS = 2
+ONE_IN_HBM = {"hbm_tokens": ROOM + 64, "max_context": ROOM, "disk_bytes": 0, "staging_bytes": 40 * 32 * 1024}
+
+
+def rotate(driver: Driver, conversations: int) -> list[Any]:
+    """Rounds of turns of each conversation in turn. Returns the answers of the last."""
+    texts = [random_ids(LONG, seed) for seed in range(conversations)]
+    answers = []
+    for number in range(ROUNDS):
+        answers = [turn(driver, f"{number} {i}", text, session=f"s{i}") for i, text in enumerate(texts)]
+        texts = [[*answer.text, *random_ids(11, number)] for answer in answers]
+    return answers
+
+
+def dram_for(driver_bytes: int, conversations: int) -> int:
+    return conversations * ROOM * driver_bytes
+
+
+def test_dram_for_three_conversations_holds_all_eight_coded(make):
+    per_token = make("raw").engine.model.kv_bytes_per_token
+    sizes = {**ONE_IN_HBM, "dram_bytes": dram_for(per_token, 3), "staging_bytes": 40 * 32 * per_token}
+    driver = make(codec_budget=1e-3, **sizes)
+    tiers = driver.cache.tiers
+    answers = rotate(driver, 8)
+    for answer in answers:
+        assert answer.report is not None
+        assert answer.report.cached_tokens == answer.report.history_tokens >= LONG
+        assert answer.report.dram_tokens >= LONG - 64
+    assert sum(answer.report.coded_tokens for answer in answers) > 6 * (LONG - 200)
+    stats = driver.engine.stats()
+    held = tiers.dram.resident * tiers.dram.slot_bytes + tiers.coded.resident * tiers.coded.slot_bytes
+    assert stats.tier_bytes["dram"] == held
+    assert stats.tier_capacity["dram"] <= sizes["dram_bytes"]
+    assert driver.engine.model.memory_plan["dram"] == stats.tier_capacity["dram"]
+    raw = make("raw", **sizes)
+    assert sum(answer.report.cached_tokens for answer in rotate(raw, 8)) < 4 * LONG
+
+
+def test_what_is_warm_in_dram_is_exact_beside_the_codec(make, vanilla):
+    """A turn's rows stay in DRAM as they are after they were coded, as long as nobody wants their slots."""
+    texts = {}
+    for codec in ("raw", "transform"):
+        driver = make(codec, hbm_tokens=320, max_context=256)
+        one = turn(driver, "1", random_ids(150, 1))
+        turn(driver, "2", random_ids(200, 2), session="other")  # takes the pages
+        two = turn(driver, "3", [*one.text, *random_ids(9, 3)])
+        assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 0)
+        assert_greedy(vanilla, two)
+        texts[codec] = two.text
+    assert driver.engine.stats().tier_bytes["disk"] > 0
+    assert driver.cache.stats.encoded_blocks > 3
+    assert texts["raw"] == texts["transform"]
+
+
+def test_nothing_is_coded_twice_however_often_it_comes_and_goes(make):
+    per_token = make("raw").engine.model.kv_bytes_per_token
+    driver = make(
+        **ONE_IN_HBM
+        | {"dram_bytes": dram_for(per_token, 2), "disk_bytes": 1 << 28, "staging_bytes": 40 * 32 * per_token}
+    )
+    codec, seen = codec_of(driver), Counter()
+    encode = codec.encode
+
+    def counted(layer: int, raw: Any, segments: Any) -> list[bool]:
+        seen.update((layer, bytes(block.view(-1).numpy().tobytes())) for block in raw)
+        return encode(layer, raw, segments)
+
+    codec.encode = counted
+    answers = rotate(driver, 5)
+    assert max(seen.values()) == 1
+    assert driver.cache.stats.encoded_blocks == len(seen) / driver.engine.model.layers
+    assert all(answer.report.cached_tokens >= LONG for answer in answers)
+
+
+def evicted(driver: Driver, request_id: str) -> Any:
+    """A turn of which HBM has nothing any more, and DRAM only coded blocks but for the first and the last."""
+    answer = turn(driver, request_id, random_ids(150, 1))
+    rows = [row for row in driver.cache.tiers.table if "s" in [owner[2] for owner in row.owners]]
+    for row in rows:
+        driver.cache.tiers.hbm.leave(row)
+        if row.coded is not None:
+            driver.cache.tiers.dram.drop_slot(row)
+    assert sum(row.coded is not None for row in rows) == 3
+    return answer
+
+
+def test_flipped_bits_in_coded_slots_are_misses(make, vanilla):
+    driver = make()
+    one = evicted(driver, "1")
+    coded = driver.engine._transfer._loads._coded
+    for row in driver.cache.tiers.table:
+        if row.coded is not None:
+            coded.segment(1, row.coded)[7] ^= 1
+            driver.cache.tiers.disk.drop(row)
+    two = turn(driver, "2", [*one.text, 5])
+    assert two.report.cached_tokens == 32  # the first block, which is not coded
+    assert two.report.miss_reasons["load_failed"] > 90
+    assert driver.engine.stats().load_failures["checksum"] == 3
+    assert_greedy(vanilla, two)
+
+
+def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make, vanilla):
+    driver = make()
+    one = evicted(driver, "1")
+    two = turn(driver, "2", [*one.text, *random_ids(9, 2)])
+    assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 3 * 32)
+    assert driver.engine.stats().moved_bytes["coded_to_hbm"] == 3 * driver.cache.tiers.dram.slot_bytes
+    again = turn(driver, "3", [*one.text, *random_ids(9, 2)], session="t")
+    assert again.report.coded_tokens >= 3 * 32  # in HBM now
+    [info] = [driver.cache.sessions.bytes_of(name) for name in driver.cache.sessions.contexts if name[2] == "s"]
+    assert info["dram"] < info["hbm"]
+
+
+def test_a_session_that_is_deleted_while_it_is_encoded_leaves_nothing(make):
+    driver = make(disk_bytes=0, dram_bytes=1 << 22)
+    tiers, codec = driver.cache.tiers, codec_of_encodes(driver)
+    gate, encode = threading.Event(), codec.encode
+    codec.encode = lambda *args: gate.wait(20) and encode(*args)
+    driver.ask("1", random_ids(150, 1), session="s", max_tokens=3, ignore_eos=True)
+    rows = [row for row in tiers.table if tiers.dram.awaits_coding(row)]
+    assert not tiers.encoder.encode(rows)
+    driver.engine._transfer.carry_out(driver.cache.take_moves())
+    assert driver.cache.sessions.deletions.delete(("t", "", "s"), "d") is None
+    driver.engine.poll(driver.now)
+    assert ("t", "", "s") in driver.cache.sessions.contexts  # waits for the encoding
+    gate.set()
+    driver.settle()
+    assert not driver.cache.sessions.contexts
+    assert not list(tiers.table)
+    assert (tiers.dram.resident, tiers.coded.resident) == (0, 0)
+    assert tiers.dram.num_free == tiers.dram.num_slots
+    assert tiers.coded.num_free == tiers.coded.num_slots
+
+
+def codec_of_encodes(driver: Driver) -> Any:
+    return driver.engine._transfer._encodes._coded.codec
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("disk_bytes", [0, 1 << 28], ids=["alone", "with a disk"])
+def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, disk_bytes):
+    """Slow encodings beside turns of sessions that come, go and are deleted, in a DRAM of few slots."""
+    per_token = make("raw").engine.model.kv_bytes_per_token
+    driver = make(
+        "fp8", hbm_tokens=256, max_context=224, dram_bytes=24 * 32 * per_token, staging_bytes=12 * 32 * per_token,
+        disk_bytes=disk_bytes,
+    )  # fmt: skip
+    rng, codec, tiers = random.Random(seed), codec_of_encodes(driver), driver.cache.tiers
+    encode = codec.encode
+
+    def slowly(*args: Any) -> list[bool]:
+        time.sleep(rng.random() * 0.004)
+        return [rng.random() > 0.02 and taken for taken in encode(*args)]
+
+    codec.encode = slowly
+    texts: dict[str, list[int]] = {}
+    for number in range(50):
+        name = f"s{rng.randrange(6)}"
+        known = texts.get(name, [])
+        prompt = [*known[: rng.choice([len(known), len(known), len(known) // 2])], *random_ids(20, rng.randrange(99))]
+        prompt = prompt if len(prompt) < 200 else prompt[:60]
+        answer = driver.submit(f"r{number}", prompt, session=name, max_tokens=5, ignore_eos=True)
+        for _ in range(rng.randrange(12)):
+            driver.step()
+        if rng.random() < 0.2:
+            driver.cache.sessions.deletions.delete(("t", "", f"s{rng.randrange(6)}"), f"d{number}")
+        if rng.random() < 0.7 or driver.engine.stats().waiting > 2:
+            while driver.engine.has_work():
+                driver.step()
+            texts[name] = answer.text
+            assert answer.finish_reason == "length"
+            if not answer.report.coded_tokens and tiers.dram.resident and not answer.report.cached_tokens:
+                assert_greedy(vanilla, answer)
+    driver.run()
+    assert driver.cache.stats.encoded_blocks > 10
+    assert not driver.engine.stats().load_failures
+    for tier, address in ((tiers.dram, "slot"), (tiers.coded, "coded")):
+        held = [slot for row in tiers.table if (slot := getattr(row, address)) is not None]
+        assert len(set(held)) == len(held) == tier.resident
+        assert sorted([*held, *tier._slots._free]) == list(range(tier.num_slots))
+        assert not any(tier._slots._pins)
