@@ -136,8 +136,8 @@ class CacheSettings(_Section):
     )
     codec: Literal["raw", "transform", "fp8", "kivi4", "kivi2"] = Field(
         "raw",
-        description="what KV becomes on disk and in Redis; all but raw are lossy: transform is calibrated to "
-        "codec_budget, the others are there for comparison",
+        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; all but raw are lossy: "
+        "transform is calibrated to codec_budget, the others are there for comparison",
     )
     codec_budget: float = Field(
         0.001, ge=1e-6, le=1.0, description="nats a token by which transform may change what the model would say"

@@ -10,6 +10,7 @@ that bring about 140 new tokens a turn, answers of 100. The servers, side by sid
     ample            attentionstore with HBM for all of them
     prefix           HBM for 2 conversations and nothing below
     recompute        no cache
+    coded            with --codec: attentionstore whose KV is coded (docs/codec.md), in the same bytes of DRAM
 
 A leg is one turn of all eight conversations on one server, back to back, so that saving and evicting one conversation
 falls into the time of the next. The servers take turns leg by leg, in an order that moves on with every turn; only one
@@ -21,7 +22,9 @@ handed to the socket to the bytes that bring the first token; what a client make
 By the third turn conversations may come like clockwork for a server, and while it is idle it fetches from disk who is
 due (`cache/returns/regulars.py`): into DRAM, as far as that has room.
 
-Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden.
+Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden. With
+a codec the DRAM that holds 3 conversations of 8 holds all of them, so that nothing comes off the disk, and later turns
+take at most 1.15 x ample.
 """
 
 import asyncio
@@ -46,12 +49,14 @@ from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from loadgen.measure.http import Http
 from loadgen.percentile import percentile
 
-ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
+CODED = "coded"
+ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute", CODED)
 RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn after the restart
 TIERS = ("hbm", "dram", "disk", "computed")
 TURNS = 4
 SILENCE_S = 120.0
 TARGETS = {"recompute": 0.15, "ample": 1.25}
+CODED_TARGET = 1.15  # x ample, later turns
 BLOCK = 32
 WORDS = (
     "the",
@@ -121,7 +126,7 @@ class Conversation:
 
 
 def settings_of(
-    arm: str, model: str, shape: Shape, kv_bytes: int, directory: Path, few: int, dram: int
+    arm: str, model: str, shape: Shape, kv_bytes: int, directory: Path, few: int, dram: int, codec: dict[str, Any]
 ) -> dict[str, Any]:
     """`few` conversations fit HBM, `dram` more fit DRAM; a page more in HBM, for rows that have to be copied."""
     size = shape.final_tokens
@@ -133,6 +138,7 @@ def settings_of(
         "ample": {"cache.hbm_tokens": everything},
         "prefix": {"cache.hbm_tokens": few * size + BLOCK},
         "recompute": {"cache.hbm_tokens": few * size + BLOCK},
+        CODED: {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": gib, **codec},
     }
     return {
         "model.source": model,
@@ -267,6 +273,8 @@ def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
     arms: dict[str, Any] = {}
     for arm in ARMS:
         mine = [s for s in samples if s.arm == arm]
+        if arm == CODED and not mine:
+            continue
         by_turn = {turn: [s for s in mine if s.turn == turn] for turn in range(1, turns + 2)}
         later = [s for s in mine if 2 <= s.turn <= turns]
         arms[arm] = {
@@ -279,7 +287,7 @@ def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
         "ratios": {
             str(turn): {
                 f"{over}/{under}": ratio
-                for over in ("attentionstore", "disk")
+                for over in ("attentionstore", "disk", CODED)
                 for under in ("recompute", "prefix", "ample")
                 if (ratio := paired_ratio(samples, over, under, turn)) is not None
             }
@@ -298,6 +306,12 @@ def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
         ratio = summary["ratios"][str(turns)].get(f"attentionstore/{under}")
         if ratio is not None:
             held[f"turn {turns}: at most {most} x {under}"] = ratio["of_medians"] <= most
+    coded, ample = (summary["arms"].get(arm, {}).get("later") for arm in (CODED, "ample"))
+    if coded:
+        held["coded: all of the history from DRAM"] = coded["reused_of_history"] == 1 and not coded["tokens"]["disk"]
+    if coded and ample:
+        ratio_of_later = coded["ttft_ms"]["p50"] / ample["ttft_ms"]["p50"]
+        held[f"coded, later turns: at most {CODED_TARGET} x ample"] = ratio_of_later <= CODED_TARGET
     return held
 
 
@@ -347,6 +361,7 @@ def result_of(samples: list[Sample], shape: Shape, arguments: Namespace) -> dict
             "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens,
             "final_tokens": shape.final_tokens, "turns": shape.turns,
             "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
+            **({"codec": arguments.codec, "codec_budget": arguments.codec_budget} if arguments.codec != "raw" else {}),
         },
         "held": verdicts(summary, shape.turns),
         **summary,
@@ -359,11 +374,14 @@ def measure(run: Run) -> dict[str, Any]:
     shape = Shape(
         options.conversations, options.first_tokens, options.turn_tokens, options.answer_tokens, options.turns
     )
-    model, arms, passes = str(run.random_model()), options.arms, options.passes
+    model, passes = str(run.random_model()), options.passes
+    arms = [arm for arm in options.arms if arm != CODED or options.codec != "raw"]
+    codec = {"cache.codec": options.codec, "cache.codec_budget": options.codec_budget}
     rotation = Rotation(Tokenizer.from_file(f"{model}/tokenizer.json"), shape, seed=0)
     kv_bytes = kv_bytes_per_token(model)
     settings = {
-        arm: settings_of(arm, model, shape, kv_bytes, run.directory, options.in_hbm, options.in_dram) for arm in arms
+        arm: settings_of(arm, model, shape, kv_bytes, run.directory, options.in_hbm, options.in_dram, codec)
+        for arm in arms
     }
     run.expect(
         (passes * shape.turns * len(arms) + sum(arm in RETURNING for arm in arms)) * shape.conversations, "turns"
@@ -400,6 +418,8 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--in-hbm", type=int, default=2, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
+    parser.add_argument("--codec", default="raw", help="of the arm `coded`, which there is with another one than raw")
+    parser.add_argument("--codec-budget", type=float, default=0.001, help="nats a token, for transform")
 
 
 def last_turn(over: str, under: str) -> Callable[[Result], float | None]:

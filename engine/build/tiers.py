@@ -44,6 +44,7 @@ _GB = 1e9
 # Guesses until the first transfers were measured; wrong ones cost one load or one recompute.
 _PRIOR_BYTES_PER_S = {
     "dram_to_hbm": 4e9,
+    "coded_to_hbm": 5e8,
     "disk_to_hbm": 1.5e9,
     "redis_to_hbm": 1e9,
     "disk_to_dram": 1.5e9,

@@ -23,6 +23,7 @@ from cache.options import CacheOptions, Truncation
 from cache.policies import POLICIES
 from cache.rates import Rates
 from cache.stats import ResidencyValue
+from cache.tiers.coded import split_dram
 from loadgen.virtual.greedy import greedy
 from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
 from loadgen.workloads.workload import Conversation, ConversationShape, poisson
@@ -75,9 +76,21 @@ class VirtualServer:
     disk_bytes_per_s: float = 5e6
     redis_blocks: int = 0  # 0: no Redis
     redis_bytes_per_s: float = 2e6
+    coded_share: float = 0.0  # of a block's bytes that it takes as a codec makes it; 0: nothing is coded
+    decoded_bytes_per_s: float = 10e6  # of rows, that come out of the codec
+    encoded_bytes_per_s: float = 4e6  # of rows, that go into it
     load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_TOKENS * self.bytes_per_token
+
+    @property
+    def coded_block_bytes(self) -> int:
+        """0: nothing is coded."""
+        return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
         """What a step costs, times `misjudged`."""
@@ -337,10 +350,11 @@ class Simulation:
             raise BrokenInvariant(f"{what} (step {self.steps}, {self.now:.3f} s)")
 
     def _check_invariants(self, started: set[str]) -> None:
-        gauges, dram = self.cache.gauges(), self.cache.tiers.dram
+        gauges, dram, coded = self.cache.gauges(), self.cache.tiers.dram, self.cache.tiers.coded
         total = gauges.hbm_pages_free + gauges.hbm_pages_cached + gauges.leases
         self._check(total == gauges.hbm_pages_total, "a page is lost")
         self._check(0 <= dram.resident <= dram.num_slots, "DRAM holds more than there is")
+        self._check(0 <= coded.resident <= coded.num_slots, "DRAM holds more coded blocks than there is room for")
         self._check(gauges.tier_bytes["disk"] <= gauges.tier_capacity["disk"], "the disk holds more than it may")
         self._check(len(self.scheduler.running) <= self.machine.max_seqs, "more run than may")
         for sequence, _ in self._live.values():
@@ -362,6 +376,9 @@ def _make_tiers(machine: VirtualServer, rng: random.Random) -> VirtualTiers:
     return VirtualTiers(
         num_layers=machine.num_layers,
         bytes_per_token=machine.bytes_per_token,
+        coded_block_bytes=machine.coded_block_bytes,
+        decoded_bytes_per_s=machine.decoded_bytes_per_s,
+        encoded_bytes_per_s=machine.encoded_bytes_per_s,
         dram_bytes_per_s=machine.dram_bytes_per_s,
         disk_bytes_per_s=machine.disk_bytes_per_s,
         redis_blocks=machine.redis_blocks,
@@ -384,16 +401,20 @@ def _make_rates(machine: VirtualServer, tiers: VirtualTiers) -> Rates:
 
 def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int], float]) -> CacheManager:
     """arrived: see CacheManager."""
+    dram_bytes = machine.dram_blocks * machine.block_bytes
+    dram_slots, coded_slots = split_dram(dram_bytes, machine.block_bytes, machine.coded_block_bytes)
     return CacheManager(
         options=CacheOptions(
             num_pages=machine.hbm_blocks,
             page_size=BLOCK_TOKENS,
             bytes_per_token=machine.bytes_per_token,
             prefer_contiguous=machine.prefer_contiguous,
-            num_slots=machine.dram_blocks + machine.dram_blocks // 4,
-            dram_slots=machine.dram_blocks,
-            disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
-            redis_bytes=machine.redis_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+            num_slots=dram_slots + machine.dram_blocks // 4,
+            dram_slots=dram_slots,
+            coded_block_bytes=machine.coded_block_bytes,
+            coded_slots=coded_slots,
+            disk_bytes=machine.disk_blocks * machine.block_bytes,
+            redis_bytes=machine.redis_blocks * machine.block_bytes,
             head_key=b"virtual" if machine.redis_blocks else b"",
             hbm_high_water=machine.high_water,
             hbm_low_water=machine.low_water,
@@ -462,6 +483,7 @@ def random_case(seed: int) -> Simulation:
         cancels=rng.choice([0.0, 0.0, 0.02]),
         prefer_contiguous=rng.random() < 0.5,
         redis_blocks=random.Random(f"redis {seed}").choice([0, 0, 40, 400]),
+        coded_share=random.Random(f"coded {seed}").choice([0.0, 0.0, 0.25]),
     )
     shape = ConversationShape(
         turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7

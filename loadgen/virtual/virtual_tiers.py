@@ -11,6 +11,8 @@ from cache.moves import (
     Deleted,
     DeleteExtents,
     DropRemote,
+    EncodeBlocks,
+    Encoded,
     Event,
     FetchBlocks,
     Fetched,
@@ -30,7 +32,7 @@ from cache.moves import (
 )
 
 DIRECTIONS = (
-    *("dram_to_hbm", "disk_to_hbm", "redis_to_hbm", "disk_to_dram", "redis_to_dram"),
+    *("dram_to_hbm", "coded_to_hbm", "disk_to_hbm", "redis_to_hbm", "disk_to_dram", "redis_to_dram"),
     *("hbm_to_dram", "dram_to_disk", "disk_to_redis"),
 )
 
@@ -44,18 +46,27 @@ class VirtualTiers:
         *,
         num_layers: int,
         bytes_per_token: int,
+        coded_block_bytes: int,
         dram_bytes_per_s: float,
         disk_bytes_per_s: float,
         redis_blocks: int,
         redis_bytes_per_s: float,
         load_fixed_s: float,
+        decoded_bytes_per_s: float,
+        encoded_bytes_per_s: float,
         failures: float,
         rng: random.Random,
     ) -> None:
         self._num_layers = num_layers
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token, self._coded_block_bytes = bytes_per_token, coded_block_bytes
         # The farthest tier says how fast a direction is.
-        self._bytes_per_s = {"redis": redis_bytes_per_s, "disk": disk_bytes_per_s, "dram": dram_bytes_per_s}
+        self._bytes_per_s = {
+            "redis": redis_bytes_per_s,
+            "disk": disk_bytes_per_s,
+            "dram": dram_bytes_per_s,
+            "coded": min(decoded_bytes_per_s, dram_bytes_per_s),
+        }
+        self._encoded_bytes_per_s = encoded_bytes_per_s
         self._redis_blocks = redis_blocks
         self._load_fixed_s = load_fixed_s
         self._failures = failures
@@ -79,6 +90,11 @@ class VirtualTiers:
             match move:
                 case LoadBlocks():
                     self._load(move, now)
+                case EncodeBlocks():
+                    seconds = len(move.blocks) * block_bytes / self._encoded_bytes_per_s
+                    self._links["encode"] = max(now, self._links.get("encode", 0.0)) + seconds
+                    taken = tuple(not self._fails() for _ in move.blocks)
+                    self._push(self._links["encode"], Encoded(move.job_id, taken))
                 case FetchBlocks():
                     _, end_s = self._occupy("fetch", len(move.blocks) * block_bytes, "disk_to_dram", now)
                     failed = self._unreadable([(key, extent) for key, (extent, _), _ in move.blocks])
@@ -92,8 +108,9 @@ class VirtualTiers:
                 case SealSlot():
                     self._push(self._occupy("save", 0, "hbm_to_dram", now)[1], Saved(move.ticket))
                 case WriteExtent():
-                    _, end_s = self._occupy("write", len(move.blocks) * block_bytes, "dram_to_disk", now)
-                    self._write(move, end_s, len(move.blocks) * block_bytes)
+                    size = len(move.blocks) * (self._coded_block_bytes if move.is_coded else block_bytes)
+                    _, end_s = self._occupy("write", size, "dram_to_disk", now)
+                    self._write(move, end_s, size)
                 case DeleteExtents():
                     for extent_id in move.extent_ids:
                         self._extents.pop(extent_id, None)
@@ -110,10 +127,10 @@ class VirtualTiers:
 
     def _load(self, move: LoadBlocks, now: float) -> None:
         span: list[float] = []
-        for tier in ("redis", "disk", "dram"):
-            rows = sum(block.num_rows for block in move.blocks if block.tier == tier)
+        for source in ("redis", "disk", "dram", "coded"):
+            rows = sum(block.num_rows for block in move.blocks if block.source == source)
             if rows:
-                span += self._occupy("load", rows * self._bytes_per_token, f"{tier}_to_hbm", now)
+                span += self._occupy("load", rows * self._bytes_per_token, f"{source}_to_hbm", now)
         copies = [(block.key, block.extent or block.redis) for block in move.blocks]
         failed = self._unreadable([(key, None if copy is None else copy[0]) for key, copy in copies])
         self._loads[move.job_id] = span[0], span[-1]
@@ -134,7 +151,9 @@ class VirtualTiers:
         if self._fails():
             self._push(end_s, Written(move.job_id, None, "io"))
             return
-        extent = self._extents[move.job_id] = ExtentInfo(move.job_id, move.session, move.blocks, size)
+        # `cache.blocks.stored.is_coded`
+        extent_id = 2 * move.job_id + move.is_coded if self._coded_block_bytes else move.job_id
+        extent = self._extents[extent_id] = ExtentInfo(extent_id, move.session, move.blocks, size)
         self._push(end_s, Written(move.job_id, extent, None))
 
     def _upload(self, move: UploadExtent, now: float) -> None:

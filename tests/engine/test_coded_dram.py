@@ -5,21 +5,32 @@ import random
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.driver import Driver, assert_greedy
-from tests.engine.models import random_ids
-from tests.engine.test_coded_tiers import codec_of, make, path, random_calibration_text, turn, vanilla
+from tests.engine.models import random_ids, save_tiny, tiny_model
+from tests.engine.test_coded_tiers import codec_of, make, random_calibration_text, turn
 
-__all__ = ["make", "path", "random_calibration_text", "vanilla"]
+__all__ = ["make", "random_calibration_text"]
 
 pytest.importorskip("numba")
 
 LONG, ROOM = 900, 960  # tokens of a conversation, and of what it becomes
 ROUNDS = 2
 ONE_IN_HBM = {"hbm_tokens": ROOM + 64, "max_context": ROOM, "disk_bytes": 0, "staging_bytes": 40 * 32 * 1024}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=32, max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def vanilla() -> Any:
+    return tiny_model(head_dim=32, max_position_embeddings=1024)
 
 
 def rotate(driver: Driver, conversations: int) -> list[Any]:
@@ -64,7 +75,8 @@ def test_what_is_warm_in_dram_is_exact_beside_the_codec(make, vanilla):
         one = turn(driver, "1", random_ids(150, 1))
         turn(driver, "2", random_ids(200, 2), session="other")  # takes the pages
         two = turn(driver, "3", [*one.text, *random_ids(9, 3)])
-        assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 0)
+        assert two.report.dram_tokens >= 64
+        assert (two.report.cached_tokens, two.report.coded_tokens) == (len(one.text) - 1, 0)
         assert_greedy(vanilla, two)
         texts[codec] = two.text
     assert driver.engine.stats().tier_bytes["disk"] > 0
@@ -193,7 +205,7 @@ def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, 
                 assert_greedy(vanilla, answer)
     driver.run()
     assert driver.cache.stats.encoded_blocks > 10
-    assert not driver.engine.stats().load_failures
+    assert set(driver.engine.stats().load_failures) <= {"late"}  # the disk of a busy machine
     for tier, address in ((tiers.dram, "slot"), (tiers.coded, "coded")):
         held = [slot for row in tiers.table if (slot := getattr(row, address)) is not None]
         assert len(set(held)) == len(held) == tier.resident

@@ -159,3 +159,11 @@ def test_results_become_tables_and_a_figure(tmp_path):
     assert (tmp_path / "hierarchy.png").stat().st_size > 1000
     assert "| 4 of 8 | on | lru | 0.700 | 0.700 | 0 of 1 |" in text
     assert tier_sections(lambda name: None, lambda result: "", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("ms", "tier", "held"), [(11, "dram", [True, True]), (12, "dram", [True, False]), (11, "disk", [False, True])]
+)
+def test_a_coded_dram_is_held_to_hold_everything_and_to_be_fast(ms, tier, held):
+    samples = [sample("ample", 10.0, hbm=100, computed=10), sample("coded", ms, computed=10, **{tier: 100})]
+    assert list(hierarchy.verdicts(hierarchy.summarize(samples, turns=4), turns=4).values()) == held

@@ -186,3 +186,14 @@ def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     judged = outcomes["on_time"] + outcomes["early"] + outcomes["late"]
     assert judged > 20
     assert outcomes["on_time"] >= 0.7 * judged, outcomes
+
+
+def test_a_coded_dram_holds_more_of_what_comes_back():
+    """The same bytes, of which a quarter stay rows; so many blocks as take the other three quarters fit four times."""
+    found = {}
+    for share in (0.0, 0.25):
+        simulation = run("car", dram_blocks=160, hbm_blocks=60, coded_share=share)
+        found[share] = sum(record.cached_tokens for record in simulation.records)
+        stats = simulation.cache.stats
+        assert (stats.encoded_blocks > 0) == (share > 0)
+    assert found[0.25] > 1.3 * found[0.0]

@@ -7,6 +7,8 @@ from cache.moves import (
     BlockLoad,
     DeleteExtents,
     DropRemote,
+    EncodeBlocks,
+    Encoded,
     FetchBlocks,
     Fetched,
     FetchRemote,
@@ -27,6 +29,9 @@ def make_tiers(*, failures: float = 0.0) -> VirtualTiers:
     return VirtualTiers(
         num_layers=2,
         bytes_per_token=8,
+        coded_block_bytes=0,
+        decoded_bytes_per_s=1e5,
+        encoded_bytes_per_s=5e4,
         dram_bytes_per_s=1e6,
         disk_bytes_per_s=1e6,
         redis_blocks=3,
@@ -91,3 +96,12 @@ def test_redis_has_what_was_uploaded_until_it_is_full_or_told_to_drop_it():
     assert fetched() == {KEYS[1]: "missing"}
     tiers.carry_out([UploadExtent(7, 2, 0.0), WriteExtent(8, SESSION, blocks[:1], (0,)), UploadExtent(9, 8, 0.0)], 4.0)
     assert fetched() == {KEYS[0]: "missing"}  # the oldest had to go
+
+
+def test_encoding_and_decoding_take_their_time():
+    tiers = make_tiers()
+    load = BlockLoad(KEYS[0], 32, 0, None, 0, 0, 0, is_coded=True)
+    tiers.carry_out([EncodeBlocks(1, ((KEYS[0], 0, 0), (KEYS[1], 1, 1))), LoadBlocks(2, "request", (load,))], 0.0)
+    events = {type(event): event for event in tiers.take_events(2 * 32 * 8 / 5e4)}
+    assert events[Encoded] == Encoded(1, (True, True))
+    assert events[Transferred] == Transferred("coded_to_hbm", 32 * 8, 32 * 8 / 1e5)
