@@ -79,9 +79,9 @@ class RotatedCodec:
         """See Codec."""
         return self._inner.encode(layer, self._turned(layer, raw, back=False), segments)
 
-    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Codec."""
-        self._inner.decode(layer, segments, raw)
+        self._inner.decode(layer, segments, raw, together=together)
         raw.copy_(self._turned(layer, raw, back=True))
 
     def _turned(self, layer: int, raw: Tensor, *, back: bool) -> Tensor:

@@ -63,12 +63,13 @@ class Decoder:
         self.sums = np.zeros(0, np.uint64)
         """Its checksums, by block."""
 
-    def decode(self, layer: int, segments: Tensor) -> None:
-        """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]."""
+    def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
+        """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
+        torch's team of threads."""
         shape = self._num_blocks, self._slab.segment_bytes[layer] // self._slab.dtype.itemsize
         if self.raw.shape != shape:
             self.raw = torch.empty(shape, dtype=self._slab.dtype)
-        self._coded.codec.decode(layer, segments, self.raw)
+        self._coded.codec.decode(layer, segments, self.raw, together=together)
         self.sums = np.frombuffer(b"".join(sums_of(self.raw.view(torch.uint8))), ">u8").astype(np.uint64)
 
 

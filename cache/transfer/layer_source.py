@@ -21,7 +21,7 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
 from cache.storage.slab import CodedSlab, Segments, Slab
-from cache.transfer.coding import Decoder
+from cache.transfer.coding import Decoder, sums_of
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
@@ -39,9 +39,9 @@ class LayerSource(Protocol):
         """The blocks, in the order in which `segments` has them."""
         ...
 
-    def prepare(self, layer: int) -> list[BlockKey]:
-        """Make a layer what `segments`, `sums` and `altered` tell of, if it is not that yet. Returns blocks that are
-        not what was stored; if there is one, the layer must not be placed."""
+    def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
+        """Make a layer what `segments`, `sums` and `altered` tell of, if it is not that yet. together: with torch's
+        team of threads. Returns blocks that are not what was stored; if there is one, the layer must not be placed."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class SlotSource:
         self._slots = torch.tensor(slots, dtype=torch.int64)
         self._sums: Sums = np.ascontiguousarray(slab.sums(slots)) if not self.unsealed else _NO_SUMS
 
-    def prepare(self, layer: int) -> list[BlockKey]:
+    def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
         return []
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +91,13 @@ class CodedSource(SlotSource):
         self._decoder = Decoder(coded, slab, len(blocks))
         self._chosen = torch.arange(len(blocks))
 
-    def prepare(self, layer: int) -> list[BlockKey]:
-        altered = super().altered(layer)
-        if not altered:
-            self._decoder.decode(layer, self._slab.segments(layer)[self._slots])
-        return altered
+    def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
+        stored = self._slab.segments(layer)[self._slots]
+        wrong = np.frombuffer(b"".join(sums_of(stored)), ">u8") != self._sums[layer]
+        if wrong.any():
+            return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
+        self._decoder.decode(layer, stored, together=together)
+        return []
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._decoder.raw, self._chosen
@@ -212,13 +214,13 @@ class LandedSource(ABC):
         start = layer % self._num_landed * self._room
         return self._view[start : start + len(self.blocks) * self._sizes[layer]]
 
-    def prepare(self, layer: int) -> list[BlockKey]:
+    def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
         """See LayerSource."""
         if self._decoder is None:
             return []
         altered = self._altered(layer)
         if not altered:
-            self._decoder.decode(layer, self._as_stored(layer))
+            self._decoder.decode(layer, self._as_stored(layer), together=together)
         return altered
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class LoadPlacer:
         source, loader = self._begun(part, failed)
         layer = part.placed
         if not failed:
-            failed.update(dict.fromkeys(source.prepare(layer), "checksum"))
+            failed.update(dict.fromkeys(source.prepare(layer, together=together), "checksum"))
         if not failed:
             loader.place(layer, failed, rotations, together=together)
             self._synchronise()

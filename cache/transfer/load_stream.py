@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from itertools import product
 
+import torch
+
 from cache.moves import LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
@@ -49,6 +51,10 @@ class LoadStream:
         all."""
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
+        if coded is not None and self._pool.has_team:  # compiled before it is needed
+            raw = torch.empty_like(slab.segments(0)[:1]) if slab.num_slots else None
+            if raw is not None:
+                coded.codec.decode(0, torch.zeros(1, coded.segment_bytes[0], dtype=torch.uint8), raw, together=True)
         self._rotations = rotations
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
         self._throttle = throttle

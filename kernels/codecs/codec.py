@@ -24,6 +24,7 @@ class Codec(Protocol):
         for; the bytes of such a block mean nothing."""
         ...
 
-    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
-        """Decode blocks. segments uint8 [blocks, segment_bytes[layer]]; raw [blocks, elements] receives the rows."""
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
+        """Decode blocks. segments uint8 [blocks, segment_bytes[layer]]; raw [blocks, elements] receives the rows.
+        together: with torch's team of threads, which must belong to the calling thread and be numba's too."""
         ...

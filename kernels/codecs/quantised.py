@@ -27,7 +27,7 @@ class Fp8Codec:
         segments.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
         return _finite(raw)
 
-    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Codec."""
         raw.copy_(segments.view(torch.float8_e4m3fn).to(raw.dtype))
 
@@ -60,7 +60,7 @@ class KiviCodec:
         # What fp16 has no room for makes a group infinite.
         return _finite(torch.cat([scales.view(torch.float16) for scales in parts[1::2]], 1))
 
-    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Codec."""
         n, m = self._widths[layer]
         k_size, k_groups = ROWS * n * self._bits // 8, 4 * n

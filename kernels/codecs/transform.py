@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
+from kernels.cpu.available import use_torch_threads
 from kernels.cpu.transform import HEAD_WORDS, LARGEST_DEVIATION, LEAST_DEVIATION, ROWS, TILE, Layer, Scratch, Tables
 from kernels.views import Fp32
 
@@ -128,13 +129,18 @@ class TransformCodec:
         compiled.encode(bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded)
         return encoded.tolist()
 
-    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Codec."""
         calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         if len(bits) != len(words):
             raise ValueError(f"{len(words)} segments, {len(bits)} blocks")
-        compiled.decode(words, words.shape[1], self._tables, calibrated, self._shift, self._room(layer), bits)
+        if together:
+            use_torch_threads()
+            rooms = self._rooms(layer, torch.get_num_threads())
+            compiled.decode_together(words, words.shape[1], self._tables, calibrated, self._shift, rooms, bits)
+        else:
+            compiled.decode(words, words.shape[1], self._tables, calibrated, self._shift, self._room(layer), bits)
 
     def _words(self, layer: int, segments: Tensor) -> np.ndarray:
         if segments.dtype != torch.uint8 or segments.dim() != 2 or segments.shape[1] != self.segment_bytes[layer]:
@@ -148,23 +154,28 @@ class TransformCodec:
         return raw.view(self._bits).numpy()
 
     def _room(self, layer: int) -> Scratch:
-        """Return the calling thread's scratch memory for a layer, made once for layers of one shape."""
+        """Return the calling thread's scratch memory for a layer."""
+        return Scratch(*(array[0] for array in self._rooms(layer, 1)))
+
+    def _rooms(self, layer: int, count: int) -> Scratch:
+        """Return scratch memory for a layer and so many threads at once, made once by each thread that calls, for
+        layers of one shape."""
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
-        rooms: dict[tuple[int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
+        kept: dict[tuple[int, int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
         words = self.segment_bytes[layer] // 2 + 2 * ROWS
-        room = rooms.get((n, m))
-        if room is None or len(room.words) < words:
-            room = rooms[n, m] = Scratch(
-                rows=np.zeros((ROWS, n + m), np.float32),
+        rooms = kept.get((n, m, count))
+        if rooms is None or rooms.words.shape[1] < words:
+            rooms = kept[n, m, count] = Scratch(
+                rows=np.zeros((count, ROWS, n + m), np.float32),
                 # Whole tiles of components are written, the ones past n before V's are.
-                components=np.zeros((max(n + m, width), ROWS), np.float32),
-                product=np.zeros((ROWS, width), np.float32),
-                deviations=np.zeros(n + m, np.int64),
-                words=np.zeros(max(words, 2 * ROWS), np.uint32),
-                states=np.zeros(compiled.LANES, np.uint32),
+                components=np.zeros((count, max(n + m, width), ROWS), np.float32),
+                product=np.zeros((count, ROWS, width), np.float32),
+                deviations=np.zeros((count, n + m), np.int64),
+                words=np.zeros((count, max(words, 2 * ROWS)), np.uint32),
+                states=np.zeros((count, compiled.LANES), np.uint32),
             )
-        return room
+        return rooms
 
     def _digest(self) -> bytes:
         """Hash all that decides what bytes mean."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
@@ -197,6 +197,25 @@ def decode(
         _components_to_k(layer, scratch, live, n, np.float32(2.0 ** (_quarters(coarser, 0) / 4)))
         _numbers_to_v(words, layer, scratch, n, m, _quarters(coarser, 1))
         _write(scratch.rows, n, m, shift, raw[block])
+
+
+@compiled(parallel=True)
+def decode_together(
+    segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, rooms: Scratch, raw: Bits
+) -> None:
+    """Like `decode`, with all threads of the team. rooms: arrays of as many rooms as there are parts of the work."""
+    blocks, parts = len(segments), len(rooms.rows)
+    for part in prange(parts):
+        first, stop = blocks * part // parts, blocks * (part + 1) // parts
+        room = Scratch(
+            rooms.rows[part],
+            rooms.components[part],
+            rooms.product[part],
+            rooms.deviations[part],
+            rooms.words[part],
+            rooms.states[part],
+        )
+        decode(segments[first:stop], size_words, tables, layer, shift, room, raw[first:stop])
 
 
 @compiled()

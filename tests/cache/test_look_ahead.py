@@ -297,7 +297,7 @@ def test_what_was_fetched_and_had_to_leave_is_not_fetched_without_end(why):
     for step in range(100):
         world.plan([], now=2900.0 + step)
         for block in blocks:
-            block.slot = 7 if block.key in world.under_way else None
+            block.in_dram = block.key in world.under_way
         world.under_way.clear()
     assert fetched == ["x", "y"]
     if why == "regular":  # its next turn is another errand

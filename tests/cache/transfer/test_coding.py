@@ -34,7 +34,7 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
     for layer in range(2):
         assert coded.is_intact(layer, 5)
         assert coded.is_intact(layer, 3)
-        decoder.decode(layer, coded.segments(layer)[[5, 3]])
+        decoder.decode(layer, coded.segments(layer)[[5, 3]], together=False)
         torch.testing.assert_close(decoder.raw, slab.segments(layer)[[1, 3]], rtol=0.07, atol=0.01)
         assert decoder.sums.tolist() == [int.from_bytes(sums) for sums in sums_of(decoder.raw.view(torch.uint8))]
     coded.segment(1, 3)[0] ^= 1

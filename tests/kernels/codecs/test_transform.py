@@ -122,6 +122,15 @@ def test_equal_rows_give_equal_bytes_alone_together_and_on_threads():
     assert torch.equal(torch.cat(backs), decoded(codec, together, raw))
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 16])
+def test_a_team_of_threads_decodes_the_same(blocks):
+    codec = codec_for(SHAPES[1])
+    raw = blocks_of(*rows_like_keys(1, 80, 80, blocks * ROWS, 9))
+    segments, back = coded(codec, raw), torch.empty_like(raw)
+    codec.decode(0, segments, back, together=True)
+    assert torch.equal(back, decoded(codec, segments, raw))
+
+
 def test_the_name_tells_apart_whatever_reads_bytes_differently():
     names = {
         codec.name
