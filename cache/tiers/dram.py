@@ -20,6 +20,7 @@ from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
 from cache.tiers.pages import PageAllocator
 from cache.tiers.slots import SlotPool
 
+_BATCHES = 64
 _PRESSURE = 0.25  # share of the slots that are free or may become so; below it running turns write theirs too
 
 
@@ -54,6 +55,9 @@ class DramTier:
         self.num_slots, self.dram_slots, self.slot_bytes = num_slots, dram_slots, slot_bytes
         self.is_on = num_slots > 0
         self.most_resident = int(dram_slots * (1 - free_buffer))  # blocks that `trim` leaves here
+        self.batch = dram_slots // _BATCHES
+        """Where KV is coded, so many blocks leave or are encoded at once: who leaves next stands behind all the blocks
+        that are never coded."""
         self.policy = policy
         self.resident = 0  # slots that hold a block of the table
         self._table, self._pages, self._stats = table, pages, stats
@@ -186,7 +190,7 @@ class DramTier:
         del self._saving[row.key]
         known = self._table.get(row.key)
         if known is None:
-            row.page = row.slot = row.extent = None
+            row.page = row.slot = row.coded = row.extent = None
             self.attach(row, ticket.slot)
             self._table.publish(row)
             known = row
@@ -237,7 +241,8 @@ class DramTier:
         has saved, because finding victims means walking past all that is queued. Where KV is coded, only rows leave
         that a coded slot has too; `Encoder.plan` does the rest."""
         if self._coded.is_on:
-            self._leave_covered(self.resident - self.most_resident)
+            if (excess := self.resident - self.most_resident) > 0:
+                self._leave_covered(max(excess, self.batch))
             return
         while (excess := self.resident - self.most_resident) > 0 and self.make_room(excess, None):
             pass

@@ -74,7 +74,7 @@ class Encoder:
         excess = self._dram.resident - self._dram.most_resident - len(self._encoding)
         if excess <= 0 or len(self._encoding) >= _AT_ONCE:
             return
-        keys = self._dram.policy.victims(min(excess, _AT_ONCE), self._others)
+        keys = self._dram.policy.victims(min(max(excess, self._dram.batch), _AT_ONCE), self._others)
         if keys:
             self._dram.evict(self.encode(row for key in keys if (row := self._table.get(key)) is not None))
         elif not self._encoding:

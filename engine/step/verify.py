@@ -93,9 +93,11 @@ class Verifier:
 
 def _loaded_from(choice: RunningChoice) -> list[str]:
     """The tiers that the KV of a choice came from, while its first token is not drawn. None after a cut, where a
-    recompute is another text."""
+    recompute is another text, nor on KV that a codec has changed."""
     report = choice.report
-    if report is None or choice.reported or choice.sequence.output_tokens or report.truncated_tokens:
+    if report is None or choice.reported or choice.sequence.output_tokens:
+        return []
+    if report.truncated_tokens or report.coded_tokens:
         return []
     loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
     return [tier for tier, tokens in loaded.items() if tokens]

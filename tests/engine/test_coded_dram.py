@@ -131,8 +131,8 @@ def test_flipped_bits_in_coded_slots_are_misses(make, vanilla):
     assert_greedy(vanilla, two)
 
 
-def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make, vanilla):
-    driver = make()
+def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make):
+    driver = make(verify_rate=1.0)
     one = evicted(driver, "1")
     two = turn(driver, "2", [*one.text, *random_ids(9, 2)])
     assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 3 * 32)
@@ -141,6 +141,7 @@ def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make, vanilla):
     assert again.report.coded_tokens >= 3 * 32  # in HBM now
     [info] = [driver.cache.sessions.bytes_of(name) for name in driver.cache.sessions.contexts if name[2] == "s"]
     assert info["dram"] < info["hbm"]
+    assert driver.engine.stats().verified_loads == 0  # a recompute differs
 
 
 def test_a_session_that_is_deleted_while_it_is_encoded_leaves_nothing(make):
