@@ -33,7 +33,7 @@ class BlockRow:
     origin: int | None = None  # position of its first token when it was computed
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
-    decoded: bool = False  # the rows that HBM and DRAM have of it came out of a codec
+    decoded: bool = False  # the rows that HBM has of it came out of a codec
     kept_raw: bool = False  # never to be coded: it begins a context, may hold decoded rows, or did not fit the codec
     owners: tuple[SessionName, ...] = ()
     score: int = 0  # CaR's (`cache.blocks.scores`): blocks with a low score leave HBM first

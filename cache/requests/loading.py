@@ -197,8 +197,9 @@ class Loads:
             row = self._table.get(block.key)
             is_here = not event.failed or block.key in event.whole
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
-                row.decoded |= block.is_coded
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
+                if (row.page, row.offset) == (block.page, block.page_row):
+                    row.decoded = block.is_coded
                 if load.claimant != context.request_id:
                     context.brought[block.key] = block.tier
             self._pages.unpin(block.page)

@@ -172,10 +172,10 @@ class Matcher:
         return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
 
     def _is_coded(self, row: BlockRow, block: int) -> bool:
-        if self._is_at_hand(row, block) or row.slot is not None:
+        if self._is_at_hand(row, block):
             return row.decoded
-        if row.coded is not None:
-            return True
+        if row.in_dram:
+            return row.slot is None
         address = row.extent or row.redis
         return address is not None and is_coded(address[0])
 

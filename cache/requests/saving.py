@@ -113,7 +113,8 @@ class Saver:
             del self.put_off[next(iter(self.put_off))]  # more than HBM holds: some have left
 
     def _is_wanted(self, row: BlockRow) -> bool:
-        saved = row.is_saved or self._dram.is_saving(row.key)
+        # Rows that came out of a codec are not saved again: nobody would know any more that they did.
+        saved = row.is_saved or self._dram.is_saving(row.key) or row.decoded
         return row.page is not None and not saved and not self._exact and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:

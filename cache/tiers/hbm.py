@@ -307,6 +307,7 @@ class HbmPool:
             enter(self.policy, row)
         elif known.page is None:
             known.kept_raw |= row.kept_raw
+            known.decoded = row.decoded
             self.settle(row.key, row.page, row.offset, row.position, hop=False)
 
     def row(

@@ -581,8 +581,11 @@ class PoolModel:
             for content in contents:
                 if were_decoded(content):
                     assert row.decoded or row.kept_raw or row.is_open, "it may be coded once more"
-                if not row.is_open and all(isinstance(value, Decoded) for value in content):
-                    assert row.decoded, "nobody knows that it came out of a codec"
+            if row.page is not None and not row.is_open:
+                assert row.decoded == all(isinstance(value, Decoded) for value in contents[0])
+            if row.slot is not None and not row.is_open:
+                content = self.slots[row.slot]
+                assert not all(isinstance(value, Decoded) for value in content), "decoded rows are saved"
             if row.coded is not None:
                 assert not row.is_open
                 contents.append(self.coded[row.coded])

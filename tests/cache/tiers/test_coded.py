@@ -1,9 +1,15 @@
 """Tests the part of DRAM that holds coded blocks, and what is encoded into it."""
 
+import random
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.moves import EncodeBlocks, WriteExtent
+from cache.policies import POLICIES
 from cache.tiers.coded import split_dram
 from tests.cache.pool_model import PoolModel, make_manager
 
@@ -96,3 +102,53 @@ def test_a_fetch_keeps_what_is_coded_as_it_is():
     assert model.step("again", 1)
     model.settle()
     assert sum(row.decoded for row in tiers.table) == 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
+    """Whatever ends when, no slot is lost or used twice, what is loaded is what was computed, and nothing is coded
+    twice: `PoolModel` checks it after every move."""
+    rng = random.Random(seed)
+    disk_bytes = rng.choice([0, 1 << 20, 30_000])
+    manager = make_manager(
+        num_pages=12, dram_slots=rng.randint(6, 16), staging_slots=12, coded_slots=rng.choice([12, 40]),
+        disk_bytes=disk_bytes, policy=rng.choice(sorted(POLICIES)), free_buffer=rng.choice([0.0, 0.2]),
+    )  # fmt: skip
+    model = PoolModel(manager)
+    model.fails = lambda order: "no" if isinstance(order, EncodeBlocks | WriteExtent) and rng.random() < 0.05 else None
+    runs = {"saves": model.run_save, "encodes": model.run_encode, "io": model.run_io}
+    texts: dict[str, list[int]] = {}
+    loaded: Counter[bool] = Counter()
+    for number in range(80):
+        name = rng.choice("abcdef")
+        text = [
+            *texts.get(name, [])[: rng.choice([999, 999, 999, 70])],
+            *rng.choices(range(1000), k=rng.randint(1, 70)),
+        ]
+        texts[name] = text if len(text) < 300 else text[:40]
+        while model.saves or model.loads:  # they hold pages
+            (model.run_save if model.saves else model.run_load)()
+        model.hear()
+        model.run(f"r{number}", texts[name], session=name)
+        for _ in range(rng.randrange(12)):
+            queue = rng.choice(list(runs))
+            if getattr(model, queue):
+                runs[queue]()
+            model.hear()
+            model.plan([], 0.0)
+            model.check()
+        loaded.update(row.decoded for row in manager.tiers.table if row.page is not None)
+        sessions = list(manager.sessions.contexts)
+        if sessions and rng.random() < 0.15:
+            manager.sessions.prefetch(rng.choice(sessions), 0.0)
+        if sessions and rng.random() < 0.08:
+            manager.sessions.deletions.delete(rng.choice(sessions), f"d{number}")
+    model.settle()
+    assert loaded[True] > 0
+    assert manager.stats.encoded_blocks > 20
+    for name in list(manager.sessions.contexts):
+        manager.sessions.deletions.delete(name, "end")
+        model.settle()
+    tiers = manager.tiers
+    assert all(not row.owners for row in tiers.table)
+    assert manager.in_flight == 0
