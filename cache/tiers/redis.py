@@ -167,7 +167,7 @@ class RedisLedger:
         for row in rows:
             if row is None or row.redis is None or row.redis[0] not in missing:
                 continue
-            if any(address is not None for address in (row.page, row.slot, row.extent)):
+            if row.in_dram or row.page is not None or row.extent is not None:
                 self.drop(row)
                 self.want_session(name, [row.key])
                 self.uploaded.append(name)

@@ -143,7 +143,7 @@ def test_a_session_that_is_deleted_while_it_is_encoded_leaves_nothing(make):
     rows = [row for row in tiers.table if tiers.dram.awaits_coding(row)]
     assert not tiers.encoder.encode(rows)
     driver.engine._transfer.carry_out(driver.cache.take_moves())
-    assert driver.cache.sessions.deletions.delete(("t", "", "s"), "d") is None
+    assert driver.cache.sessions.deletions.delete("t", "s", "d") is None
     driver.engine.poll(driver.now)
     assert ("t", "", "s") in driver.cache.sessions.contexts  # waits for the encoding
     gate.set()
@@ -185,7 +185,7 @@ def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, 
         for _ in range(rng.randrange(12)):
             driver.step()
         if rng.random() < 0.2:
-            driver.cache.sessions.deletions.delete(("t", "", f"s{rng.randrange(6)}"), f"d{number}")
+            driver.cache.sessions.deletions.delete("t", f"s{rng.randrange(6)}", f"d{number}")
         if rng.random() < 0.7 or driver.engine.stats().waiting > 2:
             while driver.engine.has_work():
                 driver.step()

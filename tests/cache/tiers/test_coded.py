@@ -142,12 +142,12 @@ def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
         if sessions and rng.random() < 0.15:
             manager.sessions.prefetch(rng.choice(sessions), 0.0)
         if sessions and rng.random() < 0.08:
-            manager.sessions.deletions.delete(rng.choice(sessions), f"d{number}")
+            manager.sessions.deletions.delete(*rng.choice(sessions)[::2], f"d{number}")
     model.settle()
     assert loaded[True] > 0
     assert manager.stats.encoded_blocks > 20
     for name in list(manager.sessions.contexts):
-        manager.sessions.deletions.delete(name, "end")
+        manager.sessions.deletions.delete(name[0], name[2], f"end {name}")
         model.settle()
     tiers = manager.tiers
     assert all(not row.owners for row in tiers.table)
