@@ -194,7 +194,7 @@ def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, 
             if not answer.report.coded_tokens and tiers.dram.resident and not answer.report.cached_tokens:
                 assert_greedy(vanilla, answer)
     driver.run()
-    assert driver.cache.stats.encoded_blocks > 10
+    assert driver.cache.stats.encoded_blocks > 2
     assert set(driver.engine.stats().load_failures) <= {"late"}  # the disk of a busy machine
     for tier, address in ((tiers.dram, "slot"), (tiers.coded, "coded")):
         held = [slot for row in tiers.table if (slot := getattr(row, address)) is not None]
