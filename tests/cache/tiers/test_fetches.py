@@ -46,7 +46,7 @@ def test_no_more_is_fetched_than_dram_may_keep():
     (order,) = model.manager.take_moves()
     assert isinstance(order, FetchBlocks)
     assert len(order.blocks) == 1
-    assert not fetches.has_room()
+    assert not fetches.has_room(coded=False)
 
 
 @pytest.mark.parametrize("read", [slice(0, 1), slice(1, 2), slice(0, 2)])
