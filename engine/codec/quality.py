@@ -186,11 +186,12 @@ def measure(
     for codec, part in codecs:
         changed, refused = coded(codec, rows, part)
         coder.place(changed)
-        measured.append(_compared(raw, coder.score(behind, history), behind.to(raw.device), refused))
+        measured.append(compared(raw, coder.score(behind, history), behind.to(raw.device), refused))
     return measured
 
 
-def _compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
+def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
+    """Compare what `score` says of the same tokens [tokens] behind two forms of a history."""
     wanted = token_ids[1:]
     return Quality(
         divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),
