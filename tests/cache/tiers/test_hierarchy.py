@@ -312,8 +312,10 @@ class Hierarchy(RuleBasedStateMachine):
     @rule(which=WHICH)
     def delete(self, which):
         name = self.chosen(list(self.manager.sessions.contexts), which)
-        running = self.manager.sessions.is_running(name)
-        if name in self.manager.sessions.deletions._deleting:
+        deleting = self.manager.sessions.deletions._deleting
+        # Sessions of one id are deleted together, whatever their salts.
+        running = any(c.session[::2] == name[::2] for c in self.manager._running.values())
+        if any(other[::2] == name[::2] for other in deleting):
             return
         self.deletions += 1
         problem = self.manager.sessions.deletions.delete(name[0], name[2], f"d{self.deletions}")
