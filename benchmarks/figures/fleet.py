@@ -45,7 +45,7 @@ def kills(result: Result) -> list[str]:
     causes = ", ".join(f"{count} by a {cause}" for cause, count in result["causes"].items())
     return table(
         {
-            "kills": ", ".join(f"{count} of a {what}" for what, count in result["kills"].items()),
+            "kills": ", ".join(f"{what}: {count}" for what, count in result["kills"].items()),
             "answers; streams broken": f"{sum(result['answers'].values())}; {result['streams_broken']}",
             "errors that clients saw": f"{len(result['errors'])}",
             "texts unlike the undisturbed server's": causes or "none",
