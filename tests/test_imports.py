@@ -45,7 +45,7 @@ ALLOWED = {
     "model": ("model", "engine.gguf"),
 }
 # What needs the extra `fleet`, which is seldom installed.
-OF_RAY = ("fleet.ray_app",)
+OF_RAY = ("fleet.ray_app", "fleet.supervise.cluster")
 TENSOR_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
 # In cache/ only transfer/ and storage/ touch bytes; the rest of it, and scheduler/, know no tensors, files, threads or
 # clock.
