@@ -15,6 +15,8 @@ from cache.moves import (
     CopyRows,
     Deleted,
     DeleteExtents,
+    EncodeBlocks,
+    Encoded,
     Event,
     FetchBlocks,
     Fetched,
@@ -31,6 +33,7 @@ from cache.moves import (
     Remote,
     RemoteDeleted,
     RemoteUsed,
+    Renewed,
     Saved,
     SealSlot,
     Transferred,
@@ -96,14 +99,16 @@ def test_moves_and_events_arrive_as_they_were() -> None:
 
 
 def test_every_kind_is_tried_above() -> None:
-    """But sessions' records, which rank 0 alone keeps, and KV in Redis, which ranks do not share yet."""
+    """But sessions' records, which rank 0 alone keeps, and coded KV and KV in Redis, which ranks do not share yet."""
     moves = {kind for part in typing.get_args(Move) for kind in (typing.get_args(part) or (part,))}
-    assert {type(move) for move in MOVES} == moves - {PutSession, *typing.get_args(Remote)}
+    assert {type(move) for move in MOVES} == moves - {PutSession, EncodeBlocks, *typing.get_args(Remote)}
     assert {type(event) for event in EVENTS} == set(typing.get_args(Event)) - {
+        Encoded,
         Uploaded,
         HeadersRead,
         RemoteDeleted,
         RemoteUsed,
+        Renewed,
     }
 
 
