@@ -102,7 +102,7 @@ class Readiness:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model; empty until it has been loaded once."""
+        """The model's fingerprint; empty until it has been loaded once."""
         return "" if self.model is None else self.model.fingerprint
 
     def require_loaded(self) -> ModelInfo:

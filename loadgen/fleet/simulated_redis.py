@@ -124,7 +124,7 @@ class RedisLink:
 
     @property
     def s_per_byte(self) -> float:
-        """Of a load that is alone."""
+        """Seconds that a load takes for a byte when it is alone."""
         return 1 / min(self._redis.link_bytes_per_s, self._redis.bytes_per_s)
 
     def seconds(self, num_tokens: int) -> float:

@@ -27,12 +27,12 @@ class OffloadedModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes of one token's keys and values in a layer."""
         return 2 * _FP16 * self.kv_width
 
     @property
     def act_bytes(self) -> int:
-        """Of a token: what enters the layer."""
+        """Bytes of what enters a layer for one token."""
         return _FP16 * self.hidden
 
 
@@ -78,8 +78,8 @@ class Host:
         return model.num_layers * max(compute_s, self.weights_s(model, on_gpu), store_s)
 
     def free_bytes(self, model: OffloadedModel) -> float:
-        """Of the GPU, beside two layers' weights, two mini-batches, the head and what is reserved. Raises ValueError if
-        there is not that much."""
+        """Return the GPU's bytes beside two layers' weights, two mini-batches, the head and what is reserved. Raises
+        ValueError if there are not so many."""
         taken = 2 * model.weight_bytes + 2 * self.buffer_bytes + model.head_bytes + self.reserved_bytes
         if taken > self.gpu_bytes:
             raise ValueError(f"{model.name} needs {taken / 1e9:.1f} GB of a GPU of {self.gpu_bytes / 1e9:.1f}")

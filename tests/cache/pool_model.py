@@ -715,7 +715,7 @@ class PoolModel:
         assert sorted(ranked) == sorted(on_disk)
 
     def _check_in_flight(self) -> None:
-        """Whoever is waited for runs, and will compute or load that block; a load may outlive its request."""
+        """Check that a request that others wait for runs and will compute or load that block; a load may outlive it."""
         loading = {b.key for load in self.manager._loads.under_way.values() for b in load.blocks}
         for key, owner in self.manager._siblings.coming.items():
             if key in loading:

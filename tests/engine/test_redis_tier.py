@@ -62,28 +62,24 @@ def last_head(driver: Driver) -> Head:
 def adopt(driver: Driver, given: Head, **changes: Any) -> SessionReply:
     names = {"tenant": given.tenant, "salt": given.salt, "session_id": given.session_id}
     fields = {**names, "head": given.head, **changes}
-    replies = driver.engine.adopt(Adopt(request_id="adopt", **fields), driver.now)
-    until = time.monotonic() + 30
-    while not replies:
-        assert time.monotonic() < until
-        driver.engine._transfer.wait(0.01)
-        replies = driver.engine.poll(driver.now)
-    (reply,) = replies
-    assert reply.request_id == "adopt"
-    return reply
+    return _answer(driver, "adopt", driver.engine.adopt(Adopt(request_id="adopt", **fields), driver.now))
 
 
 def delete(driver: Driver) -> SessionReply:
     """Delete the session, and return the answer."""
     request = SessionRequest(request_id="d", tenant="t", action="delete", session_id=SESSION)
-    replies = driver.engine.sessions(request, driver.now)
+    return _answer(driver, "d", driver.engine.sessions(request, driver.now))
+
+
+def _answer(driver: Driver, request_id: str, replies: list[SessionReply]) -> SessionReply:
+    """Return the one answer to a request, which may come later than at once."""
     until = time.monotonic() + 30
     while not replies:
         assert time.monotonic() < until
         driver.engine._transfer.wait(0.01)
         replies = driver.engine.poll(driver.now)
     (reply,) = replies
-    assert reply.request_id == "d"
+    assert reply.request_id == request_id
     return reply
 
 
