@@ -30,8 +30,8 @@ class ModelRotations:
 
     def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin bf16 [positions, R] on CPU for at least all positions before `stop`. `rotate` multiplies
-        bf16 keys by them if it turns dims i and i + R / 2 together and copies those from R on; otherwise None is
-        returned. R is 0 if the layer does not rotate."""
+        bf16 keys by them if it turns dims i and i + R / 2 together and copies those from R on; otherwise, and where the
+        model's own tables are of another type, None is returned. R is 0 if the layer does not rotate."""
         rope = self._ropes[layer]
         if rope is None:
             empty = torch.empty(stop, 0, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ class ModelRotations:
             known = fresh if known is None else (torch.cat((known[0], fresh[0])), torch.cat((known[1], fresh[1])))
             self._by_position[key] = known
         assert known is not None
-        return known
+        return known if known[0].dtype == torch.bfloat16 else None
 
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor:
         """Invert `rotate`, in fp32 with one rounding at the end."""

@@ -107,3 +107,11 @@ def test_tables_by_position_are_what_keys_are_rotated_by(probed: ProbeResult) ->
             assert torch.equal(turned, rotations.rotate(layer, k, positions))
     interleaved = any(rope is not None and not rope.call.is_by_halves for rope in probed.ropes)
     assert by_halves > 0 or interleaved
+
+
+def test_tables_of_another_type_are_not_for_compiled_kernels() -> None:
+    """OLMo's stay in fp32 whatever the model computes in; kernels would take their bytes for bf16."""
+    probed = probe(prepare(family_model("olmo2")), BACKENDS["torch_cpu"](), PAGE)
+    rotations = ModelRotations(ropes=probed.ropes)
+    assert all(rope is not None and rope.call.is_by_halves for rope in probed.ropes)
+    assert [rotations.halves(layer, stop) for layer in range(4) for stop in (5, 40)] == [None] * 8
