@@ -36,7 +36,9 @@ from cache.moves import (
 )
 from cache.options import CacheOptions
 from cache.policies.eviction_policy import PolicyFactory
+from cache.policies.keep import BLOCK_SCORERS
 from cache.rates import LoadProgress, Rates
+from cache.requests.keeping import Keeper, LikenessOf
 from cache.requests.lifecycle import Lifecycle
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
@@ -72,6 +74,7 @@ class CacheManager:
         rates: Rates,
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
+        likeness_of: LikenessOf,
     ) -> None:
         """arrived: the share of a load, by its job, that is in HBM; progress: how far the disk has come with it."""
         if options.page_size % BLOCK_TOKENS:
@@ -80,8 +83,13 @@ class CacheManager:
         self.tiers = tiers = Hierarchy(options=options, policy=policy, stats=self.stats)
         self._running = running = Requests()
         self.sessions = SessionStore(options=options, tiers=tiers, running=running, domain_of=domain_of)
+        scorer = BLOCK_SCORERS[options.truncation.block_scorer]()
         opener = ContextOpener(
-            tiers=tiers, sessions=self.sessions.contexts, truncation=options.truncation, domain_of=domain_of
+            tiers=tiers,
+            sessions=self.sessions.contexts,
+            truncation=options.truncation,
+            domain_of=domain_of,
+            keeper=Keeper(scorer=scorer, table=tiers.table, likeness_of=likeness_of),
         )
         matcher = Matcher(tiers=tiers, rates=rates, options=options)
         self._siblings = siblings = Siblings(tiers=tiers)

@@ -10,6 +10,7 @@ class Truncation:
     window: int  # tokens a context may have
     ratio: float  # of the window, dropped at an overflow
     mode: str  # decoupled | recompute | naive
+    block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

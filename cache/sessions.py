@@ -126,6 +126,7 @@ class SessionStore:
             turns=before.turns + 1 if before else 1,
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
+            attention={key: context.attention[key] for key in context.keys if key in context.attention},
             owned={
                 key: None
                 for key in (*(before.owned if before else ()), *context.owned)

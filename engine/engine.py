@@ -229,6 +229,8 @@ class Engine:
         for chunk in computed.chunks:
             if chunk.sequence.request_id not in failed:
                 self._cache.requests.commit(chunk.sequence.request_id, chunk.num_tokens)
+                if (shares := computed.attention.get(chunk.sequence.request_id)) is not None:
+                    self._cache.requests.attended(chunk.sequence.request_id, shares)
                 chunk.sequence.computed_tokens += chunk.num_tokens
                 self._choices[chunk.sequence.request_id].load_wait_s += computed.waited_s
         computed.drop(failed)

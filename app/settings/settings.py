@@ -120,6 +120,11 @@ class CacheSettings(_Section):
     truncation_mode: Literal["decoupled", "recompute", "naive"] = Field(
         "decoupled", description="what stays: its KV at new positions; recomputed; as it was (for experiments only)"
     )
+    block_scorer: Literal["oldest", "attended", "keydiff", "episodes"] = Field(
+        "oldest",
+        description="what a full window drops first: the oldest; what later text attended to least; what repeats other "
+        "keys; an equal share of every episode",
+    )
     keep_first_tokens: int = Field(
         -1, ge=-1, le=1 << 24, description="leading tokens that are never dropped; -1: the system prompt"
     )

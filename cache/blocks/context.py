@@ -132,6 +132,8 @@ class SessionContext:
     renewed_s: float = -math.inf  # when what it has in Redis was last kept for longer
     # every block that is in the table because of this session
     owned: dict[BlockKey, None] = field(default_factory=dict)
+    # how much later text attended to its blocks, as in `CutBlocks.attention`; not stored
+    attention: dict[BlockKey, float] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -268,6 +270,7 @@ class RunningContext:
     miss_reason: MissReason | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
+    attention: dict[BlockKey, float] = field(default_factory=dict)  # see `SessionContext.attention`
     remembered: RememberedMatch | None = None  # what was found stored while it waits; gone once it has pages
 
     @property

@@ -1,13 +1,18 @@
 """Plans what a context drops when it outgrows the window (AttentionStore §3.4). Pure arithmetic."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BLOCK_TOKENS
 
 Range = tuple[int, int]
 """A half-open range of tokens."""
+
+ScoresOf = Callable[[Sequence[int]], Sequence[float] | None]
+"""Where blocks begin, ascending -> how much each is wanted; None: the oldest are wanted least."""
+
+_NEWEST_SHARE = 0.25  # of what may be dropped: stays as long as there is something older, whatever its score
 
 
 class DoesNotFit(Exception):
@@ -39,14 +44,16 @@ def plan_cut(
     newest: int,
     starts: Sequence[int],
     marked: Sequence[Range],
+    scores_of: ScoresOf = lambda starts: None,
 ) -> list[Range]:
     """Choose what to drop of a context of `length` tokens so that it and `reserve` more fit into `window`; nothing if
     it fits as it is.
     Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
-    begins (a block may hold the end of the message before), or more if that is not enough. `marked` ranges stay if
-    possible. Never drops anything from `newest` on, where the newest message begins; if that leaves less than
-    `reserve`, everything droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there
-    is no room for a single token."""
+    begins (a block may hold the end of the message before), or more if that is not enough. Where `scores_of` has
+    scores, those with the least are dropped instead, and nothing is extended. `marked` ranges stay if possible. Never
+    drops anything from `newest` on, where the newest message begins; if that leaves less than `reserve`, everything
+    droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there is no room for a
+    single token."""
     head = _up(keep_first)
     needed = length + reserve - window
     if needed <= 0:
@@ -62,11 +69,28 @@ def plan_cut(
             return []
         needed = min(needed, length - stays)
     amount = max(needed, int(ratio * window))
+    blocks = [start for a, b in droppable for start in range(a, b, BLOCK_TOKENS)]
+    scores = scores_of(blocks)
+    if scores is not None:
+        return _least_wanted(blocks, scores, -(-amount // BLOCK_TOKENS))
     end = _end_of(droppable, amount)
     place = bisect_left(starts, end)
     if place < len(starts) and _dropped(droppable, _down(starts[place])) >= needed:
         end = max(end, _down(starts[place]))
     return [(a, min(b, end)) for a, b in droppable if a < min(b, end)]
+
+
+def _least_wanted(blocks: Sequence[int], scores: Sequence[float], count: int) -> list[Range]:
+    """Return the `count` blocks with the lowest scores, or all, as ranges. Among equals the oldest come first."""
+    guarded = len(blocks) - int(_NEWEST_SHARE * len(blocks))
+    chosen = sorted(range(len(blocks)), key=lambda place: (place >= guarded, scores[place], place))[:count]
+    ranges: list[Range] = []
+    for start in sorted(blocks[place] for place in chosen):
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], start + BLOCK_TOKENS)
+        else:
+            ranges.append((start, start + BLOCK_TOKENS))
+    return ranges
 
 
 def _down(tokens: int) -> int:

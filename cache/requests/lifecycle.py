@@ -6,6 +6,7 @@ from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.truncate import CutRules
 from cache.moves import CapturePiece
+from cache.requests.keeping import Keeper
 from cache.requests.loading import Loads
 from cache.requests.opening import ClientCut, ContextOpener
 from cache.requests.provenance import report_prompt
@@ -98,6 +99,11 @@ class Lifecycle:
         # Most decoded rows fill no block.
         if self._reuse and (context.published or context.computed >= (context.sealed + 1) * BLOCK_TOKENS):
             self._publisher.publish(context)
+
+    def attended(self, request_id: str, shares: Sequence[float]) -> None:
+        """Record how the rows of a step attended to the blocks of a request's context: a block's part of all
+        attention, in order."""
+        Keeper.note_attention(self._running[request_id], shares)
 
     def take_failed(self) -> list[str]:
         """Return the requests whose load failed since the last call. What they computed on it is void: call `void` for

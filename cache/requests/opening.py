@@ -9,6 +9,7 @@ from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
 from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
 from cache.options import Truncation
+from cache.requests.keeping import Keeper
 from cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
@@ -37,11 +38,13 @@ class ContextOpener:
         sessions: Mapping[SessionName, SessionContext],
         truncation: Truncation,
         domain_of: DomainOf,
+        keeper: Keeper,
     ) -> None:
         self._table, self._stats = tiers.table, tiers.stats
         self._sessions = sessions
         self._truncation = truncation
         self._domain_of = domain_of
+        self._keeper = keeper
 
     def open(
         self,
@@ -149,6 +152,7 @@ class ContextOpener:
             open_hint=open_hint,
             open_place=known,
             moved_behind=cuts != before,
+            attention=dict(session.attention) if session is not None else {},
             lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
         )
 
@@ -203,15 +207,17 @@ class ContextOpener:
         if len(tokens) + reserve <= self._truncation.window:
             return False  # spares mapping hundreds of messages past the cuts for nothing
         outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts)]
+        newest = map_offset(newest, context.cuts)
         more = plan_cut(
             len(tokens),
             window=self._truncation.window,
             ratio=self._truncation.ratio,
             reserve=reserve,
             keep_first=map_offset(rules.keep_first, context.cuts),
-            newest=map_offset(newest, context.cuts),
+            newest=newest,
             starts=[map_offset(start, context.cuts) for start in outside],
             marked=[(map_offset(a, context.cuts), map_offset(b, context.cuts)) for a, b in rules.important],
+            scores_of=self._keeper.scores_of(context, newest),
         )
         if not more:
             return False

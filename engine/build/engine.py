@@ -9,6 +9,7 @@ from pathlib import Path
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from cache.manager import CacheManager
 from cache.options import CacheOptions, Truncation
+from cache.policies.keep import BLOCK_SCORERS
 from engine.build.first_steps import WarmModel, warm_up
 from engine.build.model import LoadedModel, ProbedModel, load, probe_model
 from engine.build.room import Room, find_room
@@ -25,6 +26,7 @@ from engine.step.compute import StepCompute
 from engine.step.grammar import GrammarCompiler
 from engine.step.intake import Intake
 from engine.step.verify import Verifier
+from kernels.attention.watched import WatchedAttention
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -41,6 +43,9 @@ def build_engine(config: EngineConfig) -> Engine:
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)
     info = _model_info(config, loaded, probed, room, tiers, warm)
+    if BLOCK_SCORERS[config.cache.block_scorer]().needs == "attention":
+        backend = warm.runner.backend
+        warm.runner.watch = WatchedAttention(backend, num_layers=len(tiers.pages), block_tokens=BLOCK_TOKENS)
     unix_offset_s = time.time() - time.monotonic()
     cache = _cache(config, probed, room, tiers, unix_offset_s)
     scheduler = build_scheduler(config, cache, tiers.rates, warm.step_tokens, warm.least_chunk_tokens, room.max_context)
@@ -107,7 +112,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             dram_free_buffer=settings.dram_free_buffer,
             reuse=settings.mode != "recompute",
             exact=config.model.exact == "on",
-            truncation=Truncation(room.max_context, settings.truncation_ratio, truncation_mode),
+            truncation=Truncation(room.max_context, settings.truncation_ratio, truncation_mode, settings.block_scorer),
             session_ttl_s=settings.ttl_s,
             max_sessions=settings.max_sessions,
             unix_offset_s=unix_offset_s,
@@ -117,6 +122,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
         rates=tiers.rates,
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
+        likeness_of=tiers.likeness.of,
     )
     cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
     return cache

@@ -18,6 +18,7 @@ from cache.storage.directory_lock import DirectoryLocked
 from cache.storage.extent_format import record_key
 from cache.storage.extent_store import ExtentStore
 from cache.storage.first_touch import FirstTouch
+from cache.storage.key_likeness import KeyLikeness
 from cache.storage.large_pages import LargePages
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, LayerShape, Slab
@@ -69,6 +70,7 @@ class Tiers:
     transfer: Transfer
     has_redis: bool
     first_touch: FirstTouch
+    likeness: KeyLikeness
     extents: Sequence[ExtentInfo]  # found on disk
     records: Sequence[SessionRecord]
 
@@ -134,6 +136,7 @@ def build_tiers(
         transfer=transfer,
         has_redis=redis is not None,
         first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if on_gpu else LargePages()),
+        likeness=KeyLikeness(slab),
         extents=extents,
         records=records,
     )

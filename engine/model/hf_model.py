@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from cache.transfer.capture import SavedRows
 from engine.model.batch import BatchInput
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.watched import WatchedAttention
 from kernels.cpu.available import decode_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
 
@@ -263,6 +264,7 @@ class ModelRunner:
         self.pages = pages
         self.backend = backend
         self.sink = sink  # receives KV to be saved; None if there is no tier below HBM
+        self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
         # whether each layer can write its rows to where they are saved
         self.saves_rows = sum(getattr(module, "saves_rows", False) for module in model.modules()) == len(pages)
         if pages[0].k.device.type == "cpu" and decode_kernels() is not None:
@@ -275,10 +277,13 @@ class ModelRunner:
         """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
         slot. arrive(layer) is called before a layer attends and returns when the KV that the batch needs there is
         loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
+        backend: AttentionBackend = self.backend
+        if self.watch is not None and self.watch.begin(batch.meta):
+            backend = self.watch
         step = Step(
             meta=batch.meta,
             pages=self.pages.__getitem__,
-            backend=self.backend,
+            backend=backend,
             sink=self.sink,
             saved=saved,
             arrive=arrive,

@@ -53,6 +53,7 @@ class Computed:
     late: set[str]  # requests whose load was not there in time: what was computed for them is void
     waited_s: float  # for loads
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
+    attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +113,12 @@ class StepCompute:
             late=set() if arrival is None else arrival.late,
             waited_s=0.0 if arrival is None else arrival.waited_s,
             pieces=pieces,
+            attention={items[place].request_id: shares for place, shares in self._watched().items()},
         )
+
+    def _watched(self) -> dict[int, list[float]]:
+        """Return what was noted of the attention in the step just now, by place in the batch."""
+        return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
         """The KV that the layers have shown, None if all have saved their rows by themselves, and where the rows of all

@@ -13,14 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
-from cache.blocks.truncate import CutRules
+from cache.blocks.truncate import CutRules, reserved
 from cache.manager import CacheManager
 from cache.options import CacheOptions, Truncation
 from cache.policies import POLICIES
+from cache.policies.keep import BLOCK_SCORERS
 from cache.rates import Rates
 from cache.stats import ResidencyValue
 from cache.tiers.coded import split_dram
@@ -82,6 +83,7 @@ class VirtualServer:
     load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
+    block_scorer: str = ""  # what a full window drops first; empty: the conversation ends there
 
     @property
     def block_bytes(self) -> int:
@@ -239,11 +241,18 @@ class Simulation:
                 continue
             is_last = chunk.is_last
             self.cache.requests.commit(sequence.request_id, chunk.num_tokens)
+            if self.machine.block_scorer == "attended" and chunk.num_tokens > 1:
+                self.cache.requests.attended(sequence.request_id, self._attention(sequence))
             sequence.computed_tokens += chunk.num_tokens
             if is_last:
                 self._sample(sequence)
         self._rates.computed(work.prefill_tokens + work.decode_rows, seconds)
         self.scheduler.ran(seconds + waited_s, waited_s)
+
+    def _attention(self, sequence: Sequence) -> list[float]:
+        """As if later text attended to each block by its first token."""
+        tokens = self.cache.requests.context(sequence.request_id).token_ids[::BLOCK_TOKENS]
+        return [(token + 1) / (sum(tokens) + len(tokens)) for token in tokens]
 
     def _sample(self, sequence: Sequence) -> None:
         _, live = self._live[sequence.request_id]
@@ -257,7 +266,7 @@ class Simulation:
         if sequence.output_tokens == sequence.sampling.max_tokens:
             live.record.done_s = self.now
             self.scheduler.completed(sequence)
-            live.tokens = list(sequence.token_ids)
+            live.tokens = self.cache.requests.context(sequence.request_id).conversation
             self._close(sequence, sequence.computed_tokens)
             live.turn += 1
             if live.turn < len(live.conversation.turns):
@@ -265,16 +274,23 @@ class Simulation:
 
     def _arrive(self, live: _Live) -> None:
         turn = live.conversation.turns[live.turn]
-        room = self.machine.hbm_blocks * BLOCK_TOKENS - turn.answer_tokens
-        prompt = (live.tokens + self._rng.choices(range(1000), k=turn.prompt_tokens))[: max(1, room)]
-        answer = min(turn.answer_tokens, self.machine.hbm_blocks * BLOCK_TOKENS - len(prompt))
+        window, rules, reserve = self.machine.hbm_blocks * BLOCK_TOKENS, _NO_CUTS, 1
+        prompt = live.tokens + self._rng.choices(range(1000), k=turn.prompt_tokens)
+        if self.machine.block_scorer:
+            prompt = live.tokens + prompt[len(live.tokens) :][: window // 2]
+            rules = replace(_NO_CUTS, allowed=True, message_starts=(len(live.tokens),))
+            reserve = reserved(turn.answer_tokens, window)
+            answer = min(turn.answer_tokens, reserve)
+        else:
+            prompt = prompt[: max(1, window - turn.answer_tokens)]
+            answer = min(turn.answer_tokens, window - len(prompt))
         if answer <= 0:
             return  # the window is full: the conversation ends
         self._requests += 1
         request_id = f"{self._requests:05}"
         conversation = live.conversation
         tokens = self.cache.requests.open(
-            request_id, conversation.tenant, "", conversation.session_id, prompt, _NO_CUTS, 1, None, self.now
+            request_id, conversation.tenant, "", conversation.session_id, prompt, rules, reserve, None, self.now
         )
         sequence = Sequence(
             request_id=request_id,
@@ -421,7 +437,9 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             dram_free_buffer=0.1,
             reuse=True,
             exact=False,
-            truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
+            truncation=Truncation(
+                machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled", machine.block_scorer or "oldest"
+            ),
             session_ttl_s=1e9,
             max_sessions=1_000_000,
             unix_offset_s=0.0,
@@ -431,6 +449,7 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
         rates=rates,
         arrived=arrived,
         progress=lambda job_id: None,  # its disks never stutter
+        likeness_of=lambda slots: [(slot * 37 % 101) / 101 for slot in slots],  # there are no keys
     )
 
 
@@ -484,6 +503,7 @@ def random_case(seed: int) -> Simulation:
         prefer_contiguous=rng.random() < 0.5,
         redis_blocks=random.Random(f"redis {seed}").choice([0, 0, 40, 400]),
         coded_share=random.Random(f"coded {seed}").choice([0.0, 0.0, 0.25]),
+        block_scorer=random.Random(f"cuts {seed}").choice(["", "", *BLOCK_SCORERS]),
     )
     shape = ConversationShape(
         turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7

@@ -79,6 +79,7 @@ def make_manager(
     window: int = 1 << 30,
     truncation_mode: str = "decoupled",
     ratio: float = 0.5,
+    block_scorer: str = "oldest",
     dram_slots: int = 0,
     staging_slots: int = 0,
     disk_bytes: int = 0,
@@ -112,7 +113,7 @@ def make_manager(
             dram_free_buffer=free_buffer,
             reuse=reuse,
             exact=exact,
-            truncation=Truncation(window, ratio, truncation_mode),
+            truncation=Truncation(window, ratio, truncation_mode, block_scorer),
             session_ttl_s=ttl_s,
             max_sessions=max_sessions,
             unix_offset_s=1000.0,
@@ -128,6 +129,7 @@ def make_manager(
         ),
         arrived=lambda job_id: 0.0,
         progress=lambda job_id: None,
+        likeness_of=lambda slots: [(slot * 37 % 101) / 101 for slot in slots],
     )
 
 

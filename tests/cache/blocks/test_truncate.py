@@ -128,3 +128,48 @@ def test_a_place_inside_of_a_cut_is_where_the_cut_was():
     assert [map_offset(place, cuts) for place in (0, 32, 33, 95, 96, 128, 150, 160, 161)] == [
         *(0, 32, 32, 32, 32, 64, 64, 64, 65)
     ]
+
+
+@given(overflow=overflows(), seed=st.integers(0, 99))
+def test_scores_choose_among_the_same_blocks_and_drop_as_many_as_are_needed(overflow, seed):
+    length, options = overflow
+    asked = []
+
+    def scores_of(starts):
+        asked.extend(starts)
+        return [hash((seed, start)) % 1000 for start in starts]
+
+    try:
+        oldest = plan(length, **options, scores_of=lambda starts: None)
+    except DoesNotFit:
+        with pytest.raises(DoesNotFit):
+            plan(length, **options, scores_of=scores_of)
+        return
+    assert oldest == plan(length, **options), "the oldest leaves unless something is wanted less"
+    cuts = plan(length, **options, scores_of=scores_of)
+    assert bool(cuts) == bool(oldest)
+    if not cuts:
+        return
+    dropped = [start for a, b in cuts for start in range(a, b, BLOCK_TOKENS)]
+    assert set(dropped) <= set(asked)
+    assert all(b < a for (_, b), (a, _) in pairwise(cuts))
+    amount = max(length + options["reserve"] - WINDOW, int(options["ratio"] * WINDOW))
+    assert len(dropped) == min(len(asked), -(-amount // BLOCK_TOKENS))
+    guarded = asked[len(asked) - len(asked) // 4 :]
+    spared = [start for start in asked if start not in dropped]
+    if set(dropped) & set(guarded):
+        assert set(spared) <= set(guarded), "the newest go last"
+    else:
+        worst = max(scores_of(dropped))
+        assert all(scores_of([start])[0] >= worst for start in spared if start not in guarded)
+
+
+@given(overflow=overflows())
+def test_scores_by_age_drop_what_is_dropped_without_any_but_for_the_end_of_a_message(overflow):
+    length, options = overflow
+    options = {**options, "starts": ()}
+    try:
+        oldest = plan(length, **options)
+    except DoesNotFit:
+        return
+    assert plan(length, **options, scores_of=lambda starts: list(range(len(starts)))) == oldest

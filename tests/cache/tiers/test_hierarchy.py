@@ -18,6 +18,7 @@ from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.truncate import CutRules, DoesNotFit
 from cache.moves import EncodeBlocks, FetchBlocks, FillFromPage, FillFromSlot, LoadBlocks, WriteExtent
 from cache.policies import POLICIES
+from cache.policies.keep import BLOCK_SCORERS
 from cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, make_manager
 
@@ -42,6 +43,7 @@ class Hierarchy(RuleBasedStateMachine):
         window_pages=st.integers(2, 12),
         mode=st.sampled_from(["decoupled", "decoupled", "recompute"]),
         ratio=st.sampled_from([0.1, 0.5, 0.9]),
+        scorer=st.sampled_from(["oldest", *BLOCK_SCORERS]),
         fast=st.sampled_from([True, True, False]),
         failing=st.sampled_from([0.0, 0.0, 0.3]),
         exact=st.booleans(),
@@ -59,6 +61,7 @@ class Hierarchy(RuleBasedStateMachine):
         window_pages,
         mode,
         ratio,
+        scorer,
         fast,
         failing,
         exact,
@@ -79,6 +82,7 @@ class Hierarchy(RuleBasedStateMachine):
             "window": self.window,
             "truncation_mode": mode,
             "ratio": ratio,
+            "block_scorer": scorer,
             "dram_slots": dram_slots,
             "staging_slots": staging_slots,
             "disk_bytes": disk * SLOT_BYTES,
@@ -221,6 +225,8 @@ class Hierarchy(RuleBasedStateMachine):
                 return
             if not self.model.step(request_id, num_tokens):
                 return
+            seen = [self.rng.random() for _ in range(-(-context.computed // BLOCK_TOKENS))]
+            self.manager.requests.attended(request_id, [share / sum(seen) for share in seen])
 
     def overflow(self, request_id):
         """As the engine does when a sampled token fills the window."""

@@ -1,0 +1,18 @@
+"""Scorers of what a cut drops, by name. The engine, the simulator and the property tests read this table.
+`cache.block_scorer` in app/settings/settings.py lists the names again, because the app does not import the cache; a
+test compares the two."""
+
+from collections.abc import Callable
+
+from cache.policies.keep.attended import AttendedScorer
+from cache.policies.keep.block_scorer import BlockScorer
+from cache.policies.keep.episodes import EpisodeScorer
+from cache.policies.keep.keydiff import KeyDiffScorer
+from cache.policies.keep.oldest import OldestScorer
+
+BLOCK_SCORERS: dict[str, Callable[[], BlockScorer]] = {
+    "oldest": OldestScorer,
+    "attended": AttendedScorer,
+    "keydiff": KeyDiffScorer,
+    "episodes": EpisodeScorer,
+}

@@ -1,0 +1,42 @@
+"""The interface of whoever says which blocks of a full window are wanted least."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, Protocol
+
+Needs = Literal["tokens", "attention", "keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class CutBlocks:
+    """The blocks that a cut may drop, the oldest first, and what is known of each. The four lists are of one length but
+    for what nobody has noted: `attention` and `likeness` are filled only for a scorer that needs them."""
+
+    tokens: Sequence[Sequence[int]]
+    newest: Sequence[int]  # tokens of the newest message, for which there has to be room
+    # How much later tokens attended to a block, in units of what every block would get if all got the same. None: this
+    # was not seen.
+    attention: Sequence[float | None] = ()
+    likeness: Sequence[float | None] = ()  # cosine of its keys and the mean key; None: its keys are not at hand
+
+
+class BlockScorer(Protocol):
+    """Scores blocks for a cut. Pure and deterministic; keeps nothing from call to call."""
+
+    needs: Needs  # what it reads beside the tokens
+
+    def score(self, blocks: CutBlocks) -> Sequence[float] | None:
+        """Return a number for each block; those with the least leave. None: the oldest leave, up to where a message
+        begins."""
+        ...
+
+
+def with_guesses(known: Sequence[float | None]) -> list[float] | None:
+    """Put the median of what is known in the place of what is not, which is then neither wanted nor unwanted. None:
+    nothing is known."""
+    values = [value for value in known if value is not None]
+    if not values:
+        return None
+    middle = median(values)
+    return [middle if value is None else value for value in known]

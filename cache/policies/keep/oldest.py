@@ -1,0 +1,14 @@
+"""The oldest leaves (AttentionStore §3.4)."""
+
+from collections.abc import Sequence
+
+from cache.policies.keep.block_scorer import CutBlocks, Needs
+
+
+class OldestScorer:
+    """Keeps what is newest, whatever it says."""
+
+    needs: Needs = "tokens"
+
+    def score(self, blocks: CutBlocks) -> Sequence[float] | None:
+        return None

@@ -1,0 +1,66 @@
+"""Gathers what is known of the blocks that a cut may drop, for whoever scores them."""
+
+from collections.abc import Callable, Sequence
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.table import CacheTable
+from cache.blocks.truncate import ScoresOf
+from cache.policies.keep.block_scorer import BlockScorer, CutBlocks
+
+LikenessOf = Callable[[Sequence[int]], Sequence[float]]
+"""DRAM slots of full blocks -> the cosine of each one's keys and the mean key of all of them."""
+
+_OLD_SHARE = 0.5  # of a block's attention: what was seen before counts half of what is seen now
+
+
+class Keeper:
+    """Single-threaded, part of the CacheManager. Changes nothing but a context's notes of attention."""
+
+    def __init__(self, *, scorer: BlockScorer, table: CacheTable, likeness_of: LikenessOf) -> None:
+        self._scorer = scorer
+        self._table = table
+        self._likeness_of = likeness_of
+
+    def scores_of(self, context: RunningContext, newest: int) -> ScoresOf:
+        """Return the scores of a context's blocks by where they begin. newest: where its newest message begins."""
+
+        def scores(starts: Sequence[int]) -> Sequence[float] | None:
+            tokens = context.token_ids
+            blocks = [start // BLOCK_TOKENS for start in starts]
+            needs = self._scorer.needs
+            return self._scorer.score(
+                CutBlocks(
+                    tokens=[tokens[start : start + BLOCK_TOKENS] for start in starts],
+                    newest=tokens[newest:],
+                    attention=self._attention(context, blocks) if needs == "attention" else (),
+                    likeness=self._likeness(context, blocks) if needs == "keys" else (),
+                )
+            )
+
+        return scores
+
+    @staticmethod
+    def note_attention(context: RunningContext, shares: Sequence[float]) -> None:
+        """Record how the end of a chunk attended to the blocks of its context. shares: a block's part of all
+        attention, in order; the block that is not full may be the last."""
+        for key, share in zip(context.chain(), shares, strict=False):
+            now = share * len(shares)
+            before = context.attention.get(key, now)
+            context.attention[key] = _OLD_SHARE * before + (1 - _OLD_SHARE) * now
+
+    @staticmethod
+    def _attention(context: RunningContext, blocks: Sequence[int]) -> list[float | None]:
+        keys = context.keys
+        return [context.attention.get(keys[block]) if block < len(keys) else None for block in blocks]
+
+    def _likeness(self, context: RunningContext, blocks: Sequence[int]) -> list[float | None]:
+        """Only slots in DRAM that hold rows have keys at hand."""
+        keys = context.keys[: context.open_place]
+        slots: dict[int, int] = {}
+        for block in blocks:
+            row = self._table.get(keys[block]) if block < len(keys) else None
+            if row is not None and row.slot is not None:
+                slots[block] = row.slot
+        found = dict(zip(slots, self._likeness_of(list(slots.values())) if slots else (), strict=True))
+        return [found.get(block) for block in blocks]
