@@ -200,6 +200,12 @@ class CacheManager:
         although it was intact."""
         self.tiers.quarantine(tier)
 
+    def condemn_codec(self) -> None:
+        """Find nothing any more that a codec has changed, nor what was computed on that, and code nothing. Requests
+        that run end on what they have; others are served as if they had asked for exact KV."""
+        self.tiers.coded.condemn()
+        self.sessions.codec_condemned()
+
     # --- pages --------------------------------------------------------------------------------------------------------
 
     @property

@@ -8,7 +8,7 @@ import msgspec
 
 from cache.blocks.context import RunningContext, SessionContext, digest_of
 from cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact, tokens_of
 from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
 from cache.blocks.table import BlockRow, SessionName
 from cache.options import CacheOptions
@@ -141,6 +141,7 @@ class SessionStore:
                 conversation[:end], context.conversation_keys()[: end // BLOCK_TOKENS]
             )
         self.contexts[name] = session
+        self._end_if_condemned(name, session)
         self.deletions.expired.pop(name, None)
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
@@ -250,6 +251,7 @@ class SessionStore:
                 self._tiers.pinned.add(name)
             self.contexts.pop(name, None)
             self.contexts[name] = adopted
+            self._end_if_condemned(name, adopted)
             self.deletions.expired.pop(name, None)
             self._take_over(name, adopted)
             self._count_size(adopted.num_tokens)
@@ -305,6 +307,17 @@ class SessionStore:
     def _is_over(self, session: SessionContext, now: float) -> bool:
         ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
         return not session.pinned and now - session.last_used_s >= ttl_s
+
+    def codec_condemned(self) -> None:
+        """Let the sessions expire whose KV may have been through the codec, or was computed on such KV."""
+        for name, session in self.contexts.items():
+            self._end_if_condemned(name, session)
+
+    def _end_if_condemned(self, name: SessionName, session: SessionContext) -> None:
+        if self._tiers.coded.is_condemned and not is_exact(name[1]):
+            session.pinned, session.ttl_s = False, 0.0
+            self._tiers.pinned.discard(name)
+            self._with_own_ttl.add(name)
 
     # --- a process begins ---------------------------------------------------------------------------------------------
 

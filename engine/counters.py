@@ -29,6 +29,7 @@ def collect(
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
     gauges, stats = cache.gauges(), cache.stats
+    verdict = None if verifier is None else verifier.verdict
     return Stats(
         running=len(scheduler.running),
         waiting=scheduler.num_waiting,
@@ -61,6 +62,8 @@ def collect(
         offloaded_blocks=stats.offloaded_blocks,
         scheduler=scheduler_state(scheduler, cache, time.monotonic()),
         verify_mismatches=verifier.mismatches if verifier is not None else 0,
+        codec_checks=None if verdict is None else verdict.report(),
+        codec_condemned=cache.tiers.coded.is_condemned,
     )
 
 

@@ -13,7 +13,9 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
+DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+"""Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
 MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
 
 
@@ -280,6 +282,16 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     step_cost: dict[str, float]  # seconds: fixed, per_token, per_kilo_pair, per_row, per_kilo_read; margin: a factor
 
 
+class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
+    """What the shadow check has found of loads that a codec had changed. Divergences in nats a token, beyond those of
+    rounding."""
+
+    counts: list[int]  # of checks, by bucket (`DIVERGENCE_BOUNDS`); the last: of those above
+    total: float  # divergence of all checks
+    recent: float | None  # mean of the last checks
+    limit: float | None  # of that mean, above which the codec is used no more; None: no budget was given
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and running totals, sent about once a second; also the engine's heartbeat."""
 
@@ -314,6 +326,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     verify_mismatches: int = 0
     offloaded_blocks: int = 0  # of the evicted ones, in the background
     scheduler: SchedulerState | None = None
+    codec_checks: CodecChecks | None = None  # None: nothing is coded, or no load is checked
+    codec_condemned: bool = False  # there is a codec, which is used no more because of such checks, now or before
 
 
 ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Adopt | Shutdown

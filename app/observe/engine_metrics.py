@@ -1,13 +1,14 @@
 """What the engine's heartbeat says, as Prometheus reads it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.turn.kv_sources import SOURCES
-from engine.messages import MISS_REASONS, SchedulerState, Stats
+from engine.messages import DIVERGENCE_BOUNDS, MISS_REASONS, SchedulerState, Stats
 
 if TYPE_CHECKING:
     from app.turn.ports import EnginePort
@@ -45,6 +46,7 @@ class EngineCollector(Collector):
             yield from _scheduler(stats.scheduler)
             yield from _tiers(stats)
             yield from _totals_by_label(stats)
+            yield from _codec(stats)
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:
@@ -134,6 +136,19 @@ def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
     yield _labelled(timer, state.timer)
     loads = CounterMetricFamily("reprise_started_loads", "Loads at the start of their request.", labels=["outcome"])
     yield _labelled(loads, state.loads)
+
+
+def _codec(stats: Stats) -> Iterator[Metric]:
+    checks = stats.codec_checks
+    if checks is not None or stats.codec_condemned:
+        help_text = "1 while KV is coded, 0 after checks have found that it changes answers too much."
+        yield GaugeMetricFamily("reprise_codec_on", help_text, not stats.codec_condemned)
+    if checks is None:
+        return
+    bounds = [*map(str, DIVERGENCE_BOUNDS), "+Inf"]
+    buckets = list(zip(bounds, map(float, accumulate(checks.counts)), strict=True))
+    help_text = "Divergence of answers behind coded KV from a recompute, nats a token."
+    yield HistogramMetricFamily("reprise_codec_divergence_nats", help_text, buckets=buckets, sum_value=checks.total)
 
 
 def _from_zero(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from app.errors import too_many_watchers
 from app.turn.answer import Answer
 from app.turn.kv_sources import source_fields
 from app.turn.observer import ObservedTurn, TurnObserver
-from app.turn.ports import EnginePort
+from app.turn.ports import EnginePort, codec_in_use
 from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
@@ -191,6 +191,7 @@ def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, An
         "moved_bytes": None,
         "running": None,
         "queue": None,
+        "codec": None,
     }
     if stats is None or model is None:
         return shown
@@ -198,8 +199,22 @@ def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, An
         shown["tiers"] = tiers_of(stats, model)
         shown["moved_bytes"] = stats.moved_bytes
         shown["running"] = stats.running
+        shown["codec"] = _codec(stats, model)
     shown["queue"] = _queue(stats, tenant, sees_all=sees_all)
     return shown
+
+
+def _codec(stats: Stats, model: ModelInfo) -> dict[str, Any] | None:
+    """Return what is known of the codec of KV in use; None if KV is kept as it is."""
+    if model.codec == "raw" and not stats.codec_condemned:
+        return None
+    checks = stats.codec_checks
+    return {
+        "name": model.codec,
+        "is_on": codec_in_use(model, stats) != "raw",
+        "checks": 0 if checks is None else sum(checks.counts),
+        "recent_divergence": None if checks is None else checks.recent,
+    }
 
 
 def tiers_of(stats: Stats, model: ModelInfo) -> dict[str, dict[str, int]]:

@@ -135,6 +135,8 @@ export class Live extends EventTarget {
         h("div", { class: "meter", role: "meter", "aria-label": `${label} in use`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share * 100) }, fill),
         h("div", { class: "small" }, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)} (${percent(tier.used_bytes, tier.capacity_bytes)})`)));
     }
+    const codec = codecLine(state.codec);
+    if (codec) nodes.push(h("p", { class: "small muted", data: { part: "codec" } }, codec));
     this.#parts.tiers.replaceChildren(...nodes);
   }
 
@@ -212,6 +214,14 @@ export class Live extends EventTarget {
         medians.computed === null ? null : tile(milliseconds(medians.computed), "median, mostly computed")),
       ttftChart(this.#turns));
   }
+}
+
+/** What is known of the codec of KV, or null where KV is kept as it is. */
+function codecLine(codec) {
+  if (!codec) return null;
+  const found = codec.checks ? `${codec.recent_divergence.toPrecision(2)} nats a token in the last checks` : "not checked yet";
+  if (!codec.is_on) return `The codec of KV was switched off, because it changed answers too much (${found}).`;
+  return `Cold KV is coded (${codec.name}): ${found}.`;
 }
 
 function flow(direction, bytesPerS) {

@@ -18,7 +18,7 @@ from app.tenancy.places import Ticket
 from app.turn.answer import Answer, Delta
 from app.turn.deadline import Deadline
 from app.turn.observer import TurnObserver
-from app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet
+from app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet, codec_in_use
 from app.turn.prepare import Prepared
 from app.turn.resume import ResumedTurn
 from engine.messages import (
@@ -76,7 +76,7 @@ class Generation(AsyncIterator[Delta]):
         self.created = int(time.time()) if resumed is None else resumed.created
         self.model = admitted.model
         self.sampling = submit.sampling
-        self.codec = "raw" if is_exact(submit.cache_salt) else admitted.model.codec
+        self.codec = "raw" if is_exact(submit.cache_salt) else codec_in_use(admitted.model, engine.stats)
         """What KV of this conversation may go through; raw: nothing."""
         self.prompt = prepared.prompt
         self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave

@@ -49,6 +49,11 @@ class EnginePort(Protocol):
     def finish_all(self) -> None: ...
 
 
+def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
+    """Return the codec that KV may go through by what the engine said last; raw: none, or one that was condemned."""
+    return "raw" if stats is not None and stats.codec_condemned else model.codec
+
+
 @dataclass(frozen=True, slots=True)
 class EndedChoice:
     """An answer as the client has it: its text without reasoning, and its calls as (name, arguments in JSON)."""

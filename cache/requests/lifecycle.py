@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cache.blocks.context import RunningContext
-from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.keys import BLOCK_TOKENS, given_salt, salt_of
 from cache.blocks.truncate import CutRules
 from cache.moves import CapturePiece
 from cache.requests.keeping import Keeper
@@ -53,6 +53,8 @@ class Lifecycle:
     ) -> list[int]:
         """Open a request that arrived with the conversation `stream`. Returns its context, cut so that it and `reserve`
         tokens fit the window; the list is the sequence's own from now on. Raises DoesNotFit."""
+        if self._tiers.coded.is_condemned:  # everybody is served as who asks for exact KV
+            salt = salt_of(given_salt(salt), is_exact=True)
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
         self._running.begin(context)

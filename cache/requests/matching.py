@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from cache.blocks.context import RunningContext
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
 from cache.blocks.match import Match, MatchBasis, RememberedMatch
 from cache.blocks.stored import is_coded
 from cache.blocks.table import BlockRow, common_prefix
@@ -22,7 +22,7 @@ class Matcher:
     before its first token, and the notes spare it a walk along the table each time."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
-        self._table, self._hbm = tiers.table, tiers.hbm
+        self._table, self._hbm, self._coded = tiers.table, tiers.hbm, tiers.coded
         self._rates = rates
         self._reuse = options.reuse
         self._bytes_per_token = options.bytes_per_token
@@ -68,7 +68,7 @@ class Matcher:
         limit = len(context.token_ids) - 1
         if context.recompute_from is not None:
             limit = min(limit, context.recompute_from)
-        if not self._reuse or limit <= 0:
+        if not self._reuse or limit <= 0 or (self._coded.is_condemned and not is_exact(context.session[1])):
             return Match([], None, 0)
         keys = context.chain()
         rows = self._table.matched(keys[: limit // BLOCK_TOKENS])

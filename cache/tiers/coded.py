@@ -44,6 +44,8 @@ class CodedTier:
         self.resident = 0  # slots that hold a block of the table
         self._table, self._pinned, self._dirty, self._stats = table, pinned, dirty, stats
         self._slots = SlotPool(num_slots)
+        self.is_condemned = False
+        """What was coded changes answers by more than it may: none of it is found any more, and no more is coded."""
         self._is_quarantined = False
         self._immovable = KeysWhere(self._is_immovable)
         self._counted = (-1, 0)  # `DirtyBlocks.changes`, and `num_dirty` then
@@ -52,6 +54,11 @@ class CodedTier:
     def num_free(self) -> int:
         """Number of slots that can be taken without anything leaving."""
         return 0 if self._is_quarantined else self._slots.num_free
+
+    @property
+    def num_usable(self) -> int:
+        """Number of slots that blocks may lie in."""
+        return 0 if self._is_quarantined else self.num_slots
 
     @property
     def num_dirty(self) -> int:
@@ -85,6 +92,9 @@ class CodedTier:
 
     def attach(self, row: BlockRow, slot: int) -> None:
         """Record that a block, which was in no coded slot, is complete in this one."""
+        if self._is_quarantined:  # it was on its way when that began
+            self._slots.give_back(slot)
+            return
         row.coded = slot
         self._table.moved()
         self._dirty.changes += 1
@@ -136,3 +146,8 @@ class CodedTier:
             if row.is_nowhere:
                 self._table.forget(row)
         self._is_quarantined = True
+
+    def condemn(self) -> None:
+        """Use the codec no more in this process. `Matcher`, `Encoder` and `WriteBehind` ask for `is_condemned`."""
+        self.is_condemned = True
+        self.quarantine()

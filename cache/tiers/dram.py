@@ -81,7 +81,7 @@ class DramTier:
     def room_bytes(self) -> int:
         """C_mem: bytes of rows that DRAM may keep of turns to come, coded or not. `trim` leaves so many there, less
         what has to stay until it is on disk. Staging slots keep nothing."""
-        coded = max(0, self._coded.num_slots - self._coded.num_dirty)
+        coded = max(0, self._coded.num_usable - self._coded.num_dirty)
         return (max(0, self.most_resident - self._unwritten) + coded) * self.slot_bytes
 
     @property
@@ -233,7 +233,8 @@ class DramTier:
     def awaits_coding(self, row: BlockRow) -> bool:
         """Whether a block is to be encoded before it leaves. What is on disk was encoded when it was written, if it may
         be; what came out of a codec never is."""
-        may_be = self._coded.is_on and not (row.is_open or row.decoded or row.kept_raw)
+        codes = self._coded.is_on and not self._coded.is_condemned
+        may_be = codes and not (row.is_open or row.decoded or row.kept_raw)
         return may_be and row.coded is None and row.extent is None and row.redis is None
 
     def trim(self) -> None:

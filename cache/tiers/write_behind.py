@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cache.blocks.keys import BlockKey, token_bytes
+from cache.blocks.keys import BlockKey, is_exact, token_bytes
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import Orders, PutSession, WriteExtent
@@ -126,6 +126,9 @@ class WriteBehind:
         for name in [name for name in self._dirty.sessions if pressed or name not in self._run]:
             if len(self._writes) >= _MAX_WRITES:
                 return
+            if self._coded.is_condemned and not is_exact(name[1]):
+                self._dirty.forget(name)  # nobody will find it again
+                continue
             if runs := is_running(name):
                 self._run.add(name)
             if name in self._writing or (runs and not pressed) or self._encoder.concerns(name):

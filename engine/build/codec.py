@@ -11,6 +11,11 @@ import torch
 
 from cache.blocks.keys import BLOCK_TOKENS, typed_fields
 from engine.codec.quality import Subject
+from engine.codec.refusal_file import load as load_refusal
+from engine.codec.refusal_file import refuses
+from engine.codec.refusal_file import save as save_refusal
+from engine.codec.text import text_digest
+from engine.codec.verdict import CodecVerdict
 from engine.config import CacheConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import bytes_per_token
@@ -28,11 +33,22 @@ _CODED_DTYPES = (torch.bfloat16, torch.float32)
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
     """codec None: KV stays as it is. divergence: nats a token as measured on this model; None: not measured. warning:
-    for people, where something else was asked for."""
+    for people, where something else was asked for. budget: nats a token that it was calibrated to; None: it has none.
+    refusals: where it is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is
+    named by it, and none is coded or decoded."""
 
     codec: Codec | None = None
     divergence: float | None = None
     warning: str | None = None
+    budget: float | None = None
+    refusals: Path | None = None
+    is_refused: bool = False
+
+    def remember(self, verdict: CodecVerdict) -> None:
+        """Keep later starts from using a codec that was condemned."""
+        if self.refusals is not None and self.codec is not None:
+            why = f"the shadow check found {verdict.recent:.2g} nats a token, {verdict.limit:.2g} are tolerated"
+            save_refusal(self.refusals, codec=self.codec.name, made_of=text_digest(), why=why)
 
 
 def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
@@ -52,13 +68,7 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
             return ChosenCodec(KiviCodec(shapes, bits=int(config.codec[-1]), v_group=group))
         except ValueError as error:
             raise ModelRefused(f"cache.codec {config.codec} does not fit this model: {error}") from error
-    calibrated = _calibrated(config, subject, tokenizer, fingerprint)
-    if calibrated is None:
-        problem = (
-            f"cache.codec: no step of the codec keeps to {config.codec_budget} nats a token on this model, KV stays raw"
-        )
-        return ChosenCodec(warning=problem)
-    return ChosenCodec(calibrated.codec, calibrated.divergence)
+    return _transform(config, subject, tokenizer, fingerprint)
 
 
 def coded_fingerprint(model: bytes, codec: Codec | None) -> bytes:
@@ -69,19 +79,48 @@ def coded_fingerprint(model: bytes, codec: Codec | None) -> bytes:
     return blake2b(typed_fields("reprise-codec", model, codec.name), digest_size=len(model)).digest()
 
 
-def _calibrated(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> "Calibrated | None":
-    """From an earlier start, or made now."""
+def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
+    """Return the transform codec that keeps to the budget, or none and why. Raises ModelRefused."""
     try:
         # Here, because nothing else needs numba before its kernels are chosen, and a server that codes nothing never.
-        from engine.codec.calibration import calibrate
-        from engine.codec.calibration_file import load, save
-        from engine.codec.text import calibration_text
+        from engine.codec.calibration_file import load
     except ImportError as error:
         raise ModelRefused(f"cache.codec transform needs numba, which cannot be used here: {error}") from error
     path = Path(config.disk_dir) / "codecs" / f"{fingerprint.hex()}-{config.codec_budget:g}.safetensors"
-    known = load(path, model=fingerprint, budget=config.codec_budget, dtype=subject.dtype)
-    if known is not None:
-        return known
+    refusals = path.with_suffix(".refused.json")
+    refusal = load_refusal(refusals)
+    calibrated = load(path, model=fingerprint, budget=config.codec_budget, dtype=subject.dtype)
+    if calibrated is None and not refuses(refusal, made_of=text_digest(), codec=None):
+        calibrated = _calibrated(config, subject, tokenizer, path, fingerprint)
+        if calibrated is None:
+            why = f"no step of the codec keeps to {config.codec_budget:g} nats a token on this model"
+            save_refusal(refusals, codec="", made_of=text_digest(), why=why)
+            return ChosenCodec(warning=f"cache.codec: {why}, KV stays raw")
+    warning = (
+        f"cache.codec: {refusal.why}; KV stays raw as long as there is {refusals}" if refusal is not None else None
+    )
+    if calibrated is None:
+        return ChosenCodec(warning=warning)
+    codec = calibrated.codec
+    is_refused = refuses(refusal, made_of=text_digest(), codec=codec.name)
+    return ChosenCodec(
+        codec,
+        calibrated.divergence,
+        warning=warning if is_refused else None,
+        budget=config.codec_budget,
+        refusals=refusals,
+        is_refused=is_refused,
+    )
+
+
+def _calibrated(
+    config: CacheConfig, subject: Subject, tokenizer: Path, path: Path, fingerprint: bytes
+) -> "Calibrated | None":
+    """Calibrate now, and keep the result for later starts."""
+    from engine.codec.calibration import calibrate
+    from engine.codec.calibration_file import save
+    from engine.codec.text import calibration_text
+
     log.info("calibrating the codec of KV for this model, once")
     started = time.perf_counter()
     learned, scored = calibration_text(tokenizer)

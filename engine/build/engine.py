@@ -16,6 +16,7 @@ from engine.build.room import Room, find_room
 from engine.build.scheduler import build_scheduler
 from engine.build.sizes import dram_warnings
 from engine.build.tiers import Tiers, build_tiers, policy_factory
+from engine.codec.verdict import CodecVerdict
 from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
 from engine.messages import ModelInfo
@@ -25,6 +26,7 @@ from engine.step.choices import RunningChoices
 from engine.step.compute import StepCompute
 from engine.step.grammar import GrammarCompiler
 from engine.step.intake import Intake
+from engine.step.recompute import Recompute
 from engine.step.verify import Verifier
 from kernels.attention.watched import WatchedAttention
 
@@ -125,6 +127,8 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
         likeness_of=tiers.likeness.of,
     )
     cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
+    if probed.codec.is_refused:
+        cache.condemn_codec()
     return cache
 
 
@@ -143,14 +147,22 @@ def _verifier(
 ) -> Verifier | None:
     if not (config.verify_rate and tiers.num_slots):
         return None
+    chosen = probed.codec
+    is_raw = chosen.codec is None or chosen.is_refused
+    verdict = None if is_raw or chosen.codec is None else CodecVerdict(codec=chosen.codec.name, budget=chosen.budget)
     return Verifier(
-        runner=warm.runner,
+        recompute=Recompute(
+            runner=warm.runner,
+            cache=cache,
+            page_size=probed.page_size,
+            device=loaded.device,
+            chunk_tokens=warm.step_tokens,
+        ),
         cache=cache,
-        page_size=probed.page_size,
-        device=loaded.device,
         rate=config.verify_rate,
         logit_tolerance=probed.found.logit_tolerance,
-        chunk_tokens=warm.step_tokens,
+        verdict=verdict,
+        on_condemned=chosen.remember,
         rng=random.Random(),
     )
 
@@ -160,6 +172,7 @@ def _model_info(
 ) -> ModelInfo:
     found, kv_bytes = probed.found, probed.kv_bytes_per_token
     hbm_tokens, dram_tokens = room.num_pages * probed.page_size, tiers.dram_slots * BLOCK_TOKENS
+    is_raw = probed.codec.codec is None or probed.codec.is_refused
     coded_dram_bytes = tiers.coded_slots * sum(probed.coded_segment_bytes or ())
     return ModelInfo(
         name=_name(config.model.source, loaded.path),
@@ -183,9 +196,9 @@ def _model_info(
         hbm_tokens=hbm_tokens,
         block_size=BLOCK_TOKENS,
         page_size=probed.page_size,
-        codec="raw" if probed.codec.codec is None else probed.codec.codec.name,
-        coded_bytes=probed.coded_bytes,
-        codec_divergence=probed.codec.divergence,
+        codec="raw" if is_raw or probed.codec.codec is None else probed.codec.codec.name,
+        coded_bytes=1.0 if is_raw else probed.coded_bytes,
+        codec_divergence=None if is_raw else probed.codec.divergence,
         fingerprint=probed.fingerprint.hex(),
         warnings=(
             *room.warnings,

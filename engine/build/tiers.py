@@ -95,7 +95,8 @@ def build_tiers(
     dram_bytes, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
     _check_memory(dram_bytes + staging_slots * slot_bytes)
     codec = probed.codec.codec
-    dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, sum(probed.coded_segment_bytes or ()))
+    coded_bytes = 0 if probed.codec.is_refused else sum(probed.coded_segment_bytes or ())
+    dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, coded_bytes)
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
     slab = Slab(shapes=shapes, dtype=loaded.dtype, num_slots=dram_slots + staging_slots, pinned=on_gpu)
     disk: ExtentStore | None = None

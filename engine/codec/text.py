@@ -1,5 +1,6 @@
 """The text on which codecs are calibrated: dialogues, prose and code, in `calibration.txt`."""
 
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -10,6 +11,11 @@ LEARNED_TOKENS, SCORED_TOKENS = 1024, 640  # of a piece
 _MOST_PIECES = 5  # more cost time and change the steps by less than a tenth
 _TEXT = Path(__file__).with_name("calibration.txt")
 _END = "\n%%\n"  # between documents: one to learn from, one to be scored, in turn
+
+
+def text_digest() -> str:
+    """Name the text, so that what was found with another release's is known to be of another."""
+    return blake2b(_TEXT.read_bytes(), digest_size=16).hexdigest()
 
 
 def calibration_text(tokenizer: Path) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,26 +1,27 @@
 """The shadow check (`cache.verify_rate`): recompute a sample of what was loaded, and compare.
 
 Checksums say that bytes are those that were written. This says that they were the right ones: a layout, a rotation or a
-key that does not mean what it says shows in the logits.
+key that does not mean what it says shows in the logits. Of KV that has been through a lossy codec it says how far the
+model's answers diverge, in nats a token, and the codec is used no more if that is more than it may (`CodecVerdict`).
 """
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from cache.manager import CacheManager
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
+from engine.codec.verdict import CodecVerdict
 from engine.step.choices import RunningChoice
+from engine.step.recompute import Recompute
 
 log = logging.getLogger(__name__)
 
 # Of the load-time probe's tolerance, which is of a median row. Single rows scatter: of 600 loads into the bundled model
 # in bf16 the median differed by 0.6 of it, the largest by 1.9. A wrong block differs by about as much as there is.
 _ROW_SHARE = 3.0
+_SCORED = 64  # last tokens of a prompt behind which distributions are compared, where its history is coded
 
 
 class Verifier:
@@ -29,29 +30,35 @@ class Verifier:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        recompute: Recompute,
         cache: CacheManager,
-        page_size: int,
-        device: torch.device,
         rate: float,
         logit_tolerance: float,
-        chunk_tokens: int,
+        verdict: CodecVerdict | None,
+        on_condemned: Callable[[CodecVerdict], None],
         rng: random.Random,
     ) -> None:
-        self._runner, self._cache = runner, cache
-        self._page_size, self._device = page_size, device
-        self._rate, self._chunk_tokens, self._rng = rate, chunk_tokens, rng
+        """verdict: None if nothing is coded. on_condemned: called once, when the codec is used no more."""
+        self._recompute, self._cache = recompute, cache
+        self._rate, self._rng = rate, rng
         self._tolerance = _ROW_SHARE * logit_tolerance
+        self.verdict, self._on_condemned = verdict, on_condemned
         self.compared = 0
         self.mismatches = 0
 
     def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
         """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers it
-        came from are not used any more. logits [len(ready), vocab]. Each has to start anew before the next is asked
-        for, which may need its room."""
+        came from are not used any more, or the codec. Each has to start anew before the next is asked for, which may
+        need its room. logits [len(ready), vocab]."""
         for row, choice in enumerate(ready):
             tiers = _loaded_from(choice)
-            if not tiers or self.agrees(choice.sequence.token_ids, logits[row]):
+            if not tiers:
+                continue
+            if choice.report is not None and choice.report.coded_tokens:
+                if self._rng.random() < self._rate and self._condemns(choice):
+                    yield choice
+                continue
+            if self.agrees(choice.sequence.token_ids, logits[row]):
                 continue
             log.error("a recompute disagrees with what came from %s: not used any more", " and ".join(tiers))
             for tier in tiers:
@@ -64,13 +71,10 @@ class Verifier:
         for a share of 1 - rate, and when HBM has no room for a second copy."""
         if self._rng.random() >= self._rate:
             return True
-        pages = self._cache.borrow(-(-len(token_ids) // self._page_size))
-        if pages is None:
-            return True
-        try:
-            expected = self._recompute(list(token_ids), pages)
-        finally:
-            self._cache.give_back(pages)
+        with self._recompute.borrowed(len(token_ids)) as pages:
+            if pages is None:
+                return True
+            expected = self._recompute.run(token_ids, pages)[0]
         self.compared += 1
         got, want = logits.float(), expected.float()
         error = (got - want).square().mean().sqrt() / (want - want.mean()).square().mean().sqrt()
@@ -79,25 +83,62 @@ class Verifier:
         self.mismatches += 1
         return False
 
-    def _recompute(self, token_ids: list[int], pages: list[int]) -> Tensor:
-        """Logits [vocab] behind the last token."""
-        tables = BlockTables(max_seqs=1, max_pages=len(pages))
-        logits = None
-        for first in range(0, len(token_ids), self._chunk_tokens):
-            chunk = token_ids[first : first + self._chunk_tokens]
-            item = BatchItem("verify", chunk, first, pages, wants_logits=True)
-            logits = self._runner.forward(build_batch([item], tables, self._page_size, self._device), None)
-        assert logits is not None
-        return logits[0]
+    def _condemns(self, choice: RunningChoice) -> bool:
+        """Check a choice whose KV is in part coded. Returns whether that was one check too many for the codec."""
+        verdict, sequence = self.verdict, choice.sequence
+        if verdict is None or verdict.is_condemned:
+            return False
+        found = self._divergence(sequence.token_ids, self._cache.requests.context(sequence.request_id).pages)
+        if found is None:
+            return False
+        self.compared += 1
+        if not verdict.hear(*found):
+            return False
+        log.error(
+            "the codec %s is switched off: behind KV that it has coded, the last checks diverge by %.2g nats a token "
+            "from a recompute, of %.2g that are tolerated. Nothing that it has coded is loaded any more",
+            verdict.codec,
+            verdict.recent,
+            verdict.limit,
+        )
+        self.mismatches += 1
+        self._cache.condemn_codec()
+        self._cache.requests.distrust(sequence.request_id)
+        self._on_condemned(verdict)
+        return True
+
+    def _divergence(self, token_ids: Sequence[int], loaded: Sequence[int]) -> tuple[float, float] | None:
+        """Compare what the model says behind the last tokens of a text, whose KV is in the pages `loaded`, with what it
+        says behind a recompute of all before them. Returns the divergence in nats a token, and how much of that is
+        rounding: what the smallest change of the recomputed KV brings. In bf16 any change at all rounds all that
+        follows anew, which on SmolLM2 is more than a codec does. None if HBM has no room for a second copy."""
+        recompute = self._recompute
+        rows = min(_SCORED, recompute.chunk_tokens, len(token_ids) // 2)
+        start = len(token_ids) - rows
+        with recompute.borrowed(len(token_ids)) as pages:
+            if pages is None:
+                return None
+            recompute.copy(loaded[: len(pages)], pages)
+            coded = recompute.run(token_ids, pages, first=start, rows=rows)
+            expected = recompute.run(token_ids, pages, rows=rows)
+            recompute.nudge(pages)
+            nudged = recompute.run(token_ids, pages, first=start, rows=rows)
+        return _mean_divergence(expected, coded), _mean_divergence(expected, nudged)
+
+
+def _mean_divergence(expected: Tensor, found: Tensor) -> float:
+    """Return the mean over rows of KL(expected || found), nats. Logits [rows, vocab]."""
+    want, got = (logits.float().log_softmax(-1) for logits in (expected, found))
+    return float((want.exp() * (want - got)).sum(-1).mean())
 
 
 def _loaded_from(choice: RunningChoice) -> list[str]:
     """The tiers that the KV of a choice came from, while its first token is not drawn. None after a cut, where a
-    recompute is another text, nor on KV that a codec has changed."""
+    recompute is another text."""
     report = choice.report
-    if report is None or choice.reported or choice.sequence.output_tokens:
-        return []
-    if report.truncated_tokens or report.coded_tokens:
+    if report is None or choice.reported or choice.sequence.output_tokens or report.truncated_tokens:
         return []
     loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
+    if report.coded_tokens:  # a codec's fault is none of a tier's, so Redis' loads count as well
+        loaded["redis"] = report.redis_tokens
     return [tier for tier, tokens in loaded.items() if tokens]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.messages import CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, Script, session_info
 from tests.page.browser import ANSWERS, answered, send
@@ -328,6 +329,20 @@ def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, se
     finally:
         engine.stats = before
         engine.kept.clear()
+
+
+def test_the_live_view_says_that_a_codec_was_switched_off(page: Any, server: Served) -> None:
+    engine, before, model = server.engine, server.engine.stats, server.engine.model
+    checks = CodecChecks(counts=[0] * 10 + [9, 0], total=2.0, recent=0.21, limit=0.002)
+    try:
+        engine.model = msgspec.structs.replace(model, codec="transform-1")
+        engine.stats = msgspec.structs.replace(before, steps=before.steps + 1, codec_checks=checks)
+        line = page.locator('[data-part="tiers"] [data-part="codec"]')
+        line.get_by_text("coded (transform-1): 0.21 nats").wait_for()
+        engine.stats = msgspec.structs.replace(engine.stats, steps=before.steps + 2, codec_condemned=True)
+        line.get_by_text("was switched off").wait_for()
+    finally:
+        engine.stats, engine.model = before, model
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) -> None:

@@ -5,12 +5,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 
-from app.api.calls import readiness_of, settings_of
+from app.api.calls import engine_of, readiness_of, settings_of
 from app.api.operation import described
 from app.schemas import answers
 from app.settings.settings import Settings
+from app.turn.ports import codec_in_use
 from app.turn.readiness import Readiness
-from engine.messages import ModelInfo
+from engine.messages import ModelInfo, Stats
 
 router = APIRouter()
 
@@ -21,17 +22,19 @@ async def list_models(request: Request) -> dict[str, Any]:
     start."""
     readiness, settings = readiness_of(request), settings_of(request)
     model = readiness.require_loaded()
-    names = dict.fromkeys((model.name, *settings.model.aliases))
-    return {"object": "list", "data": [_describe(readiness, settings, model, name) for name in names]}
+    names, stats = dict.fromkeys((model.name, *settings.model.aliases)), engine_of(request).stats
+    return {"object": "list", "data": [_describe(readiness, settings, model, name, stats) for name in names]}
 
 
 @router.get("/v1/models/{name:path}", **described("Get a model", answers.Model))
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     readiness = readiness_of(request)
-    return _describe(readiness, settings_of(request), readiness.find_model(name), name)
+    return _describe(readiness, settings_of(request), readiness.find_model(name), name, engine_of(request).stats)
 
 
-def _describe(readiness: Readiness, settings: Settings, model: ModelInfo, name: str) -> dict[str, Any]:
+def _describe(
+    readiness: Readiness, settings: Settings, model: ModelInfo, name: str, stats: Stats | None
+) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -62,16 +65,24 @@ def _describe(readiness: Readiness, settings: Settings, model: ModelInfo, name: 
             "hbm_tokens": model.hbm_tokens,
             "block_size": model.block_size,
             "page_size": model.page_size,
-            "codec": {
-                "name": model.codec,
-                "bytes": model.coded_bytes,
-                "budget": settings.cache.codec_budget if settings.cache.codec == "transform" else None,
-                "divergence": model.codec_divergence,
-            },
+            "codec": _codec(settings, model, stats),
         },
         "exact": {"proven": model.exact, "detail": model.exactness},
         "probe": {"logit_error": model.logit_error, "logit_tolerance": model.logit_tolerance},
         "warnings": list(model.warnings),
+    }
+
+
+def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[str, Any]:
+    checks = None if stats is None else stats.codec_checks
+    return {
+        "name": model.codec,
+        "bytes": model.coded_bytes,
+        "budget": settings.cache.codec_budget if settings.cache.codec == "transform" else None,
+        "divergence": model.codec_divergence,
+        "is_on": codec_in_use(model, stats) != "raw",
+        "checks": 0 if checks is None else sum(checks.counts),
+        "recent_divergence": None if checks is None else checks.recent,
     }
 
 

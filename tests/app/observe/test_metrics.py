@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import MISS_REASONS
+from engine.messages import MISS_REASONS, CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.api.reprise.test_ops import samples
 from tests.app.fakes import STATS, FakeEngine, in_process, make_settings
@@ -28,7 +28,8 @@ async def text(engine: FakeEngine, tmp_path: Path) -> str:
     state = msgspec.structs.replace(
         queue(waiting("r/0", "t")), timer={"late": 1}, loads={"hidden": 2}, waiting={"1": 0, "2": 0, "3": 1}
     )
-    engine.stats = msgspec.structs.replace(STATS, scheduler=state)
+    checks = CodecChecks(counts=[2, *[0] * 9, 3, 1], total=2.5, recent=0.4, limit=0.002)
+    engine.stats = msgspec.structs.replace(STATS, scheduler=state, codec_checks=checks, codec_condemned=True)
     async with in_process(engine, make_settings(tmp_path)) as running:
         engine.script.report = {
             "hbm_tokens": 0, "disk_tokens": 20, "history_tokens": 22, "truncated_tokens": 64,
@@ -81,3 +82,8 @@ def test_every_number_of_the_design_is_there(text: str) -> None:
     reasons = {dict(labels)["reason"] for name, labels in values if name == "reprise_miss_tokens_total"}
     assert reasons == set(MISS_REASONS)  # also those for which nothing was missed
     assert values["reprise_prompt_length_tokens_sum", ()] == 25
+    divergence = "reprise_codec_divergence_nats"
+    assert (values[f"{divergence}_count", ()], values[f"{divergence}_sum", ()]) == (6, 2.5)
+    buckets = [values[f"{divergence}_bucket", (("le", bound),)] for bound in ("0.0001", "0.3", "1.0", "+Inf")]
+    assert buckets == [2, 2, 5, 6]
+    assert values["reprise_codec_on", ()] == 0

@@ -97,6 +97,7 @@ async def test_a_page_is_told_what_is_where_and_what_every_answer_cost(server: R
         page_bytes = 32 * 512
         assert state["tiers"]["hbm"] == {"used_bytes": 8 * page_bytes, "capacity_bytes": 128 * page_bytes}
         assert state["tiers"]["disk"] == {"used_bytes": 2000, "capacity_bytes": 8000}
+        assert state["codec"] is None
         assert [session["id"] for session in state["sessions"]] == ["new", "old"]
         assert (state["queue"]["window"], state["queue"]["waiting"]) == (8, 3)
         assert state["queue"]["front"][0]["lower_tokens"] == {"disk": 64}

@@ -1,6 +1,10 @@
 from pathlib import Path
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+import msgspec
+import pytest
+
+from engine.messages import CodecChecks
+from tests.app.fakes import STATS, FakeEngine, Running, in_process, make_settings, model_info
 
 
 async def test_a_model_says_what_a_simulation_of_it_needs(engine: FakeEngine, tmp_path: Path):
@@ -22,6 +26,28 @@ async def test_a_model_says_how_near_it_is_to_its_own_attention(running: Running
 async def test_a_model_says_what_was_proven_of_its_bits(running: Running):
     (listed,) = (await running.http.get("/v1/models")).json()["data"]
     assert listed["exact"] == {"proven": True, "detail": "the same bits for 1 or 300 rows"}
+
+
+@pytest.mark.parametrize("is_condemned", [False, True])
+async def test_a_model_says_what_its_codec_was_found_to_do(engine: FakeEngine, tmp_path: Path, is_condemned: bool):
+    checks = CodecChecks(counts=[4, *[0] * 11], total=0.0002, recent=0.00005, limit=0.002)
+    engine.stats = msgspec.structs.replace(STATS, codec_checks=checks, codec_condemned=is_condemned)
+    settings = make_settings(tmp_path, cache={"codec": "transform"})
+    async with in_process(engine, settings) as running:
+        coded = {"codec": "transform-1", "coded_bytes": 0.2, "codec_divergence": 0.0009}
+        engine.model = running.app.state.readiness.model = model_info(engine.directory, **coded)
+        (listed,) = (await running.http.get("/v1/models")).json()["data"]
+        answer = (await running.chat()).json()
+    assert listed["cache"]["codec"] == {
+        "name": "transform-1", "bytes": 0.2, "budget": 0.001, "divergence": 0.0009,
+        "is_on": not is_condemned, "checks": 4, "recent_divergence": 0.00005,
+    }  # fmt: skip
+    assert answer["x_cache"]["codec"] == ("raw" if is_condemned else "transform-1")
+
+
+async def test_a_model_without_a_codec_says_so(running: Running):
+    (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    assert (listed["cache"]["codec"]["name"], listed["cache"]["codec"]["is_on"]) == ("raw", False)
 
 
 async def test_a_model_that_is_not_served_is_not_found(running: Running):

@@ -1,0 +1,67 @@
+"""Keeps in a file why a model's KV is not coded: no steps kept to the budget, or the shadow check has condemned those
+that did. So no later start calibrates in vain, or brings back what was condemned."""
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """codec: name of the condemned one; empty: calibration has found none."""
+
+    codec: str
+    made_of: str  # digest of what it was calibrated with
+    why: str
+    at: int  # Unix time
+    version: int = _VERSION
+
+
+def save(path: Path, *, codec: str, made_of: str, why: str) -> None:
+    """Write the file, whole or not at all. Where that fails, the next start goes on as if nothing had happened, so that
+    is logged as an error."""
+    refusal = Refusal(codec=codec, made_of=made_of, why=why, at=int(time.time()))
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(refusal))
+        os.replace(partial, path)
+    except OSError as error:
+        log.error("the next start will not know that %s: %s", why, error)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Refusal | None:
+    """Return what is in the file; None if there is none. What cannot be understood is a refusal of whatever there is:
+    it was written for a reason."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return _unknown(str(error))
+    try:
+        refusal = msgspec.json.decode(data, type=Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return _unknown(str(error))
+    return refusal if refusal.version == _VERSION else _unknown(f"version {refusal.version}")
+
+
+def refuses(refusal: Refusal | None, *, made_of: str, codec: str | None) -> bool:
+    """Whether a refusal is of this codec; None: of whatever a calibration with `made_of` would find."""
+    if refusal is None or not refusal.made_of:
+        return refusal is not None
+    return refusal.made_of == made_of if codec is None else refusal.codec == codec
+
+
+def _unknown(problem: str) -> Refusal:
+    return Refusal(codec="", made_of="", why=f"it cannot be read: {problem}", at=0)

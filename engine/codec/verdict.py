@@ -1,0 +1,59 @@
+"""Judges a codec by what the shadow check finds of coded loads."""
+
+import math
+from bisect import bisect_left
+from collections import deque
+
+from engine.messages import DIVERGENCE_BOUNDS, CodecChecks
+
+LAST = 128  # checks whose mean decides; a single check scatters by some twice its mean (SmolLM2)
+LEAST = 8  # checks, before which nothing is decided
+TOLERATED = 2.0  # times the budget
+_MOST = 10.0  # nats that one check counts for; also where logits are no numbers
+
+
+class CodecVerdict:
+    """Condemns a codec, for good, once its last `LAST` checks diverge by more than the limit. Single-threaded."""
+
+    def __init__(self, *, codec: str, budget: float | None) -> None:
+        """codec: its name. budget: nats a token that it was calibrated to; None: it knows none and is only observed."""
+        self.codec = codec
+        self.limit = None if budget is None else TOLERATED * budget
+        self.is_condemned = False
+        self._last: deque[float] = deque(maxlen=LAST)
+        self._counts = [0] * (len(DIVERGENCE_BOUNDS) + 1)
+        self._total = 0.0
+
+    @property
+    def num_checks(self) -> int:
+        """Number of checks since the start."""
+        return sum(self._counts)
+
+    @property
+    def recent(self) -> float | None:
+        """The mean divergence of the last checks, nats a token."""
+        return sum(self._last) / len(self._last) if self._last else None
+
+    def hear(self, divergence: float, rounding: float) -> bool:
+        """Take a check, in nats a token: the divergence found, and that of rounding alone. Returns whether this one
+        condemns the codec."""
+        excess = divergence - rounding
+        excess = min(excess, _MOST) if math.isfinite(excess) else _MOST
+        self._last.append(excess)
+        shown = max(0.0, excess)
+        self._counts[bisect_left(DIVERGENCE_BOUNDS, shown)] += 1
+        self._total += shown
+        if self.is_condemned or self.limit is None or self.num_checks < LEAST:
+            return False
+        # A gross fault has spent what `LAST` checks may diverge by long before there were so many.
+        self.is_condemned = sum(self._last) > LAST * self.limit
+        return self.is_condemned
+
+    def report(self) -> CodecChecks:
+        """Return what the engine tells of it."""
+        return CodecChecks(
+            counts=list(self._counts),
+            total=self._total,
+            recent=self.recent,
+            limit=self.limit,
+        )

@@ -1,0 +1,65 @@
+"""Computes a text anew beside the requests that run, in pages of HBM that are borrowed for it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cache.manager import CacheManager
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.hf_model import ModelRunner
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
+
+
+class Recompute:
+    """Part of the engine, in its thread: whoever is decoding waits for it. Nothing of it is saved or found."""
+
+    def __init__(
+        self, *, runner: ModelRunner, cache: CacheManager, page_size: int, device: torch.device, chunk_tokens: int
+    ) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._runner, self._cache = runner, cache
+        self._page_size, self._device = page_size, device
+
+    @contextlib.contextmanager
+    def borrowed(self, num_tokens: int) -> Iterator[list[int] | None]:
+        """Give pages for so many tokens until the end of the block; None if HBM has no room for them."""
+        pages = self._cache.borrow(-(-num_tokens // self._page_size))
+        try:
+            yield pages
+        finally:
+            if pages is not None:
+                self._cache.give_back(pages)
+
+    def run(self, token_ids: Sequence[int], pages: list[int], *, first: int = 0, rows: int = 1) -> Tensor:
+        """Compute the tokens from `first` on, behind those that the pages hold already. Returns the logits behind the
+        last `rows` tokens [rows, vocab], which are computed together; rows is at most `chunk_tokens`."""
+        end = len(token_ids)
+        cut = end if rows == 1 else end - rows
+        starts = [*range(first, cut, self.chunk_tokens), *([cut] if cut < end else [])]
+        tables, logits = BlockTables(max_seqs=1, max_pages=len(pages)), None
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            chunk = list(token_ids[start:stop])
+            wanted = rows - 1 if stop == end else 0
+            item = BatchItem("recompute", chunk, start, pages, wants_logits=True, prompt_rows=wanted)
+            logits = self._runner.forward(build_batch([item], tables, self._page_size, self._device), None)
+        assert logits is not None
+        return logits
+
+    @torch.inference_mode()
+    def copy(self, pages: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages to as many others, in all layers."""
+        source, into = (torch.tensor(list(numbers), device=self._device) for numbers in (pages, target))
+        for layer in self._runner.pages:
+            layer.k[into] = layer.k[source]
+            layer.v[into] = layer.v[source]
+
+    @torch.inference_mode()
+    def nudge(self, pages: Sequence[int]) -> None:
+        """Flip the last bit of every number in these pages: a change that is no more than rounding."""
+        into = torch.tensor(list(pages), device=self._device)
+        for layer in self._runner.pages:
+            for rows in (layer.k, layer.v):
+                rows[into] = (rows[into].view(_INTEGERS[rows.dtype.itemsize]) ^ 1).view(rows.dtype)
