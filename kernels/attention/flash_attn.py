@@ -36,6 +36,8 @@ class FlashAttention:
         widths."""
         if params.sinks is not None:
             raise AttentionUnsupported("flash-attn 2 has no attention sinks")
+        if params.selection is not None:
+            raise AttentionUnsupported("flash-attn 2 attends to whole contexts")
         if q.dtype not in (torch.float16, torch.bfloat16):
             raise AttentionUnsupported(f"flash-attn 2 computes in float16 and bfloat16, not in {q.dtype}")
         if kv.k.shape[3] != kv.v.shape[3] or kv.k.shape[3] > 256:

@@ -20,14 +20,15 @@ class NaiveAttention:
             pages = meta.block_table[i].long()[rows // kv.k.shape[1]]
             k = kv.k[pages, rows % kv.k.shape[1]]
             v = kv.v[pages, rows % kv.v.shape[1]]
-            outs.append(_attend(q[start : start + query_len], k, v, params).to(q.dtype))
+            chosen = None if params.selection is None else params.selection.of(i)
+            outs.append(_attend(q[start : start + query_len], k, v, params, chosen).to(q.dtype))
             start += query_len
         return torch.cat(outs)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, chosen: list[Tensor] | None) -> Tensor:
     """Attend from the last rows of a context. q [queries, heads, k_dim], k [rows, kv_heads, k_dim], v [rows, kv_heads,
-    v_dim] -> [queries, heads, v_dim] fp32."""
+    v_dim] -> [queries, heads, v_dim] fp32. chosen: rows of the context, by kv head; None: all."""
     queries, heads, _ = q.shape
     rows, kv_heads, _ = k.shape
     k = k.float().repeat_interleave(heads // kv_heads, dim=1)
@@ -41,6 +42,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
     if params.window is not None:
         seen &= at - key < params.window
     logits = logits.masked_fill(~seen, float("-inf"))
+    if chosen is not None:
+        left_out = torch.ones(kv_heads, rows, dtype=torch.bool, device=q.device)
+        for head, kept in enumerate(chosen):
+            left_out[head, kept] = False
+        logits = logits.masked_fill(left_out.repeat_interleave(heads // kv_heads, dim=0)[:, None], float("-inf"))
     if params.sinks is not None:
         logits = torch.cat((logits, params.sinks.float()[:, None, None].expand(-1, queries, 1)), dim=2)
     probs = logits.softmax(dim=2)[..., :rows]

@@ -19,7 +19,27 @@ class AttentionMeta:
     context_len: Tensor  # [seqs] int32
     block_table: Tensor  # [seqs, max_pages] int32, rows padded with 0
     slots: Tensor  # [tokens] int64, page * page_size + row of each token of this step
+    # Sequences that may attend to a part of their contexts, each with a number that nothing else gets while its rows
+    # stay what they are.
+    partial: dict[int, int] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)  # values that a backend computes once per step
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The context rows that some sequences with one query row attend to. All others attend to all of theirs. Only of
+    layers without window, softcap and sinks."""
+
+    sequences: tuple[int, ...]
+    rows: Tensor  # [sequences, kv_heads, most] int32, ascending
+    counts: Tensor  # [sequences, kv_heads] int64: how many of `rows` count, at least one
+
+    def of(self, sequence: int) -> list[Tensor] | None:
+        """Return a sequence's rows by kv head, each int64; None: it attends to all."""
+        if sequence not in self.sequences:
+            return None
+        at = self.sequences.index(sequence)
+        return [rows[:count].long() for rows, count in zip(self.rows[at], self.counts[at].tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +50,7 @@ class AttentionParams:
     window: int | None  # sliding window: query q sees key k if 0 <= q - k < window
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     sinks: Tensor | None  # [heads]: an extra logit per head that takes probability but has no value
+    selection: Selection | None = None  # None: all sequences attend to all of their rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages, Selection
+from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
 from kernels.views import as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -65,10 +65,15 @@ class TorchAttention:
         plan: list[_Rows] | None = meta.scratch.get("torch")
         if plan is None:
             plan = meta.scratch["torch"] = _plan(meta, kv.k.shape[1])
-        for rows in plan:
+        for sequence, rows in enumerate(plan):
             if rows.query_len == 1 and single:
                 continue
             queries = q[rows.query_start : rows.query_start + rows.query_len]
+            chosen = None if params.selection is None else params.selection.of(sequence)
+            if chosen is not None:
+                pages = meta.block_table[sequence].long()
+                out[rows.query_start] = attend_to_chosen(queries[0], kv, pages, chosen, params)
+                continue
             first = _first_visible(rows, params.window)
             keys, values = _context(kv, rows, first)
             target = out[rows.query_start : rows.query_start + rows.query_len]
@@ -95,7 +100,9 @@ class ExactAttention(TorchAttention):
         self._flash = flash_kernels(exact=True)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend."""
+        """See AttentionBackend. Raises AttentionUnsupported for a selection, which is not exact."""
+        if params.selection is not None:
+            raise AttentionUnsupported("exact attention is to whole contexts")
         plain = params.softcap is None and params.sinks is None and params.scale > 0
         if (
             self._flash is None
@@ -126,7 +133,9 @@ def _decode_together(
     kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, out: Tensor
 ) -> None:
     """Attend for all sequences with one query row."""
-    rows, tokens, parts = _decode_plan(kernels, meta, params.window)
+    if params.selection is not None:
+        _attend_to_selection(params.selection, q, kv, meta, params, out)
+    rows, tokens, parts = _decode_plan(kernels, meta, params)
     if not rows:
         return
     queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
@@ -155,16 +164,60 @@ def _prefill_together(
         kernels.attend(q.contiguous(), kv.k, kv.v, table, tasks, params.window, params.scale, memory, out)
 
 
-def _decode_plan(kernels: ModuleType, meta: AttentionMeta, window: int | None) -> tuple[list[int], Tensor, Any]:
-    """Return the sequences with one query row, the position of that row in the batch, and the tasks of their
-    attention."""
-    key = f"torch decode {window}"
+def _decode_plan(kernels: ModuleType, meta: AttentionMeta, params: AttentionParams) -> tuple[list[int], Tensor, Any]:
+    """Return the sequences with one query row that attend to all rows, the position of that row in the batch, and the
+    tasks of their attention."""
+    chosen = () if params.selection is None else params.selection.sequences
+    key = f"torch decode {params.window} {chosen}"
     plan: tuple[list[int], Tensor, Any] | None = meta.scratch.get(key)
     if plan is None:
-        rows = [row for row, query_len in enumerate(meta.query_lens) if query_len == 1]
+        rows = [row for row, query_len in enumerate(meta.query_lens) if query_len == 1 and row not in chosen]
         contexts = [meta.context_lens[row] for row in rows]
-        plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), kernels.plan(contexts, window))
+        plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), kernels.plan(contexts, params.window))
     return plan
+
+
+def _attend_to_selection(
+    selection: Selection, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, out: Tensor
+) -> None:
+    """Attend for the sequences of a selection, on pages that fit the kernels."""
+    sequences, kernels = list(selection.sequences), select_kernels()
+    tokens = meta.query_start[sequences].long()
+    if kernels is None:
+        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+            chosen = selection.of(sequence)
+            assert chosen is not None
+            out[token] = attend_to_chosen(q[token], kv, meta.block_table[sequence].long(), chosen, params)
+        return
+    queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
+    out[tokens] = attend_selected(kernels, queries, kv, meta.block_table[sequences].numpy(), selection).to(out.dtype)
+
+
+def attend_selected(
+    kernels: ModuleType, queries: np.ndarray, kv: KvPages, table: np.ndarray, selection: Selection
+) -> Tensor:
+    """Attend by the compiled kernel. queries fp32 [sequences of the selection, heads, k_dim], multiplied by scale *
+    log2(e); table int32 [sequences, pages] -> fp32 [sequences, heads, v_dim]."""
+    count, heads, _ = queries.shape
+    mixed = torch.empty(count, heads, kv.v.shape[3])
+    sizes = heads // kv.k.shape[2], kv.k.shape[3] // 16, kv.v.shape[3] // 16
+    chosen = (table, selection.rows.numpy(), selection.counts.numpy())
+    kernels.attend(queries, as_bits(kv.k), as_bits(kv.v), *chosen, *((0,) * size for size in sizes), mixed.numpy())
+    return mixed
+
+
+def attend_to_chosen(q: Tensor, kv: KvPages, pages: Tensor, chosen: list[Tensor], params: AttentionParams) -> Tensor:
+    """Attend from the last row of a context, q [heads, k_dim], to rows of it, gathered by kv head. pages [pages] int64.
+    Returns [heads, v_dim]."""
+    page_size, heads = kv.k.shape[1], q.shape[0]
+    per_head = heads // kv.k.shape[2]
+    mixed = []
+    for head, rows in enumerate(chosen):
+        page, row = pages[rows // page_size], rows % page_size
+        queries = q[head * per_head : (head + 1) * per_head].float()
+        scores = queries @ kv.k[page, row, head].float().T * params.scale
+        mixed.append(scores.softmax(-1) @ kv.v[page, row, head].float())
+    return torch.cat(mixed).to(q.dtype)
 
 
 def _plan(meta: AttentionMeta, page_size: int) -> list[_Rows]:

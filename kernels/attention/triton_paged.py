@@ -18,7 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, BackendUnavailable, KvPages
+from kernels.attention.ragged_batch import (
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    BackendUnavailable,
+    KvPages,
+)
 
 try:
     import triton
@@ -238,7 +244,10 @@ class TritonPagedAttention:
             raise BackendUnavailable("Triton needs a CUDA device, or TRITON_INTERPRET=1 to interpret its kernels")
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. q, k and v have the same dtype and dense heads; pages may have any strides."""
+        """See AttentionBackend. q, k and v have the same dtype and dense heads; pages may have any strides. Raises
+        AttentionUnsupported for a selection."""
+        if params.selection is not None:
+            raise AttentionUnsupported("these kernels attend to whole contexts")
         _, heads, k_dim = q.shape
         kv_heads, v_dim = kv.v.shape[2:]
         group = heads // kv_heads

@@ -70,6 +70,20 @@ def prefill_kernels() -> ModuleType | None:
 
 
 @functools.cache
+def select_kernels() -> ModuleType | None:
+    """Return `kernels.cpu.select`, or None if it cannot run. It needs the decode kernels."""
+    if decode_kernels() is None:
+        return None
+    try:
+        module = importlib.import_module("kernels.cpu.select")
+        module.self_test()
+    except Exception as error:
+        log.info("attention to chosen rows without compiled kernels: %s", error)
+        return None
+    return module
+
+
+@functools.cache
 def flash_kernels(exact: bool) -> ModuleType | None:
     """Return `kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs. With
     AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""

@@ -1,0 +1,28 @@
+"""Selectors of KV by name: which rows of a long context a decoding sequence attends to.
+
+Listing them loads nothing; `none` selects nothing and costs nothing. tests/kernels/selectors/ holds each against the
+naive attention with a mask.
+"""
+
+from collections.abc import Callable
+
+from kernels.selectors.selector import KvSelector, SelectorInputs
+
+
+def _pairs(inputs: SelectorInputs) -> KvSelector:
+    from kernels.selectors.pairs import PairSelector
+
+    return PairSelector(inputs)
+
+
+def _quest(inputs: SelectorInputs) -> KvSelector:
+    from kernels.selectors.quest import QuestSelector
+
+    return QuestSelector(inputs)
+
+
+SELECTORS: dict[str, Callable[[SelectorInputs], KvSelector] | None] = {
+    "none": None,
+    "pairs": _pairs,
+    "quest": _quest,
+}

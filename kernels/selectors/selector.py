@@ -1,0 +1,125 @@
+"""What selectors of KV have in common: what they are told, what they answer, and how the strongest rows are taken.
+
+Only sequences that decode one row, behind a context of some length, are read in part. Nothing is dropped: a row that is
+left out by one query is there for the next.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
+
+ALWAYS = 32  # rows at either end of a context that are always read: its first and its newest block
+LEAST_CONTEXT = 4 * ALWAYS  # below this there is nothing to choose
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The sequences of one step that may attend to a part of their contexts, in the order of the batch."""
+
+    sequences: tuple[int, ...]
+    tokens: Tensor  # [sequences] int64: their rows in the batch
+    contexts: list[int]
+    table: Tensor  # [sequences, pages] int32
+    owners: list[int]  # see AttentionMeta.partial
+
+
+def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
+    """Return the sequences of a step whose contexts have at least so many rows; None if there are none."""
+    least = max(min_context, LEAST_CONTEXT)
+    found = [i for i in sorted(meta.partial) if meta.query_lens[i] == 1 and meta.context_lens[i] >= least]
+    if not found:
+        return None
+    return Candidates(
+        sequences=tuple(found),
+        tokens=meta.query_start[found].long(),
+        contexts=[meta.context_lens[i] for i in found],
+        table=meta.block_table[found],
+        owners=[meta.partial[i] for i in found],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKeys:
+    """What calibration has seen of one layer: how strong its queries and keys are where. A selector takes what it
+    needs."""
+
+    strength: Tensor  # [kv_heads, pairs]: mean square of queries times that of keys, of pairs of dims
+    pairs: Tensor  # [pairs, 2] int64: which dims these are; pairs that a rotation turns together, if it is known
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorInputs:
+    """What a selector is made of."""
+
+    share: float  # of a context's rows that may be read, both ends included
+    num_pages: int  # of the pool
+    page_size: int
+    keys: Sequence[LayerKeys]  # by layer
+
+
+class KvSelector(Protocol):
+    """Chooses the rows of long contexts that decoding sequences attend to. Called by the engine's thread only."""
+
+    name: str
+    index_bytes_per_token: int  # of memory beside the pool, over all layers
+
+    def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
+        """Choose for one layer, after the step's keys are in their pages. queries fp32 [candidates, heads, k_dim],
+        rotated, multiplied by the layer's scale * log2(e). Returns None where the whole context is to be read. The
+        first and the newest 32 rows of a context are always chosen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepSelection:
+    """A selector at work in one step."""
+
+    selector: KvSelector
+    candidates: Candidates
+
+    def of_layer(self, layer: int, queries: Tensor, kv: KvPages, params: AttentionParams) -> Selection | None:
+        """See `KvSelector.choose`. None for layers that do more than plain attention."""
+        if params.window is not None or params.softcap is not None or params.sinks is not None:
+            return None
+        return self.selector.choose(layer, queries, kv, self.candidates)
+
+
+def most_rows(context: int, share: float) -> int:
+    """Return how many rows of a context may be read."""
+    return min(context, max(2 * ALWAYS + 1, int(share * context)))
+
+
+def context_keys(kv: KvPages, pages: Tensor, context: int) -> Tensor:
+    """Return a context's keys [rows, kv_heads, k_dim], gathered. pages [at least its pages] int32."""
+    used = pages[: -(-context // kv.k.shape[1])].long()
+    return kv.k[used].flatten(0, 1)[:context]
+
+
+def weights(scores: Tensor) -> Tensor:
+    """Return log2 of what each row weighs, compared with the strongest row of a head, by the head that gives it most.
+    scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
+    return (scores - scores.amax(-1, keepdim=True)).amax(1)
+
+
+def strongest(weight: Tensor, most: int) -> Tensor:
+    """Return the `most` rows of greatest weight, both ends of the context among them, [kv_heads, most] int32,
+    ascending. weight [kv_heads, rows]."""
+    weight = weight.clone()
+    weight[:, :ALWAYS] = weight[:, -ALWAYS:] = float("inf")
+    return weight.topk(most, dim=-1).indices.sort(-1).values.int()
+
+
+def as_selection(candidates: Candidates, rows: Mapping[int, Tensor]) -> Selection:
+    """Put choices together. rows: place among the candidates -> [kv_heads, chosen] int32."""
+    kv_heads, most = next(iter(rows.values())).shape[0], max(chosen.shape[1] for chosen in rows.values())
+    padded = torch.zeros(len(rows), kv_heads, most, dtype=torch.int32)
+    counts = torch.empty(len(rows), kv_heads, dtype=torch.int64)
+    for at, chosen in rows.items():
+        padded[at, :, : chosen.shape[1]] = chosen
+        counts[at] = chosen.shape[1]
+    return Selection(candidates.sequences, padded, counts)

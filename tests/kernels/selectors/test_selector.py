@@ -1,0 +1,74 @@
+"""Tests the arithmetic of choosing: what a row weighs, and which rows are taken."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.selectors.pairs import pair_weights
+from kernels.selectors.quest import block_bounds, rows_of_blocks
+from kernels.selectors.selector import ALWAYS, most_rows, strongest, weights
+
+
+@given(context=st.integers(1, 200_000), share=st.floats(0.001, 1.0))
+def test_no_more_rows_than_the_share_or_both_ends_and_one(context: int, share: float) -> None:
+    most = most_rows(context, share)
+    assert 1 <= most <= context
+    assert most <= max(share * context, 2 * ALWAYS + 1)
+    assert most >= min(context, int(share * context))
+
+
+@given(seed=st.integers(0, 1 << 30), rows=st.integers(2 * ALWAYS + 1, 300), share=st.floats(0.05, 1.0))
+def test_the_strongest_rows_and_both_ends_are_taken(seed: int, rows: int, share: float) -> None:
+    weight = torch.randn(2, rows, generator=torch.Generator().manual_seed(seed))
+    most = most_rows(rows, share)
+    for own, chosen in zip(weight, strongest(weight, most).tolist(), strict=True):
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == most
+        ends = {*range(ALWAYS), *range(rows - ALWAYS, rows)}
+        assert ends <= set(chosen)
+        left_out = set(range(rows)) - set(chosen)
+        if left_out:
+            assert min(own[list(set(chosen) - ends)]) >= max(own[list(left_out)])
+
+
+def test_a_row_weighs_what_the_head_that_likes_it_best_gives_it() -> None:
+    scores = torch.tensor([[[1.0, 5.0, 3.0], [9.0, 2.0, 8.5]]])  # one kv head, two query heads, three rows
+    assert weights(scores).tolist() == [[0.0, 0.0, -0.5]]
+
+
+def test_partial_scores_are_of_the_given_dims_alone() -> None:
+    queries, keys = torch.randn(4, 8), torch.randn(10, 2, 8)
+    dims = torch.tensor([[[0, 4], [1, 5]], [[2, 6], [3, 7]]])
+    got = pair_weights(queries, keys, dims)
+    masked = torch.zeros(2, 8)
+    masked[0, [0, 1, 4, 5]] = masked[1, [2, 3, 6, 7]] = 1
+    scores = torch.einsum("hgd,thd->hgt", queries.view(2, 2, 8), keys * masked)
+    torch.testing.assert_close(got, weights(scores))
+
+
+@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 200))
+def test_no_key_scores_above_the_bound_of_its_block(seed: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = torch.randn(6, 16, generator=generator), torch.randn(rows, 2, 16, generator=generator)
+    bounds = block_bounds(queries, keys)
+    assert bounds.shape == (2, -(-rows // 32))
+    scores = torch.einsum("hgd,thd->hgt", queries.view(2, 3, 16), keys).amax(1)
+    for block, at in enumerate(range(0, rows, 32)):
+        assert (scores[:, at : at + 32] <= bounds[:, block : block + 1] + 1e-4).all()
+
+
+@given(context=st.integers(4 * ALWAYS, 600), share=st.floats(0.01, 1.0), seed=st.integers(0, 1 << 30))
+def test_whole_blocks_of_the_highest_bounds_are_read(context: int, share: float, seed: int) -> None:
+    blocks = -(-context // 32)
+    bounds = torch.randn(2, blocks, generator=torch.Generator().manual_seed(seed))
+    most = most_rows(context, share)
+    newest = (context - ALWAYS) // 32
+    for own, chosen in zip(bounds, rows_of_blocks(bounds, context, most).tolist(), strict=True):
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) <= max(most, 32 + context - newest * 32)
+        taken = {row // 32 for row in chosen}
+        assert {0, *range(newest, blocks)} <= taken
+        assert set(chosen) == {row for row in range(context) if row // 32 in taken}
+        middle, left_out = taken - {0, *range(newest, blocks)}, set(range(1, newest)) - taken
+        if middle and left_out:
+            assert min(own[list(middle)]) >= max(own[list(left_out)])
