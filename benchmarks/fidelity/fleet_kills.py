@@ -8,21 +8,20 @@ of the answers its replica is killed (SIGKILL), or, in one round of six, its eng
 started again at once, the next round begins when both are there. An operator moves one conversation before each round,
 which shows what a turn costs on a replica that has not seen its conversation.
 
-An undisturbed server gets the same requests. Where its text differs, the two tokens at the first difference are
-compared: rounding decides between them, for a prompt that is computed at once is rounded in another way than tokens
-that are generated one by one, if
+An undisturbed server gets the same requests. Where its text differs, rounding can be the cause: a prompt that is
+computed at once is rounded in another way than tokens that are generated one by one. At the first difference,
 
-    near-tie   their logprobs are closer than 1e-4
-    neighbour  a seeded draw finds both in the tail of the distribution (logprob below -5), closer than 0.05: a draw is
-               a place in the tokens ordered by their probability, and thousands share the tail's last hundredth
+    near-tie   two greedy tokens have logprobs that are closer than 1e-4
+    draw       a seeded answer differs: two tokens may have raced to within the rounding (decision 0020). An answer does
+               not show that, so these are only counted and bounded
 
 Answers that no kill has broken have them as well: how long the pieces of a prompt are depends on what runs beside it.
 
 The pause of a broken stream is the time between the last piece before the kill and the first one after it. Held:
 
 - no client sees an error, and every stream comes to its end;
-- texts are those of the undisturbed server but for near-ties and neighbours, which are in at most 15 % of the seeded
-  answers, and near-ties in at most 2 % of the greedy ones;
+- texts are those of the undisturbed server but for near-ties and draws, which are in at most 2 % of the greedy and of
+  the seeded answers;
 - pauses: p95 at most twice the TTFT p50 of a moved turn, and 0.3 s more;
 - every conversation is known again in its next turn, with as many tokens as on the undisturbed server;
 - at least 90 % of the history is cached in the turns after a kill.
@@ -63,8 +62,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 TURNS = 3  # of a conversation: it has to fit the window of 1,024 tokens
 MESSAGE_WORDS = 60
 ENGINE_SHARE = 1 / 6  # of the kills
-TAIL_LOGPROB, NEIGHBOUR = -5.0, 0.05
-MOST_EXCUSED = {"greedy": 0.02, "seeded": 0.15}  # share of the answers
+MOST_EXCUSED = 0.02  # of the answers
 LEAST_HIT, PAUSE_TTFTS, PAUSE_MORE_S = 0.9, 2.0, 0.3
 READING_S = 0.5  # before a reply
 
@@ -121,11 +119,10 @@ class Difference:
 
     @property
     def cause(self) -> str:
-        """Return near-tie, neighbour or other."""
-        if self.gap < NEAR_TIE:
-            return "near-tie"
-        is_drawn = self.kind.startswith("seeded")
-        return "neighbour" if is_drawn and self.logprob < TAIL_LOGPROB and self.gap < NEIGHBOUR else "other"
+        """Return near-tie, draw or other."""
+        if self.kind.startswith("seeded") and math.isfinite(self.gap):
+            return "draw"
+        return "near-tie" if self.gap < NEAR_TIE else "other"
 
 
 @dataclass
@@ -297,12 +294,12 @@ def verdicts(books: Books, figures: dict[str, Any]) -> dict[str, bool]:
     held = {
         "kills broke streams": bool(figures["streams_broken"]),
         "no client sees an error": not books.errors,
-        "texts of the undisturbed server, near-ties and neighbours excused": all(
+        "texts of the undisturbed server, near-ties and draws excused": all(
             one.cause != "other" for one in books.differences
         ),
         **{
-            f"at most {most:.0%} of the {sampling} answers excused": books.share_different(sampling) <= most
-            for sampling, most in MOST_EXCUSED.items()
+            f"at most {MOST_EXCUSED:.0%} of the {one} answers excused": books.share_different(one) <= MOST_EXCUSED
+            for one in ("greedy", "seeded")
         },
         "no turn is lost": not books.lost,
     }
