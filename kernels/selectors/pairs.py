@@ -7,9 +7,9 @@ a guess made one layer ahead, because there is no slow link whose time such a gu
 
 Each kv head chooses for itself. A row counts by the query head of the group that gives it most, compared with what that
 head gives to its strongest row; to compare with the sum instead takes an exponential of every score and is no better.
-SmolLM2-135M, 64 tokens each behind 4,096 of two books, 12.5 % read in all layers but the first: 8 pairs of 32 cost
-0.0064 nats, 10 cost 0.0051, 16 cost 0.0039; exact scores, 0.0033; one choice for all kv heads by 10 pairs, 0.0064. Behind
-7,680, in all layers: 8 pairs cost 0.0124 reading 5 %, 0.0040 reading 10 %, 0.0027 reading 12.5 %; 6 pairs 0.0052.
+SmolLM2-135M, 64 tokens behind 4,096 of each of two books, 12.5 % read in all layers but the first: 8 pairs of 32 cost
+0.0064 nats, 10 cost 0.0051, 16 cost 0.0039; exact scores, 0.0033; one choice for all kv heads by 10 pairs, 0.0064.
+Behind 7,680, in all layers: 8 pairs cost 0.0124 reading 5 %, 0.0040 reading 10 %, 0.0027 reading 12.5 %.
 """
 
 import numpy as np
