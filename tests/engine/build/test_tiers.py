@@ -109,7 +109,7 @@ def test_with_room_for_all_nothing_is_computed_twice(path: Path, tmp_path: Path,
     driver = tiered(path, dram_bytes=0, disk_bytes=1 << 28, disk_dir=str(tmp_path))
     texts, tiers = converse(driver)
     assert texts == expected
-    assert set(tiers) <= {"hbm", "dram", "disk", "computed", "new", "last_token"}
+    assert set(+tiers) <= {"hbm", "dram", "disk", "computed", "new", "last_token"}
     driver.close()
 
 
