@@ -71,7 +71,9 @@ class SessionStore:
         if tier == "dram":
             return (row.size_bytes if row.slot is not None else 0) + (coded if row.coded is not None else 0)
         address = {"disk": row.extent, "redis": row.redis}.get(tier)
-        return coded if coded and address is not None and is_coded(address[0]) else row.size_bytes
+        if coded and address is not None and is_coded(address[0]):
+            return coded
+        return self._tiers.disk.block_bytes(row) if tier == "disk" else row.size_bytes
 
     def _per_tier(self, name: SessionName, weight: Callable[[BlockRow, str], int]) -> dict[str, int]:
         """Return tier -> total weight of the blocks of a session's context that are there."""

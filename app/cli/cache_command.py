@@ -111,6 +111,7 @@ class Store:
     tier: CheckedExtents
     extents: Sequence[Extent]
     sessions: Sequence[Session]
+    rows_bytes: int  # of the same blocks' rows, neither coded nor packed
 
     @property
     def size_bytes(self) -> int:
@@ -157,14 +158,16 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
 
 @cli.command(context_settings=ANY_SETTING)
 def stats(context: typer.Context, config: Config = None) -> None:
-    """Bytes, blocks and sessions, per model."""
+    """Bytes, blocks and sessions, per model; and the bytes as a share of those that the blocks' rows have."""
     settings = settings_of(context, config)
-    table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", box=None)
+    table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", "share", box=None)
     total = 0
     for store in _stores(context, settings):
         pinned = sum(session.pinned for session in store.sessions)
         counts = (len(store.sessions), pinned, len(store.extents), store.blocks)
-        table.add_row(store.fingerprint[:12], *(f"{count:,}" for count in counts), f"{store.size_bytes / GIB:.3f}")
+        share = f"{store.size_bytes / store.rows_bytes:.2f}" if store.rows_bytes else ""
+        cells = (*(f"{count:,}" for count in counts), f"{store.size_bytes / GIB:.3f}", share)
+        table.add_row(store.fingerprint[:12], *cells)
         total += store.size_bytes
     console = Console(highlight=False)
     console.print(table)

@@ -250,7 +250,8 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
             )
             extents, sessions = tier.open()
             try:
-                yield cache_cli.Store(fingerprint.hex(), tier, extents, sessions)
+                rows_bytes = sum(sizes.raw) * sum(len(extent.blocks) for extent in extents)
+                yield cache_cli.Store(fingerprint.hex(), tier, extents, sessions, rows_bytes)
             finally:
                 tier.close()
 

@@ -110,7 +110,12 @@ class ExtentReader:
         readers = [reader for reader, _ in wanted]
 
         def bring_slowly(at: int, number: int) -> None:
-            due = self._throttle.book(sum(map(len, outs[at : at + number])))
+            stored = (
+                reader._extent.layout.stored_bytes(layer, blocks)
+                for layer in layers[at : at + number]
+                for reader, blocks in wanted
+            )
+            due = self._throttle.book(sum(stored))
             self._call(lambda beat: bring(at, number, beat), readers)
             self._throttle.wait(due)  # not in the I/O thread, whose deadline measures the device
 
@@ -179,7 +184,7 @@ class ExtentReader:
                 read_segments(fd, self._extent, layer, blocks, view)
                 check_segments(self._extent, layer, blocks, view)
 
-        due = self._throttle.book(len(view))
+        due = self._throttle.book(self._extent.layout.stored_bytes(layer, blocks))
         try:
             self._call(read, [self])
             for i, target in enumerate(targets):

@@ -20,6 +20,7 @@ _AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
 class _Extent:
     keys: dict[BlockKey, None]  # blocks whose copy here counts
     size_bytes: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class DiskLedger:
 
     def add(self, extent: ExtentInfo, keys: Sequence[BlockKey]) -> None:
         """Record an extent that was written with these blocks."""
-        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, key in enumerate(keys):
             row = self._table.get(key)
@@ -80,13 +81,19 @@ class DiskLedger:
         if not self._extents[extent.extent_id].keys:
             self.delete([extent.extent_id], None, None)
 
+    def block_bytes(self, row: BlockRow) -> int:
+        """Return what a block takes on disk: as many bytes as its rows, or a share of its extent if that is smaller."""
+        assert row.extent is not None
+        extent = self._extents[row.extent[0]]
+        return min(row.size_bytes, extent.size_bytes // extent.num_blocks)
+
     def has(self, extent_id: int) -> bool:
         return extent_id in self._extents
 
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
         """Record an extent that was found at the start. Called in order of writing: the newest copy of a block
         counts."""
-        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, row in enumerate(rows):
             known = self._table.get(row.key)

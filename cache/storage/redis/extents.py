@@ -14,7 +14,14 @@ from hashlib import blake2b
 
 from cache.blocks.keys import typed_fields
 from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
-from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, SegmentSizes, decode_header, encode_header
+from cache.storage.extent_format import (
+    MAX_HEADER_BYTES,
+    ExtentHeader,
+    PackedHeader,
+    SegmentSizes,
+    decode_header,
+    encode_header,
+)
 from cache.storage.rare_log import RareLog
 from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
 from cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
@@ -309,7 +316,9 @@ class RedisExtents:
         header = decode_header(reply, self._key)
         if header.fingerprint != self._fingerprint:
             raise BlockMissing(f"extent {extent} is another model's", reason="fingerprint", extent_id=name)
-        if header.segment_bytes != self._sizes.of(header.extent_id) or self._sizes.of(name) != header.segment_bytes:
+        sizes = self._sizes.of(header.extent_id)
+        # Only files are packed.
+        if isinstance(header, PackedHeader) or header.segment_bytes != sizes or self._sizes.of(name) != sizes:
             raise BlockMissing(f"extent {extent} has another layout", reason="format", extent_id=name)
         self._remember(name, header, len(reply))
         return header
