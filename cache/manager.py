@@ -103,7 +103,7 @@ class CacheManager:
             bytes_per_token=options.bytes_per_token,
             codes=bool(options.coded_block_bytes),
         )
-        self._saver = saver = Saver(tiers=tiers, exact=options.exact)
+        self._saver = saver = Saver(tiers=tiers, only_as_computed=options.only_as_computed)
         placer = Placer(tiers=tiers, matcher=matcher, siblings=siblings, loads=loads, reuse=options.reuse)
         publisher = Publisher(
             tiers=tiers, running=running, siblings=siblings, saver=saver, loads=loads, reuse=options.reuse

@@ -19,7 +19,7 @@ class CacheOptions:
 
     num_pages: int  # of HBM
     page_size: int  # tokens of a page, a multiple of the block
-    bytes_per_token: int
+    bytes_per_token: int  # of rows below HBM
     prefer_contiguous: bool  # a context's pages lie in a row where that can be
     num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
     dram_slots: int  # how many of these keep blocks; the others are for what passes through
@@ -32,7 +32,7 @@ class CacheOptions:
     hbm_low_water: float  # and the share down to which it does
     dram_free_buffer: float  # the share of `dram_slots` kept free where a disk has the blocks too
     reuse: bool  # False: nothing that was computed is found again
-    exact: bool  # what is saved is as it was computed, bit for bit
+    only_as_computed: bool  # rows are saved by the step that computes them or never, not later out of a page
     truncation: Truncation
     session_ttl_s: float
     max_sessions: int

@@ -176,7 +176,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hbm_tokens: int
     block_size: int
     page_size: int
-    codec: str = "raw"  # of KV below DRAM
+    codec: str = "raw"  # of KV below DRAM, or below HBM
+    lossy_codec: bool = False
     coded_bytes: float = 1.0  # of a block, as a share of raw ones
     codec_divergence: float | None = None  # nats a token that the codec changes answers by; None: not measured
     fingerprint: str  # hex

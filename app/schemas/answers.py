@@ -52,7 +52,9 @@ class CacheUse(_Answer):
         description="tokens found at another position, since the client had dropped what stood before them"
     )
     coded_tokens: int = Field(description="cached tokens whose KV has been through a lossy codec (`cache.codec`)")
-    codec: str = Field(description="codec that the KV of this conversation may go through; `raw`: none")
+    codec: str = Field(
+        description="codec that the KV of this conversation may go through, all but `activation` lossy; `raw`: none"
+    )
     miss_reasons: dict[str, int] = Field(description="why tokens were computed: reason to number of tokens")
     load_ms: float | None = Field(description="how long loading the request's KV took")
 

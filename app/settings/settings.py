@@ -142,10 +142,11 @@ class CacheSettings(_Section):
     max_pinned_share: float = Field(
         0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
     )
-    codec: Literal["raw", "transform", "fp8", "kivi4", "kivi2"] = Field(
+    codec: Literal["raw", "transform", "activation", "fp8", "kivi4", "kivi2"] = Field(
         "raw",
-        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; all but raw are lossy: "
-        "transform is calibrated to codec_budget, the others are there for comparison",
+        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; lossy ones: transform is "
+        "calibrated to codec_budget, fp8 and kivi are there for comparison; activation keeps what KV is computed of "
+        "instead, for models where that is smaller",
     )
     codec_budget: float = Field(
         0.001, ge=1e-6, le=1.0, description="nats a token by which transform may change what the model would say"
@@ -413,12 +414,17 @@ class Settings(_Section, BaseSettings):
     @model_validator(mode="after")
     def _codes_nothing_that_has_to_be_exact(self) -> "Settings":
         if self.cache.codec != "raw" and self.model.exact == "on":
-            raise ValueError("cache.codec: a lossy codec and model.exact on exclude each other; set codec to raw")
+            raise ValueError(
+                "cache.codec: model.exact on excludes lossy codecs, and activation, which computes K and V anew; "
+                "set codec to raw"
+            )
         if self.cache.codec != "raw" and self.model.tensor_parallel > 1:
             raise ValueError(
                 "cache.codec: KV that is split among processes cannot be coded yet; set model.tensor_parallel to 1, or "
                 "cache.codec to raw"
             )
+        if self.cache.codec == "activation" and self.cache.block_scorer == "keydiff":
+            raise ValueError("cache.block_scorer: keydiff compares keys in DRAM, where cache.codec activation has none")
         return self
 
     @model_validator(mode="after")

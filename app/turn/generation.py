@@ -76,7 +76,8 @@ class Generation(AsyncIterator[Delta]):
         self.created = int(time.time()) if resumed is None else resumed.created
         self.model = admitted.model
         self.sampling = submit.sampling
-        self.codec = "raw" if is_exact(submit.cache_salt) else codec_in_use(admitted.model, engine.stats)
+        is_raw = admitted.model.lossy_codec and is_exact(submit.cache_salt)
+        self.codec = "raw" if is_raw else codec_in_use(admitted.model, engine.stats)
         """What KV of this conversation may go through; raw: nothing."""
         self.prompt = prepared.prompt
         self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave

@@ -28,8 +28,8 @@ class Matcher:
         self._bytes_per_token = options.bytes_per_token
         self._codes = bool(options.coded_block_bytes)
         # A part of a block is used only if a slot has it, from which its rows can be saved once more; else they would
-        # have to be un-rotated. At most 31 rows are computed again for that.
-        self._only_slots = options.exact and tiers.dram.is_on
+        # have to come out of a page. At most 31 rows are computed again for that.
+        self._only_slots = options.only_as_computed and tiers.dram.is_on
 
     def match(self, context: RunningContext) -> RememberedMatch:
         """Return what is stored of a context, and what of that is worth loading. While the context waits, the last

@@ -13,11 +13,11 @@ from cache.tiers.hierarchy import Hierarchy
 class Saver:
     """Single-threaded, part of the CacheManager."""
 
-    def __init__(self, *, tiers: Hierarchy, exact: bool) -> None:
-        """exact: save only what is as it was computed, bit for bit. Rows that only a page has are then not saved,
-        because un-rotating their keys would round them once more."""
+    def __init__(self, *, tiers: Hierarchy, only_as_computed: bool) -> None:
+        """only_as_computed: rows that only a page has are not saved, because un-rotating their keys would round them
+        once more, or because not KV is saved but what it was made of."""
         self._table, self._pages, self._dram = tiers.table, tiers.pages, tiers.dram
-        self._page_size, self._exact = tiers.hbm.page_size, exact
+        self._page_size, self._only_as_computed = tiers.hbm.page_size, only_as_computed
         # Blocks for which there was no slot, the longest waiting first. Some may have left HBM since.
         self.put_off: dict[BlockKey, None] = {}
 
@@ -46,11 +46,11 @@ class Saver:
         """Take a slot for a block that is being computed, and order the rows it has already to be saved there. None:
         the block is not saved while it is computed."""
         older = self._table.get(context.open_hint) if context.open_hint is not None else None
-        if rows_before and self._exact and (older is None or older.slot is None):
+        if rows_before and self._only_as_computed and (older is None or older.slot is None):
             context.unsaved.add(block)
             return None
         slot = self._dram.take_slot(None)
-        if slot is not None and rows_before and self._exact and (older is None or older.slot is None):
+        if slot is not None and rows_before and self._only_as_computed and (older is None or older.slot is None):
             # Those rows have left DRAM for it just now.
             self._dram.give_back(slot)
             slot = None
@@ -115,7 +115,7 @@ class Saver:
     def _is_wanted(self, row: BlockRow) -> bool:
         # Rows that came out of a codec are not saved again: nobody would know any more that they did.
         saved = row.is_saved or self._dram.is_saving(row.key) or row.decoded
-        return row.page is not None and not saved and not self._exact and row.hops < MAX_HOPS
+        return row.page is not None and not saved and not self._only_as_computed and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
         """Order a block to be saved out of its page, whichever request runs on that."""

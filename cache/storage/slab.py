@@ -1,8 +1,9 @@
-"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position. Where KV is coded there is
-another one, of coded slots.
+"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position, or with the activations that
+KV is made of. Where KV is coded there is another one, of coded slots.
 
 Memory is layer-major: all slots of a layer lie together. A slot's part of a layer is its *segment*, [K of 32 rows][V of
-32 rows], as on disk. So one call gathers, reads or writes a layer of many blocks (AttentionStore §3.2.1).
+32 rows], as on disk, or [32 activations]. So one call gathers, reads or writes a layer of many blocks (AttentionStore
+§3.2.1).
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,16 @@ from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.extent_format import ALIGNMENT, checksum
-from kernels.codecs.codec import Codec
+from kernels.codecs.codec import Codec, Projection
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one token's KV in one layer."""
+    """The shape of what one token has in one layer: its K and V, or an activation, which counts as K of one head."""
 
     kv_heads: int
     k_dim: int
-    v_dim: int
+    v_dim: int  # 0: there is no V
 
 
 class Segments:
@@ -97,13 +98,24 @@ class Segments:
 
 
 class Slab(Segments):
-    """Slots of rows."""
+    """Slots of rows. projection: makes K and V of them; None: they are K and V."""
 
-    def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        *,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        num_slots: int,
+        pinned: bool,
+        projection: Projection | None = None,
+    ) -> None:
+        self.dtype, self.projection = dtype, projection
         self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
         sizes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
         super().__init__(segment_bytes=sizes, num_slots=num_slots, pinned=pinned)
+        of_token = [sum(row_bytes) // dtype.itemsize for row_bytes in self._row_bytes]
+        self.block_elements = [BLOCK_TOKENS * n for n in (projection.row_elements if projection else of_token)]
+        """Elements of a block's K and V, by layer."""
         self._k: list[Tensor] = []
         self._v: list[Tensor] = []
         for shape, memory in zip(shapes, self._memory, strict=True):
@@ -113,15 +125,19 @@ class Slab(Segments):
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
 
     def k(self, layer: int) -> Tensor:
-        """[slots, 32, kv_heads, k_dim], un-rotated."""
+        """[slots, 32, kv_heads, k_dim], un-rotated; or the activations, [slots, 32, 1, width]."""
         return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
         """[slots, 32, kv_heads, v_dim]."""
         return self._v[layer]
 
+    def parts(self, layers: Sequence[int]) -> list[Tensor]:
+        """Return the slots of some layers: all K, then all V, if there is any."""
+        return [*map(self.k, layers), *(() if self.projection is not None else map(self.v, layers))]
+
     def segments(self, layer: int) -> Tensor:
-        """[slots, elements of a segment]: the K of each slot, then its V."""
+        """[slots, elements of a segment]: the K of each slot, then its V; or its activations."""
         return self._memory[layer].view(self.dtype)
 
     def clear_behind(self, slot: int, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Holds the KV of steps on its way into DRAM."""
+"""Holds the KV of steps, or the activations it is made of, on its way into DRAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,27 @@ from cache.moves import CapturePiece
 
 @dataclass(slots=True)
 class Captured:
-    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies.
-    layers: which layers these are; the others have saved their rows themselves."""
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; or what its layers' attention has begun
+    with, [tokens, 1, width]. The step's own tensors, not copies. layers: which layers these are; the others have saved
+    their rows themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What there is to save, in the order of `Slab.parts`."""
+        return self.inputs or [*self.keys, *self.values]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.inputs or self.keys)
+
+    @property
+    def num_rows(self) -> int:
+        return (self.inputs or self.keys)[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,12 @@ class CaptureSink:
         if self.step is not None:
             self.step.keys.append(k_plain)
             self.step.values.append(v)
+            self.step.layers.append(layer)
+
+    def write_input(self, layer: int, x: Tensor) -> None:
+        """Keep what a layer's attention begins with, [tokens, width], where that is saved instead of KV."""
+        if self.step is not None:
+            self.step.inputs.append(x[:, None])
             self.step.layers.append(layer)
 
 

@@ -1,4 +1,4 @@
-"""Encodes blocks in DRAM, and decodes them on their way to HBM."""
+"""Encodes blocks in DRAM, and decodes them, or projects activations, on their way to HBM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache.storage.extent_format import checksum
 from cache.storage.slab import CodedSlab, Slab
-from kernels.codecs.codec import Codec
+from kernels.codecs.codec import Codec, Decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,30 @@ def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Seq
 class Decoder:
     """Decodes the layers of one load, one after the other, into memory of its own."""
 
-    def __init__(self, coded: CodedSlab, slab: Slab, num_blocks: int) -> None:
-        self._coded, self._slab, self._num_blocks = coded, slab, num_blocks
+    def __init__(self, decodes: Decodes, slab: Slab, num_blocks: int) -> None:
+        self._decodes, self._slab, self._num_blocks = decodes, slab, num_blocks
+        self._device = torch.device("cpu") if slab.projection is None else slab.projection.device
         self.raw = torch.empty(0)
         """[blocks, elements] of the layer that was decoded last."""
         self.sums = np.zeros(0, np.uint64)
-        """Its checksums, by block."""
+        """Its checksums, by block, which `BlockWriter` wants; none where it lies on an accelerator."""
 
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
         """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
         torch's team of threads."""
-        shape = self._num_blocks, self._slab.segment_bytes[layer] // self._slab.dtype.itemsize
+        shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
-            self.raw = torch.empty(shape, dtype=self._slab.dtype)
-        self._coded.codec.decode(layer, segments, self.raw, together=together)
-        self.sums = np.frombuffer(b"".join(sums_of(self.raw.view(torch.uint8))), ">u8").astype(np.uint64)
+            self.raw = torch.empty(shape, dtype=self._slab.dtype, device=self._device)
+        self._decodes.decode(layer, segments, self.raw, together=together)
+        if self._device.type == "cpu":
+            self.sums = np.frombuffer(b"".join(sums_of(self.raw.view(torch.uint8))), ">u8").astype(np.uint64)
+
+
+def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:
+    """Return what makes rows of a load's blocks. coded: where such blocks are kept, if all of these are coded. None:
+    they are rows."""
+    decodes: Decodes | None = slab.projection if coded is None else coded.codec
+    return None if decodes is None else Decoder(decodes, slab, num_blocks)
 
 
 def sums_of(segments: Tensor) -> list[bytes]:

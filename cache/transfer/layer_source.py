@@ -21,7 +21,7 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.redis.reader import RedisReader
 from cache.storage.slab import CodedSlab, Segments, Slab
-from cache.transfer.coding import Decoder, sums_of
+from cache.transfer.coding import Decoder, decoder_of, sums_of
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
@@ -83,16 +83,16 @@ class SlotSource:
         return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
 
 
-class CodedSource(SlotSource):
-    """Blocks in coded slots: checked and decoded by `prepare`."""
+class DecodedSource(SlotSource):
+    """Blocks in slots of something else than rows: checked and decoded by `prepare`."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab) -> None:
-        super().__init__(blocks, coded)
-        self._decoder = Decoder(coded, slab, len(blocks))
+    def __init__(self, blocks: Sequence[BlockLoad], slots: Segments, decoder: Decoder) -> None:
+        super().__init__(blocks, slots)
+        self._decoder = decoder
         self._chosen = torch.arange(len(blocks))
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        stored = self._slab.segments(layer)[self._slots]
+        stored = self._slab.segments(layer)[self._slots].view(torch.uint8)
         wrong = np.frombuffer(b"".join(sums_of(stored)), ">u8") != self._sums[layer]
         if wrong.any():
             return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
@@ -107,6 +107,16 @@ class CodedSource(SlotSource):
 
     def altered(self, layer: int) -> list[BlockKey]:
         return []  # compared before they were decoded
+
+
+def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None) -> SlotSource:
+    """Return the source of blocks in DRAM. coded: where such blocks lie, if all of these are coded."""
+    decoder = decoder_of(slab, coded, len(blocks))
+    return (
+        SlotSource(blocks, slab)
+        if decoder is None
+        else DecodedSource(blocks, slab if coded is None else coded, decoder)
+    )
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
@@ -151,15 +161,15 @@ class LandedSource(ABC):
     """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
     copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
     with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
-    all. coded: where such blocks are kept, if all of these are coded; they are checked and decoded by `prepare`. None:
-    they are as rows are."""
+    all. coded: where such blocks are kept, if all of these are coded. What is not rows is checked and decoded by
+    `prepare`."""
 
     def __init__(
         self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, coded: CodedSlab | None = None
     ) -> None:
         self._slab, self._landings = slab, landings
         self._keeping: Segments = slab if coded is None else coded  # whose slots the blocks pass through
-        self._decoder = None if coded is None else Decoder(coded, slab, len(blocks))
+        self._decoder = decoder_of(slab, coded, len(blocks))
         self._sizes = self._keeping.segment_bytes
         by_extent: dict[int | bytes, list[tuple[int, BlockLoad]]] = {}  # extent -> places in it, and their blocks
         for block in blocks:

@@ -10,7 +10,7 @@ from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import CodedSource, LandedSource, SlotSource
+from cache.transfer.layer_source import LandedSource, SlotSource, slot_source
 from cache.transfer.load_queue import LoadPart, LoadQueue
 from cache.transfer.loader import Loader, PagePool
 
@@ -115,10 +115,7 @@ class LoadPlacer:
 
     def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | LandedSource, Loader]:
         if part.source is None:
-            if part.is_coded and self._coded is not None:
-                part.source = CodedSource(part.blocks, self._slab, self._coded)
-            else:
-                part.source = SlotSource(part.blocks, self._slab)
+            part.source = slot_source(part.blocks, self._slab, self._coded if part.is_coded else None)
             failed.update(dict.fromkeys(part.source.unsealed, "checksum"))
         if part.loader is None:
             part.loader = Loader(source=part.source, pool=self._pool)

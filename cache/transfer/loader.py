@@ -63,7 +63,7 @@ class Loader:
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
         memory, chosen = self._source.segments(layer)
-        segments = memory.index_select(0, chosen)
+        segments = memory.index_select(0, chosen.to(memory.device))
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))

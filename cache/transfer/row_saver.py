@@ -17,8 +17,8 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
     for capture in captures:
         if capture.ready is not None:
             capture.ready.synchronize()
-    targets = [*map(slab.k, layers), *map(slab.v, layers)]
-    sources = [[*capture.step.keys, *capture.step.values] for capture in captures]
+    targets = slab.parts(layers)
+    sources = [capture.step.parts for capture in captures]
     pieces = [
         (step, piece.batch_row, piece.slot, piece.slot_row, piece.num_rows)
         for step, capture in enumerate(captures)
@@ -45,8 +45,7 @@ def _place_by_index(
 def _wanted_rows(capture: CapturedRows) -> Tensor | None:
     """Indices of the rows of a step that are to be saved; None for all of them."""
     rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
-    first = capture.step.keys[0]
-    return None if len(rows) == first.shape[0] else rows.to(first.device)
+    return None if len(rows) == capture.step.num_rows else rows.to(capture.step.parts[0].device)
 
 
 def as_words(rows: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class SaveStream:
         saved already, or always if saving is synchronous."""
         if step is None or not pieces:
             return
-        if len(step.keys) < self._slab.num_layers:
+        if step.num_layers < self._slab.num_layers:
             place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
             return
         ready = None
@@ -109,7 +109,7 @@ class SaveStream:
             ready.record()
         self._held.append(CapturedRows(step, pieces, ready))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
-        is_large = step.keys[0].shape[0] > _FEW_ROWS
+        is_large = step.num_rows > _FEW_ROWS
         self.is_due |= is_large
         if self._synchronous or len(self._held) >= _HELD_STEPS or (is_large and self._blocks is None):
             self.flush()
@@ -146,7 +146,7 @@ class SaveStream:
 
     def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
         """Return the size of all rows of these steps, to be saved or not: they are kept alive together."""
-        rows = sum(capture.step.keys[0].shape[0] for capture in captures)
+        rows = sum(capture.step.num_rows for capture in captures)
         return rows * self._slab.slot_bytes // BLOCK_TOKENS
 
     def close(self) -> None:
@@ -182,9 +182,8 @@ class SaveStream:
         self._completions.tell(*events)
 
     def _fill_from_slot(self, order: FillFromSlot) -> None:
-        for layer in range(self._slab.num_layers):
-            for rows in (self._slab.k(layer), self._slab.v(layer)):
-                rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
+        for rows in self._slab.parts(range(self._slab.num_layers)):
+            rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
 
     def _save_captures(self, captures: list[CapturedRows]) -> None:
         """Save rows of some steps into their slots."""
@@ -202,6 +201,7 @@ class SaveStream:
         self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
 
     def _fill_from_page(self, order: FillFromPage, rotations: KeyRotations) -> None:
+        assert self._slab.projection is None, "pages have no activations"
         page_size = self._pages[0].k.shape[1]
         rows = torch.arange(order.num_rows, device=self._device)
         slots = rows + (order.page * page_size + order.page_row)

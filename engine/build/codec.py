@@ -1,4 +1,4 @@
-"""Chooses what KV below DRAM is coded with, and calibrates it at the first start."""
+"""Chooses what KV below HBM or DRAM becomes, and calibrates that at the first start."""
 
 import logging
 import time
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cache.blocks.keys import BLOCK_TOKENS, typed_fields
+from engine.codec.activation import KvProjection, find_projection
 from engine.codec.quality import Subject
 from engine.codec.refusal_file import load as load_refusal
 from engine.codec.refusal_file import refuses
@@ -32,12 +33,14 @@ _CODED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
-    """codec None: KV stays as it is. divergence: nats a token as measured on this model; None: not measured. warning:
-    for people, where something else was asked for. budget: nats a token that it was calibrated to; None: it has none.
+    """codec None: KV below DRAM is what DRAM has. projection: makes KV of activations, which all tiers below HBM have
+    instead; None: they have KV. divergence: nats a token as measured on this model; None: not measured. warning: for
+    people, where something else was asked for. budget: nats a token that it was calibrated to; None: it has none.
     refusals: where it is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is
     named by it, and none is coded or decoded."""
 
     codec: Codec | None = None
+    projection: KvProjection | None = None
     divergence: float | None = None
     warning: str | None = None
     budget: float | None = None
@@ -50,12 +53,20 @@ class ChosenCodec:
             why = f"the shadow check found {verdict.recent:.2g} nats a token, {verdict.limit:.2g} are tolerated"
             save_refusal(self.refusals, codec=self.codec.name, made_of=text_digest(), why=why)
 
+    @property
+    def name(self) -> str:
+        if self.projection is not None:
+            return self.projection.name
+        return "raw" if self.codec is None else self.codec.name
+
 
 def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
     """Return the codec that the settings ask for. tokenizer: the model's `tokenizer.json`; fingerprint: the model's.
     Raises ModelRefused."""
     if config.codec == "raw" or config.mode != "attentionstore":
         return ChosenCodec()
+    if config.codec == "activation":
+        return ChosenCodec(projection=find_projection(subject))
     dtype, found = subject.dtype, subject.found
     if dtype not in _CODED_DTYPES:
         raise ModelRefused(f"cache.codec: KV in {dtype} cannot be coded; take model.dtype bfloat16 or float32")
@@ -71,12 +82,12 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
     return _transform(config, subject, tokenizer, fingerprint)
 
 
-def coded_fingerprint(model: bytes, codec: Codec | None) -> bytes:
+def coded_fingerprint(model: bytes, codec: str) -> bytes:
     """Return what names KV: that of the model, and of the codec if there is one. Coded KV and KV that was computed on
     it are never found by a server that codes otherwise, or not at all."""
-    if codec is None:
+    if codec == "raw":
         return model
-    return blake2b(typed_fields("reprise-codec", model, codec.name), digest_size=len(model)).digest()
+    return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()
 
 
 def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
@@ -105,7 +116,7 @@ def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerpri
     is_refused = refuses(refusal, made_of=text_digest(), codec=codec.name)
     return ChosenCodec(
         codec,
-        calibrated.divergence,
+        divergence=calibrated.divergence,
         warning=warning if is_refused else None,
         budget=config.codec_budget,
         refusals=refusals,

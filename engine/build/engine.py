@@ -100,7 +100,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
         options=CacheOptions(
             num_pages=room.num_pages,
             page_size=probed.page_size,
-            bytes_per_token=probed.kv_bytes_per_token,
+            bytes_per_token=probed.stored_bytes_per_token,
             prefer_contiguous=on_cpu,
             num_slots=tiers.num_slots,
             dram_slots=tiers.dram_slots,
@@ -113,7 +113,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             hbm_low_water=min(settings.hbm_low_water, settings.hbm_high_water),
             dram_free_buffer=settings.dram_free_buffer,
             reuse=settings.mode != "recompute",
-            exact=config.model.exact == "on",
+            only_as_computed=config.model.exact == "on" or probed.codec.projection is not None,
             truncation=Truncation(room.max_context, settings.truncation_ratio, truncation_mode, settings.block_scorer),
             session_ttl_s=settings.ttl_s,
             max_sessions=settings.max_sessions,
@@ -170,7 +170,7 @@ def _verifier(
 def _model_info(
     config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers, warm: WarmModel
 ) -> ModelInfo:
-    found, kv_bytes = probed.found, probed.kv_bytes_per_token
+    found, kv_bytes, stored_bytes = probed.found, probed.kv_bytes_per_token, probed.stored_bytes_per_token
     hbm_tokens, dram_tokens = room.num_pages * probed.page_size, tiers.dram_slots * BLOCK_TOKENS
     is_raw = probed.codec.codec is None or probed.codec.is_refused
     coded_dram_bytes = tiers.coded_slots * sum(probed.coded_segment_bytes or ())
@@ -196,8 +196,9 @@ def _model_info(
         hbm_tokens=hbm_tokens,
         block_size=BLOCK_TOKENS,
         page_size=probed.page_size,
-        codec="raw" if is_raw or probed.codec.codec is None else probed.codec.codec.name,
-        coded_bytes=1.0 if is_raw else probed.coded_bytes,
+        codec="raw" if probed.codec.is_refused else probed.codec.name,
+        lossy_codec=not is_raw,
+        coded_bytes=1.0 if probed.codec.is_refused else probed.coded_bytes,
         codec_divergence=None if is_raw else probed.codec.divergence,
         fingerprint=probed.fingerprint.hex(),
         warnings=(
@@ -208,8 +209,8 @@ def _model_info(
         memory_plan={
             "weights": loaded.weight_bytes,
             "hbm": hbm_tokens * kv_bytes,
-            "dram": dram_tokens * kv_bytes + coded_dram_bytes,
-            "staging": (tiers.num_slots - tiers.dram_slots) * kv_bytes * BLOCK_TOKENS,
+            "dram": dram_tokens * stored_bytes + coded_dram_bytes,
+            "staging": (tiers.num_slots - tiers.dram_slots) * stored_bytes * BLOCK_TOKENS,
             "disk": tiers.disk_bytes,
         },
     )

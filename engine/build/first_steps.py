@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cache.transfer.capture import CaptureSink
 from engine.build.model import LoadedModel, ProbedModel
@@ -41,7 +42,10 @@ def warm_up(
     proven than is asked for."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
-    runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, sink=sink)
+    shown: dict[str, Any] = {"sink": sink}
+    if probed.codec.projection is not None and sink is not None:
+        shown = {"sink": None, "inputs": sink.write_input}
+    runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, **shown)
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
     step_s, token_s = steps.step_times()
@@ -59,6 +63,8 @@ def warm_up(
     )
     if probed.codec.codec is not None:
         exactness = Exactness(False, "not asked for (cache.codec is lossy)")
+    elif probed.codec.projection is not None:
+        exactness = Exactness(False, "not asked for (cache.codec activation computes K and V anew)")
     else:
         exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
     return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)

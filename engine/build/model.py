@@ -13,6 +13,7 @@ from torch import nn
 from cache.blocks.keys import BLOCK_TOKENS
 from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint
 from engine.build.resources import memory
+from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
 from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
@@ -70,7 +71,7 @@ class ProbedModel:
     found: ProbeResult
     fingerprint: bytes  # of the model, and of the codec if there is one
     codec: ChosenCodec
-    kv_bytes_per_token: int  # over all layers and ranks
+    kv_bytes_per_token: int  # in HBM, over all layers and ranks
 
     @property
     def coded_segment_bytes(self) -> Sequence[int] | None:
@@ -81,7 +82,15 @@ class ProbedModel:
     def coded_bytes(self) -> float:
         """The size of a coded block, as a share of a raw one's."""
         coded = self.coded_segment_bytes
-        return 1.0 if coded is None else sum(coded) / (BLOCK_TOKENS * self.kv_bytes_per_token)
+        if coded is None:
+            return self.stored_bytes_per_token / self.kv_bytes_per_token
+        return sum(coded) / (BLOCK_TOKENS * self.kv_bytes_per_token)
+
+    @property
+    def stored_bytes_per_token(self) -> int:
+        """Bytes of a token's rows below HBM, over all layers and ranks: of its KV, or of activations."""
+        made = self.codec.projection
+        return self.kv_bytes_per_token if made is None else made.bytes_per_token
 
 
 def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedModel:
@@ -122,9 +131,11 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
     digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
     subject = Subject(module, backend, page_size, found)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
-    digest = coded_fingerprint(digest, codec.codec)
+    digest = coded_fingerprint(digest, codec.name)
     if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
+    if codec.projection is not None:
+        watch_inputs(subject, codec.projection)
     kv_bytes_per_token = loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
     return ProbedModel(backend, page_size, found, digest, codec, kv_bytes_per_token)
 

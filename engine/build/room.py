@@ -29,13 +29,15 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     device, warnings = loaded.device, list[str]()
     if not probed.found.decouplable:
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
+    projection_bytes = 0 if probed.codec.projection is None else probed.codec.projection.weight_bytes
     window = _window(config.model.max_context, loaded.text, warnings)
     automatic = automatic_sizes(
         memory=loaded.free_bytes,
         device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         disk=_disk_room(config.cache, loaded.num_ranks),
-        weights=loaded.weight_bytes,
+        weights=loaded.weight_bytes + projection_bytes,
         kv_bytes_per_token=probed.kv_bytes_per_token,
+        stored_bytes_per_token=probed.stored_bytes_per_token,
         window_tokens=window,
         hbm_tokens=config.cache.hbm_tokens,
     )

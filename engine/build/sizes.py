@@ -43,10 +43,12 @@ def automatic_sizes(
     kv_bytes_per_token: int,
     window_tokens: int,
     hbm_tokens: int,
+    stored_bytes_per_token: int | None = None,
 ) -> Sizes:
     """Sizes for a model. memory: bytes that were available before its load; device_memory: of the accelerator, what
     is free behind the weights, None if the model runs on the CPU; disk: what cache files may take at most; hbm_tokens:
-    what somebody set, or 0."""
+    what somebody set, or 0; stored_bytes_per_token: of rows below HBM, None: the same as in it."""
+    stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
     free = max(0, memory - weights) if on_cpu else memory
     window = window_tokens * kv_bytes_per_token
@@ -56,10 +58,10 @@ def automatic_sizes(
         hbm = min(int(_HBM_SHARE * free), max(_HBM_WINDOWS * window, _HBM_LEAST_CAP))
     else:
         hbm = int(_DEVICE_SHARE * device_memory)
-    served = -(-min(window, hbm) // kv_bytes_per_token // BLOCK_TOKENS) * BLOCK_TOKENS * kv_bytes_per_token
+    served = -(-min(window, hbm) // kv_bytes_per_token // BLOCK_TOKENS) * BLOCK_TOKENS * stored_bytes
     staging = min(_STAGING_WINDOWS * served, _STAGING_CAP, int(_STAGING_SHARE * free))
     dram = int(_SHARE * free) - hbm if on_cpu else int(_PINNED_SHARE * free)
-    most = min(_MOST_BLOCKS, int(_TABLE_SHARE * memory) // _TABLE_BYTES) * BLOCK_TOKENS * kv_bytes_per_token
+    most = min(_MOST_BLOCKS, int(_TABLE_SHARE * memory) // _TABLE_BYTES) * BLOCK_TOKENS * stored_bytes
     return Sizes(
         hbm=hbm, dram=max(0, min(dram - staging, most)), staging=staging, disk=min(int(_DISK_SHARE * disk), most)
     )

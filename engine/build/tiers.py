@@ -29,6 +29,7 @@ from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import memory
 from engine.build.room import Room
 from engine.build.sizes import Sizes
+from engine.codec.activation import KvProjection
 from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import make_pages
@@ -91,14 +92,19 @@ def build_tiers(
     cache, ropes = config.cache, probed.found.ropes
     pages = make_pages(probed.found.shapes, room.num_pages, probed.page_size, loaded.dtype, loaded.device)
     on_gpu = loaded.device.type == "cuda"
-    slot_bytes = BLOCK_TOKENS * probed.kv_bytes_per_token
+    slot_bytes = BLOCK_TOKENS * probed.stored_bytes_per_token
     dram_bytes, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
     _check_memory(dram_bytes + staging_slots * slot_bytes)
     codec = probed.codec.codec
     coded_bytes = 0 if probed.codec.is_refused else sum(probed.coded_segment_bytes or ())
     dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, coded_bytes)
-    shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
-    slab = Slab(shapes=shapes, dtype=loaded.dtype, num_slots=dram_slots + staging_slots, pinned=on_gpu)
+    slab = Slab(
+        shapes=_stored_shapes(probed),
+        dtype=loaded.dtype,
+        num_slots=dram_slots + staging_slots,
+        pinned=on_gpu,
+        projection=probed.codec.projection,
+    )
     disk: ExtentStore | None = None
     extents: Sequence[ExtentInfo] = ()
     records: Sequence[SessionRecord] = ()
@@ -121,11 +127,11 @@ def build_tiers(
         max_backlog_bytes=_BACKLOG_BYTES,
     )
     rates = Rates(
-        num_layers=len(shapes),
+        num_layers=slab.num_layers,
         step_fixed_s=_PRIOR_STEP_S,
         prefill_s_per_token=2 * loaded.parameters / _PRIOR_PREFILL_FLOPS,
         transfer_fixed_s=_PRIOR_TRANSFER_S,
-        bytes_per_s=_PRIOR_BYTES_PER_S,
+        bytes_per_s=_expected_bytes_per_s(probed.codec.projection),
     )
     return Tiers(
         pages=pages,
@@ -141,6 +147,23 @@ def build_tiers(
         extents=extents,
         records=records,
     )
+
+
+def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:
+    if probed.codec.projection is not None:
+        return [LayerShape(1, width, 0) for width in probed.codec.projection.widths]
+    return [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
+
+
+def _expected_bytes_per_s(projection: KvProjection | None) -> dict[str, float]:
+    """What loads to HBM are priced at until they were measured. Activations become K and V on the way there."""
+    if projection is None:
+        return _PRIOR_BYTES_PER_S
+    projecting = projection.flops_per_token / projection.bytes_per_token / _PRIOR_PREFILL_FLOPS
+    return {
+        name: 1 / (1 / rate + projecting) if name.endswith("_to_hbm") else rate
+        for name, rate in _PRIOR_BYTES_PER_S.items()
+    }
 
 
 def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:

@@ -108,6 +108,7 @@ class Step:
     sink: KvSink | None
     # where layers that can may save their rows themselves instead of passing them to the sink
     saved: SavedRows | None = None
+    inputs: Callable[[int, Tensor], None] | None = None  # receives what each layer's attention begins with
     arrive: Callable[[int], None] | None = None  # waits until the KV being loaded into a layer is there
     logit_rows: Tensor | None = None  # [rows] int64, ascending: rows whose logits are wanted; None: unknown
     layers_called: list[int] = field(default_factory=list)
@@ -258,15 +259,22 @@ class ModelRunner:
     """One model on one device, with its KV pool. Made and called by one thread, that of the engine's loop."""
 
     def __init__(
-        self, *, model: nn.Module, pages: list[KvPages], backend: AttentionBackend, sink: KvSink | None
+        self,
+        *,
+        model: nn.Module,
+        pages: list[KvPages],
+        backend: AttentionBackend,
+        sink: KvSink | None,
+        inputs: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         self.model = model
         self.pages = pages
         self.backend = backend
-        self.sink = sink  # receives KV to be saved; None if there is no tier below HBM
+        self.sink = sink  # receives KV to be saved; None if there is no tier below HBM, or it has activations
+        self.inputs = inputs  # receives these: by layer, [tokens, width]
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
         # whether each layer can write its rows to where they are saved
-        self.saves_rows = sum(getattr(module, "saves_rows", False) for module in model.modules()) == len(pages)
+        self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
         if pages[0].k.device.type == "cpu" and decode_kernels() is not None:
             use_torch_threads()  # for all calls from this thread
 
@@ -286,6 +294,7 @@ class ModelRunner:
             backend=backend,
             sink=self.sink,
             saved=saved,
+            inputs=self.inputs,
             arrive=arrive,
         )
         return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

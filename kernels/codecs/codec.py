@@ -2,10 +2,33 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
-class Codec(Protocol):
+class Decodes(Protocol):
+    """Makes rows of what is stored. Thread-safe; the arrays may hold any bytes."""
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
+        """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
+        rows: K of a block's 32, without position, then V. together: with torch's team of threads, which must belong to
+        the calling thread and be numba's too."""
+        ...
+
+
+class Projection(Decodes, Protocol):
+    """Makes K and V of activations, of what a layer's attention begins with. Segments are 32 of these, in the model's
+    dtype."""
+
+    widths: tuple[int, ...]
+    """The elements of a token's activation, by layer."""
+    row_elements: tuple[int, ...]
+    """Those of its K and V together, by layer."""
+    device: torch.device
+    """Where `raw` has to be."""
+
+
+class Codec(Decodes, Protocol):
     """Turns a layer's blocks into segments of one constant size, and back. Blocks are given raw, as the DRAM tier holds
     them: [K of 32 rows, without position][V of 32 rows], in the model's dtype.
 
@@ -22,9 +45,4 @@ class Codec(Protocol):
         """Encode blocks. raw [blocks, elements]; segments uint8 [blocks, segment_bytes[layer]] receives the result.
         Returns for each block whether it could be encoded. What is not finite cannot, nor what the size does not do
         for; the bytes of such a block mean nothing."""
-        ...
-
-    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """Decode blocks. segments uint8 [blocks, segment_bytes[layer]]; raw [blocks, elements] receives the rows.
-        together: with torch's team of threads, which must belong to the calling thread and be numba's too."""
         ...

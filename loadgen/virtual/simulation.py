@@ -436,7 +436,7 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             hbm_low_water=machine.low_water,
             dram_free_buffer=0.1,
             reuse=True,
-            exact=False,
+            only_as_computed=False,
             truncation=Truncation(
                 machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled", machine.block_scorer or "oldest"
             ),

@@ -112,7 +112,7 @@ def make_manager(
             hbm_low_water=low_water,
             dram_free_buffer=free_buffer,
             reuse=reuse,
-            exact=exact,
+            only_as_computed=exact,
             truncation=Truncation(window, ratio, truncation_mode, block_scorer),
             session_ttl_s=ttl_s,
             max_sessions=max_sessions,
@@ -139,7 +139,7 @@ class PoolModel:
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
         self.line: Line[str] = Line()  # as the manager was told last who waits
-        self.exact: bool = manager._saver._exact
+        self.exact: bool = manager._saver._only_as_computed
         self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.tiers.pages.num_pages * manager.page_size)
         self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.num_slots)]
         self.coded = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.coded.num_slots)]

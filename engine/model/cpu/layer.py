@@ -38,6 +38,7 @@ class FewRows:
         self._index, self._params, self._heads, self._head_dim = index, params, tuple(heads), head_dim
         self._qkv, self._out, self._gate, self._up, self._down = products
         self._input_norm, self._q_norm, self._k_norm, self._post_norm = (self._norm(norm) for norm in norms)
+        self._normed = norms[0]
         self._group, self._lanes = (0,) * (heads[0] // heads[1]), (0,) * (head_dim // 16)
         self._scale = np.float32(params.scale)
         self._pages: KvPages | None = None  # that `_pool` was made of
@@ -71,6 +72,8 @@ class FewRows:
         num_q, num_k, _ = self._heads
         norms = (self._input_norm, self._q_norm, self._k_norm)
         kernels.project(bits, norms[0], self._qkv, norms[1], norms[2], num_q, num_k, as_bits(rows))
+        if step.inputs is not None and self._normed is not None:
+            step.inputs(self._index, self._normed(hidden))
         saved = NOWHERE
         if step.saved is not None:
             saved = step.saved.blocks[self._index], step.saved.spots
@@ -182,6 +185,8 @@ class DecoderLayer(nn.Module):
         step = current_step()
         tokens = x.shape[0]
         num_q, num_k, _ = self._heads
+        if step.inputs is not None:
+            step.inputs(self.index, x)
         rows = self._qkv(x).view(tokens, -1, self._head_dim)
         turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]
         if self._q_norm is not None and self._k_norm is not None:

@@ -75,6 +75,8 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             {},
             ["model.tensor_parallel", "cannot keep KV in Redis yet", "cache.redis_gib to 0"],
         ),
+        ({"cache.codec": "activation", "model.exact": "on"}, {}, ["computes K and V anew", "set codec to raw"]),
+        ({"cache.codec": "activation", "cache.block_scorer": "keydiff"}, {}, ["activation has none"]),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )

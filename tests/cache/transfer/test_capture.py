@@ -18,3 +18,16 @@ def test_between_steps_it_is_for_nobody():
     sink, rows = CaptureSink(), torch.ones(3, 2, 4)
     sink.write(0, rows, rows)
     assert sink.step is None
+
+
+def test_inputs_of_layers_are_kept_as_rows_of_one_part() -> None:
+    sink, x = CaptureSink(), torch.arange(12.0).view(3, 4)
+    sink.write_input(0, x)  # for nobody
+    sink.step = captured = Captured()
+    for layer in range(2):
+        sink.write_input(layer, x + layer)
+    assert captured.layers == [0, 1]
+    assert captured.num_layers == 2
+    assert captured.num_rows == 3
+    assert [part.shape for part in captured.parts] == [(3, 1, 4)] * 2
+    assert torch.equal(captured.parts[1][:, 0], x + 1)

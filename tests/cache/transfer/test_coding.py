@@ -2,8 +2,13 @@
 
 import torch
 
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.moves import BlockLoad, CapturePiece
 from cache.storage.slab import CodedSlab, LayerShape, Slab
+from cache.transfer.capture import Captured, CapturedRows
 from cache.transfer.coding import Decoder, encode_into, encode_slots, sums_of
+from cache.transfer.layer_source import slot_source
+from cache.transfer.row_saver import place_rows
 from kernels.codecs.quantised import Fp8Codec
 
 
@@ -30,7 +35,7 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
     coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))] * 2), num_slots=6)
     assert encode_into(coded, [5, 0, 3], slab, [1, 2, 3]) == [True, False, True]
     assert [coded.is_sealed(slot) for slot in range(6)] == [False, False, False, True, False, True]
-    decoder = Decoder(coded, slab, 2)
+    decoder = Decoder(coded.codec, slab, 2)
     for layer in range(2):
         assert coded.is_intact(layer, 5)
         assert coded.is_intact(layer, 3)
@@ -39,3 +44,36 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
         assert decoder.sums.tolist() == [int.from_bytes(sums) for sums in sums_of(decoder.raw.view(torch.uint8))]
     coded.segment(1, 3)[0] ^= 1
     assert not coded.is_intact(1, 3)
+
+
+class Doubling:
+    """K and V of one head of 3 dims each: the activation, and twice the activation."""
+
+    widths, row_elements, device = (3, 3), (6, 6), torch.device("cpu")
+
+    def decode(self, layer: int, segments: torch.Tensor, raw: torch.Tensor, *, together: bool = False) -> None:
+        x = segments.view(torch.float32)
+        raw.copy_(torch.cat([x, 2 * x], 1))
+
+
+def test_slots_of_activations_are_loaded_as_k_and_v_of_them() -> None:
+    shapes = [LayerShape(1, 3, 0)] * 2
+    slab = Slab(shapes=shapes, dtype=torch.float32, num_slots=3, pinned=False, projection=Doubling())
+    assert slab.segment_bytes == [BLOCK_TOKENS * 3 * 4] * 2
+    assert slab.block_elements == [BLOCK_TOKENS * 6] * 2
+    step = Captured(layers=[0, 1], inputs=[torch.arange(120.0).view(40, 1, 3) + layer for layer in range(2)])
+    place_rows(slab, [CapturedRows(step, [CapturePiece(1, 2, 0, 32), CapturePiece(33, 0, 0, 7)], None)], range(2))
+    slab.clear_behind(0, 7)
+    slab.seal(0, 2)
+    blocks = [BlockLoad(bytes([slot]) * 16, rows, slot, None, 0, 0, 0) for slot, rows in ((0, 7), (2, BLOCK_TOKENS))]
+    source = slot_source(blocks, slab, None)
+    for layer in range(2):
+        assert source.prepare(layer, together=False) == []
+        rows, chosen = source.segments(layer)
+        x = step.inputs[layer].flatten()
+        assert torch.equal(rows[chosen[1]], torch.cat([x[3:99], 2 * x[3:99]]))
+        assert torch.equal(rows[chosen[0], :21], x[99:120])
+        assert not rows[chosen[0], 21:96].any()
+        assert source.sums(layer).tolist() == [int.from_bytes(sums) for sums in sums_of(rows.view(torch.uint8))]
+    slab.segment(1, 2)[5] ^= 1
+    assert source.prepare(1, together=False) == [blocks[1].key]

@@ -1,0 +1,240 @@
+"""Activations in the place of KV below HBM: what a layer's attention begins with, half the bytes of its K and V where
+every head has its own. At a load K and V are made of it anew, by the layer's own weights.
+
+Sources: HybridServe (arXiv 2501.01792) and HCache (arXiv 2410.05004). Both keep the hidden state and compute the norm
+again; this keeps what comes out of the norm, which has the same size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cache.blocks.keys import BLOCK_TOKENS
+from engine.codec.quality import Subject
+from engine.model.cpu.modules import PackedLinear, packing_works
+from engine.model.hf_model import Step, current_step, forward
+from engine.model.loading import ModelRefused
+from engine.model.pages import bytes_per_token, make_pages
+from engine.model.probe import KvShape, single_sequence_meta
+
+# Where an attention gets its K from: a projection of its own, or one that gives queries and values too.
+_APART, _FUSED = ("k_proj", "v_proj"), ("qkv_proj", "query_key_value")
+_CHECK_TOKENS = (40, 3)  # of two steps: layers may compute a few rows in another way
+# Relative RMS error. In a type that rounds, another order of sums moves some numbers to the next one, and kernels for
+# a few rows do not round what comes out of the norm.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProjection:
+    """Makes a layer's keys [rows, kv_heads * k_dim], without position, and values of activations [rows, width]."""
+
+    shape: KvShape
+    width: int
+    keys: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+    k_norm: nn.Module | None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._normed(self.keys(x)), self.values(x)
+
+    def _normed(self, keys: Tensor) -> Tensor:
+        if self.k_norm is None:
+            return keys
+        of_all_heads = self.k_norm.weight.numel() != self.shape.k_dim  # type: ignore[operator]
+        rows = keys if of_all_heads else keys.view(len(keys), -1, self.shape.k_dim)
+        normed: Tensor = self.k_norm(rows)
+        return normed.view(len(keys), -1)
+
+
+class KvProjection:
+    """Implements `kernels.codecs.codec.Projection`."""
+
+    name = "activation"
+
+    def __init__(self, layers: Sequence[LayerProjection], dtype: torch.dtype, device: torch.device) -> None:
+        self._layers, self._dtype, self.device = layers, dtype, device
+        self.widths = tuple(layer.width for layer in layers)
+        self.row_elements = tuple(s.kv_heads * (s.k_dim + s.v_dim) for s in (layer.shape for layer in layers))
+        products = sum(width * outputs for width, outputs in zip(self.widths, self.row_elements, strict=True))
+        self.flops_per_token = 2 * products
+        self.bytes_per_token = sum(self.widths) * dtype.itemsize
+        # At most: in fp32 these are those of the file, as long as nobody needs the memory.
+        self.weight_bytes = products * dtype.itemsize if device.type == "cpu" else 0
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
+        """See Decodes. Torch's products have as many threads as the caller."""
+        project = self._layers[layer]
+        x = segments.view(self._dtype).view(-1, project.width).to(self.device)
+        keys, values = project(x)
+        split = BLOCK_TOKENS * keys.shape[1]
+        for target, rows in ((raw[:, :split], keys), (raw[:, split:], values)):
+            target.view(len(raw), BLOCK_TOKENS, -1).copy_(rows.view(len(raw), BLOCK_TOKENS, -1))
+
+
+@torch.inference_mode()
+def find_projection(subject: Subject) -> KvProjection:
+    """Find what makes K and V in a model that was not optimised yet. Raises ModelRefused if activations are not smaller
+    than KV, or the model makes its KV in a way that is not known."""
+    found = _attentions(subject.model)
+    if sorted(found) != list(range(len(subject.found.shapes))):
+        raise ModelRefused(_unknown(f"its attention has none of {', '.join(('k_proj', *_FUSED))}"))
+    widths = [getattr(found[layer], _entry(found[layer])).in_features for layer in sorted(found)]
+    ours = sum(widths) * subject.dtype.itemsize
+    theirs = bytes_per_token(subject.found.shapes, subject.dtype)
+    if ours >= theirs:
+        raise ModelRefused(
+            f"cache.codec activation saves nothing with this model: its activations take {ours:,} bytes a token, its K "
+            f"and V {theirs:,}; take raw or transform"
+        )
+    parts = _parts(subject, found)
+    device = next(subject.model.parameters()).device
+    pack = device.type == "cpu" and subject.dtype == torch.bfloat16 and packing_works()
+
+    def product(part: Part) -> Callable[[Tensor], Tensor]:
+        weight, bias = part
+        return PackedLinear(weight, bias) if pack else partial(F.linear, weight=weight, bias=bias)
+
+    layers = []
+    for layer, (shape, width) in enumerate(zip(subject.found.shapes, widths, strict=True)):
+        keys, values = parts[layer]
+        k_norm = getattr(found[layer], "k_norm", None)
+        layers.append(LayerProjection(shape, width, product(keys), product(values), k_norm))
+    return KvProjection(layers, subject.dtype, device)
+
+
+@torch.inference_mode()
+def watch_inputs(subject: Subject, projection: KvProjection) -> None:
+    """Let the layers of a model, optimised or not, show what their attention begins with (`Step.inputs`), and check
+    that it gives the K and V that they compute. Raises ModelRefused."""
+    for layer, attention in _attentions(subject.model).items():
+        getattr(attention, _entry(attention)).register_forward_pre_hook(partial(_show, layer))
+    for num_tokens in _CHECK_TOKENS:
+        seen = _seen(subject, num_tokens)
+        if seen.layers != list(range(len(subject.found.shapes))):
+            raise ModelRefused(_unknown("its layers do not show what their attention begins with"))
+        for layer, (x, keys, values) in enumerate(zip(seen.inputs, seen.keys, seen.values, strict=True)):
+            raw = torch.empty(1, BLOCK_TOKENS * projection.row_elements[layer], dtype=x.dtype, device=x.device)
+            block = F.pad(x[:BLOCK_TOKENS], (0, 0, 0, max(0, BLOCK_TOKENS - len(x))))
+            projection.decode(layer, block.cpu().contiguous().view(torch.uint8).view(1, -1), raw)
+            split = BLOCK_TOKENS * keys[0].numel()
+            made = raw[0, :split].view(BLOCK_TOKENS, -1), raw[0, split:].view(BLOCK_TOKENS, -1)
+            for got, want in zip(made, (keys.flatten(1), values.flatten(1)), strict=True):
+                error = _relative_error(got[: len(want)], want[:BLOCK_TOKENS])
+                if not error <= _TOLERANCE[x.dtype]:
+                    raise ModelRefused(_unknown(f"K and V made of layer {layer}'s differ by {error:.1e}"))
+
+
+def _show(layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    step = current_step()
+    if step.inputs is not None:
+        step.inputs(layer, args[0][0])
+
+
+def _unknown(why: str) -> str:
+    return f"cache.codec activation cannot make K and V of this model's activations: {why}; take raw or transform"
+
+
+def _attentions(model: nn.Module) -> dict[int, Any]:
+    """Layer -> its attention, as far as it is one whose K and V can be made."""
+    modules: Any = model.modules()
+    return {module.layer_idx: module for module in modules if hasattr(module, "layer_idx") and _entry(module)}
+
+
+def _entry(attention: nn.Module) -> str:
+    """The child that is given what an attention begins with, and makes keys of it; empty if there is none."""
+    if all(isinstance(getattr(attention, name, None), nn.Module) for name in _APART):
+        return _APART[0]
+    return next((name for name in _FUSED if isinstance(getattr(attention, name, None), nn.Module)), "")
+
+
+Part = tuple[Tensor, Tensor | None]
+"""Weight and bias of a product."""
+
+
+def _parts(subject: Subject, attentions: dict[int, Any]) -> dict[int, tuple[Part, Part]]:
+    """Layer -> the products that give its K and its V."""
+    fused = {layer: getattr(attention, _entry(attention)) for layer, attention in attentions.items()}
+    parts = {}
+    for layer, attention in attentions.items():
+        if _entry(attention) == _APART[0]:
+            k, v = attention.k_proj, attention.v_proj
+            parts[layer] = ((k.weight, k.bias), (v.weight, v.bias))
+            del fused[layer]
+    if not fused:
+        return parts
+    made: dict[int, Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, out, layer=layer: made.__setitem__(layer, out[0]))
+        for layer, module in fused.items()
+    ]
+    try:
+        seen = _seen(subject, _CHECK_TOKENS[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer, module in fused.items():
+        rows = [_columns(made[layer], wanted.flatten(1)) for wanted in (seen.keys[layer], seen.values[layer])]
+        k, v = ((module.weight[r], None if module.bias is None else module.bias[r]) for r in rows)
+        parts[layer] = (k, v)
+    return parts
+
+
+def _columns(outputs: Tensor, wanted: Tensor) -> Tensor:
+    """Return which columns of `outputs` those of `wanted` are: models lay out what one product gives in many ways.
+    Raises ModelRefused if they are none."""
+    whole = outputs.float().T.contiguous()
+    index = torch.cat([torch.cdist(columns, whole).argmin(1) for columns in wanted.float().T.split(256)])
+    if not torch.equal(outputs[:, index], wanted):
+        raise ModelRefused(_unknown("its K and V are no part of a product"))
+    return index
+
+
+class _Seen:
+    """What the layers of one step have shown."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []  # that have shown their inputs
+        self.inputs: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        """See KvSink."""
+        self.keys.append(k_plain.clone())
+        self.values.append(v.clone())
+
+    def write_input(self, layer: int, x: Tensor) -> None:
+        self.layers.append(layer)
+        self.inputs.append(x.clone())
+
+
+def _seen(subject: Subject, num_tokens: int) -> _Seen:
+    """Compute a random text."""
+    model: Any = subject.model
+    text, device = model.config.get_text_config(), next(model.parameters()).device
+    num_tokens = min(num_tokens, getattr(text, "max_position_embeddings", None) or num_tokens)
+    num_pages = -(-num_tokens // subject.page_size)
+    pages = make_pages(subject.found.shapes, num_pages, subject.page_size, subject.dtype, device)
+    ids = torch.randint(0, text.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    seen = _Seen()
+    step = Step(
+        single_sequence_meta(device, 0, num_tokens, subject.page_size),
+        pages.__getitem__,
+        subject.backend,
+        seen,
+        inputs=seen.write_input,
+    )
+    rows = torch.arange(num_tokens, device=device)
+    forward(model, step, ids, rows, rows)
+    return seen
+
+
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.float(), want.float()
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
