@@ -45,6 +45,7 @@ from cache.requests.matching import Matcher
 from cache.requests.opening import ContextOpener, DomainOf
 from cache.requests.placing import Placer
 from cache.requests.publishing import Publisher
+from cache.requests.recalling import Recaller
 from cache.requests.running import Requests
 from cache.requests.saving import Saver
 from cache.requests.siblings import Siblings
@@ -83,13 +84,17 @@ class CacheManager:
         self.tiers = tiers = Hierarchy(options=options, policy=policy, stats=self.stats)
         self._running = running = Requests()
         self.sessions = SessionStore(options=options, tiers=tiers, running=running, domain_of=domain_of)
-        scorer = BLOCK_SCORERS[options.truncation.block_scorer]()
+        truncation = options.truncation
+        keeper = Keeper(scorer=BLOCK_SCORERS[truncation.block_scorer](), table=tiers.table, likeness_of=likeness_of)
+        recalls = truncation.recall and truncation.mode == "decoupled" and options.reuse
+        recaller = Recaller(table=tiers.table, keeper=keeper, window=truncation.window) if recalls else None
         opener = ContextOpener(
             tiers=tiers,
             sessions=self.sessions.contexts,
-            truncation=options.truncation,
+            truncation=truncation,
             domain_of=domain_of,
-            keeper=Keeper(scorer=scorer, table=tiers.table, likeness_of=likeness_of),
+            keeper=keeper,
+            recaller=recaller,
         )
         matcher = Matcher(tiers=tiers, rates=rates, options=options)
         self._siblings = siblings = Siblings(tiers=tiers)

@@ -11,6 +11,7 @@ class Truncation:
     ratio: float  # of the window, dropped at an overflow
     mode: str  # decoupled | recompute | naive
     block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
+    recall: bool = False  # whether what was dropped comes back where a new message is about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,6 +128,8 @@ class SessionStore:
             turns=before.turns + 1 if before else 1,
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
+            dropped=context.dropped,
+            recalled=context.recalled,
             attention={key: context.attention[key] for key in context.keys if key in context.attention},
             owned={
                 key: None

@@ -45,6 +45,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     truncated_tokens: int  # of the conversation, not in the context
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
     coded_tokens: int = 0  # cached ones that have been through a lossy codec
+    recalled_tokens: int = 0  # in the context again, because the newest message is about them
     miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property
@@ -111,6 +112,7 @@ class CacheStats:
     moved_bytes: Counter[str] = field(default_factory=Counter)  # direction -> bytes
     moved_seconds: dict[str, float] = field(default_factory=dict)
     truncated_tokens: int = 0
+    recalled_tokens: int = 0
 
     def count_prompt(self, report: TokensBySource) -> None:
         self.prompt_tokens.update(report.by_source())

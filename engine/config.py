@@ -41,6 +41,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncation_mode: str  # decoupled | recompute | naive
     truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
+    recall: bool = False  # bring back what was dropped where the newest message is about it
     codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
     codec_budget: float = 0.001  # nats a token that `transform` may change answers by
     disk_packing: str = "raw"  # of rows on disk: raw | lossless

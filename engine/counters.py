@@ -57,6 +57,7 @@ def collect(
         load_failures=dict(stats.load_failures),
         write_failures=dict(stats.write_failures),
         truncated_tokens=stats.truncated_tokens,
+        recalled_tokens=stats.recalled_tokens,
         in_flight=gauges.in_flight,
         verified_loads=verifier.compared if verifier is not None else 0,
         offloaded_blocks=stats.offloaded_blocks,

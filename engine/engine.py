@@ -179,7 +179,7 @@ class Engine:
     def _restart(self, choice: RunningChoice) -> None:
         """What a sequence has computed is void: it is admitted anew."""
         sequence_id = choice.sequence.request_id
-        self._cache.requests.void(sequence_id)
+        self._note_dropped(choice, self._cache.requests.void(sequence_id))
         self._scheduler.requeue(choice.sequence)
         self._compute.tables.drop(sequence_id)
         if not choice.reported:
@@ -311,14 +311,21 @@ class Engine:
             dropped = self._cache.requests.truncate(sequence.request_id)
         except DoesNotFit:
             return False
-        sequence.dropped_tokens += dropped
-        if choice.report is not None:  # said again with the last output
-            truncated = choice.report.truncated_tokens + dropped
-            choice.report = msgspec.structs.replace(choice.report, truncated_tokens=truncated)
-            choice.report_changed = choice.reported
+        self._note_dropped(choice, dropped)
         self._scheduler.requeue(sequence)
         self._compute.tables.drop(sequence.request_id)
         return True
+
+    @staticmethod
+    def _note_dropped(choice: RunningChoice, num_tokens: int) -> None:
+        """Count tokens that have left a running choice's context."""
+        if not num_tokens:
+            return
+        choice.sequence.dropped_tokens += num_tokens
+        if choice.report is not None:  # said again with the last output
+            truncated = choice.report.truncated_tokens + num_tokens
+            choice.report = msgspec.structs.replace(choice.report, truncated_tokens=truncated)
+            choice.report_changed = choice.reported
 
     # --- endings ------------------------------------------------------------------------------------------------------
 

@@ -322,6 +322,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     write_failures: dict[str, int] = {}  # tier -> writes that it refused or failed in
     load_failures: dict[str, int] = {}  # reason (checksum, missing, deadline, ...) -> loads
     truncated_tokens: int = 0
+    recalled_tokens: int = 0
     in_flight: int = 0  # saves and loads under way; zero at idle
     verified_loads: int = 0
     verify_mismatches: int = 0

@@ -52,6 +52,9 @@ class CacheUse(_Answer):
         description="tokens found at another position, since the client had dropped what stood before them"
     )
     coded_tokens: int = Field(description="cached tokens whose KV has been through a lossy codec (`cache.codec`)")
+    recalled_tokens: int = Field(
+        description="tokens that a cut had dropped and this turn has brought back (`cache.recall`)"
+    )
     codec: str = Field(
         description="codec that the KV of this conversation may go through, all but `activation` lossy; `raw`: none"
     )
@@ -401,6 +404,7 @@ class CacheStatsObject(_Answer):
     load_failures: dict[str, int]
     write_failures: dict[str, int]
     truncated_tokens: int
+    recalled_tokens: int
     verified_loads: int
     verify_mismatches: int
     leases: int

@@ -128,6 +128,9 @@ class CacheSettings(_Section):
         description="what a full window drops first: the oldest; what later text attended to least; what repeats other "
         "keys; an equal share of every episode",
     )
+    recall: bool = Field(
+        False, description="bring back what a full window dropped, where the newest message is about it"
+    )
     keep_first_tokens: int = Field(
         -1, ge=-1, le=1 << 24, description="leading tokens that are never dropped; -1: the system prompt"
     )

@@ -69,7 +69,12 @@ class Lineage:
             keys += self.keys[start : a // BLOCK_TOKENS]
             start = b // BLOCK_TOKENS
         keys += self.keys[start:]
-        plain = min(self.num_plain, cuts[0][0] // BLOCK_TOKENS)
+        return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
+
+    def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
+        """Return the lineage of a context of these blocks, of which only the first `same` are where they were. tail: as
+        in `without`."""
+        plain = min(self.num_plain, same)
         if tail is not None:
             return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))
         if len(keys) <= plain:
@@ -90,6 +95,10 @@ class Lineage:
         return len(self.keys) if self.joint is None else self.plain
 
 
+MAX_DROPPED = 2048
+"""The most dropped blocks that a session remembers: 65,536 tokens."""
+
+
 class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     """A session's context in the form in which it is stored next to its blocks."""
 
@@ -106,8 +115,15 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     turns: int = 0
 
 
+class SavedWithDropped(SavedContext, frozen=True, array_like=True):
+    """The same, of a session that may recall what was dropped."""
+
+    dropped: tuple[tuple[int, bytes], ...] = ()
+    recalled: tuple[int, ...] = ()
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(SavedContext).decode
+_decode = msgspec.msgpack.Decoder(SavedWithDropped).decode
 
 
 @dataclass(slots=True)
@@ -134,6 +150,10 @@ class SessionContext:
     owned: dict[BlockKey, None] = field(default_factory=dict)
     # how much later text attended to its blocks, as in `CutBlocks.attention`; not stored
     attention: dict[BlockKey, float] = field(default_factory=dict)
+    # With `cache.recall`, both by place in the conversation: keys of computed blocks that are not in the context any
+    # more, at most MAX_DROPPED, and which blocks are in it again.
+    dropped: dict[int, BlockKey] = field(default_factory=dict)
+    recalled: set[int] = field(default_factory=set)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -166,21 +186,22 @@ class SessionContext:
     def pack(self) -> bytes:
         """Encode the context for a tier that outlives the process."""
         lineage = self.lineage
-        return _encode(
-            SavedContext(
-                tuple(lineage.keys),
-                lineage.plain,
-                lineage.joint,
-                lineage.joint_parent,
-                self.open_key,
-                self.open_tokens,
-                tuple(self.cuts),
-                self.cut_digest,
-                tuple(self.cut_conversation),
-                tuple(self.client_cuts),
-                self.turns,
-            )
+        fields = (
+            tuple(lineage.keys),
+            lineage.plain,
+            lineage.joint,
+            lineage.joint_parent,
+            self.open_key,
+            self.open_tokens,
+            tuple(self.cuts),
+            self.cut_digest,
+            tuple(self.cut_conversation),
+            tuple(self.client_cuts),
+            self.turns,
         )
+        if not self.dropped:
+            return _encode(SavedContext(*fields))
+        return _encode(SavedWithDropped(*fields, tuple(sorted(self.dropped.items())), tuple(sorted(self.recalled))))
 
     @classmethod
     def unpack(cls, data: bytes, domain: KeyDomain, last_used_s: float) -> "SessionContext":
@@ -198,6 +219,8 @@ class SessionContext:
             cut_digest=saved.cut_digest,
             cut_conversation=[BlockKey(key) for key in saved.conversation_keys],
             turns=saved.turns,
+            dropped={block: BlockKey(key) for block, key in saved.dropped[-MAX_DROPPED:]},
+            recalled=set(saved.recalled),
         )
 
 
@@ -270,7 +293,10 @@ class RunningContext:
     miss_reason: MissReason | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
-    attention: dict[BlockKey, float] = field(default_factory=dict)  # see `SessionContext.attention`
+    attention: dict[BlockKey, float] = field(default_factory=dict)  # this and the next two: see `SessionContext`
+    dropped: dict[int, BlockKey] = field(default_factory=dict)
+    recalled: set[int] = field(default_factory=set)
+    recalled_tokens: int = 0  # of these, brought back for this turn
     remembered: RememberedMatch | None = None  # what was found stored while it waits; gone once it has pages
 
     @property

@@ -1,7 +1,7 @@
 """Plans what a context drops when it outgrows the window (AttentionStore §3.4). Pure arithmetic."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BLOCK_TOKENS
@@ -59,7 +59,7 @@ def plan_cut(
     if needed <= 0:
         return []
     limit = _down(min(newest, length - 1))
-    droppable = _without((head, limit), [(_down(a), _up(b)) for a, b in marked])
+    droppable = may_leave(keep_first, limit, marked)
     if sum(b - a for a, b in droppable) < needed:
         droppable = _without((head, limit), [])  # marks and the reserve are wishes, not conditions
         stays = length - max(0, limit - head)
@@ -69,7 +69,7 @@ def plan_cut(
             return []
         needed = min(needed, length - stays)
     amount = max(needed, int(ratio * window))
-    blocks = [start for a, b in droppable for start in range(a, b, BLOCK_TOKENS)]
+    blocks = list(blocks_of(droppable))
     scores = scores_of(blocks)
     if scores is not None:
         return _least_wanted(blocks, scores, -(-amount // BLOCK_TOKENS))
@@ -78,6 +78,16 @@ def plan_cut(
     if place < len(starts) and _dropped(droppable, _down(starts[place])) >= needed:
         end = max(end, _down(starts[place]))
     return [(a, min(b, end)) for a, b in droppable if a < min(b, end)]
+
+
+def may_leave(keep_first: int, limit: int, marked: Sequence[Range]) -> list[Range]:
+    """Return the ranges of whole blocks from the first `keep_first` tokens to `limit` that are not marked."""
+    return _without((_up(keep_first), _down(limit)), [(_down(a), _up(b)) for a, b in marked])
+
+
+def blocks_of(ranges: Sequence[Range]) -> Iterator[int]:
+    """Return where each block of ranges of whole blocks begins."""
+    return (start for a, b in ranges for start in range(a, b, BLOCK_TOKENS))
 
 
 def _least_wanted(blocks: Sequence[int], scores: Sequence[float], count: int) -> list[Range]:
@@ -161,6 +171,11 @@ def merge_cuts(cuts: Sequence[Range], more: Sequence[Range]) -> list[Range]:
         else:
             merged.append((a, b))
     return merged
+
+
+def unmap_offset(offset: int, cuts: Sequence[Range]) -> int:
+    """Invert `map_offset` for an offset of the text after the cuts."""
+    return _unmap(offset, cuts, False)
 
 
 def _unmap(offset: int, cuts: Sequence[Range], is_end: bool) -> int:

@@ -112,9 +112,12 @@ class Lifecycle:
         each. They find what is left of their history when they are admitted again."""
         return self._loads.take_failed() if self._loads.failed else []
 
-    def void(self, request_id: str) -> None:
-        """Give a request's room back and publish nothing of it, because its load has failed or is late."""
-        self._publisher.void(self._running[request_id])
+    def void(self, request_id: str) -> int:
+        """Give a request's room back and publish nothing of it, because its load has failed or is late. What it had
+        recalled and could not be read leaves its context. Returns the tokens dropped for that."""
+        context = self._running[request_id]
+        self._publisher.void(context)
+        return self._opener.forget_unreadable(context)
 
     def truncate(self, request_id: str) -> int:
         """Drop history of a running request that has filled the window in the middle of its generation. It has to be

@@ -10,6 +10,7 @@ from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
 from cache.options import Truncation
 from cache.requests.keeping import Keeper
+from cache.requests.recalling import Recaller
 from cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
@@ -39,12 +40,14 @@ class ContextOpener:
         truncation: Truncation,
         domain_of: DomainOf,
         keeper: Keeper,
+        recaller: Recaller | None,
     ) -> None:
+        """recaller: None if nothing that was dropped comes back."""
         self._table, self._stats = tiers.table, tiers.stats
         self._sessions = sessions
         self._truncation = truncation
         self._domain_of = domain_of
-        self._keeper = keeper
+        self._keeper, self._recaller = keeper, recaller
 
     def open(
         self,
@@ -69,7 +72,11 @@ class ContextOpener:
         rules = context.rules
         if rules.allowed:
             starts = rules.message_starts
-            self._cut(context, reserve, newest=starts[-1] if starts else len(context.stream) - 1)
+            newest = starts[-1] if starts else len(context.stream) - 1
+            self._cut(context, reserve, newest)
+            if self._recaller is not None and context.cuts:
+                self._recaller.recall(context, newest)
+                self._stats.recalled_tokens += context.recalled_tokens
         elif len(context.token_ids) >= self._truncation.window:
             raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {self._truncation.window}")
         return context
@@ -104,6 +111,19 @@ class ContextOpener:
         self._cut(context, max(1, self._truncation.window // 8), newest)
         context.reached = len(context.token_ids) - 1
         return before - len(context.token_ids)
+
+    def forget_unreadable(self, context: RunningContext) -> int:
+        """Drop what was recalled into a context and could not be read, which stands on no pages now. Returns the tokens
+        dropped."""
+        lost = self._recaller.unreadable(context) if self._recaller is not None and context.recalled else []
+        if not lost:
+            return 0
+        num_tokens = sum(b - a for a, b in lost)
+        context.stream = context.conversation
+        self._drop(context, lost)
+        context.reached = min(context.reached, len(context.token_ids) - 1)
+        context.recalled_tokens = max(0, context.recalled_tokens - num_tokens)
+        return num_tokens
 
     def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
         """Return what the session had cut of this conversation before."""
@@ -153,6 +173,8 @@ class ContextOpener:
             open_place=known,
             moved_behind=cuts != before,
             attention=dict(session.attention) if session is not None else {},
+            dropped=dict(session.dropped) if session is not None and cuts else {},
+            recalled=set(session.recalled) if session is not None and cuts else set(),
             lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
         )
 
@@ -227,6 +249,8 @@ class ContextOpener:
 
     def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
         """Take ranges of whole blocks out of a context that stands on no pages."""
+        if self._recaller is not None:
+            self._recaller.note_dropped(context, cuts)
         context.cuts, context.cut_now, context.remembered = merge_cuts(context.cuts, cuts), True, None
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None

@@ -48,6 +48,7 @@ def report_prompt(
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),
         coded_tokens=min(context.coded_tokens, cached),
+        recalled_tokens=context.recalled_tokens,
     )
 
 

@@ -12,7 +12,7 @@ _BATCH = 256  # blocks at a time: 200 MB in fp32 where a layer has 8 heads of 12
 
 class KeyLikeness:
     """Reads slots of full blocks, whose keys carry no positions. Called by the thread that decides which slots are
-    filled, so none of them is written meanwhile."""
+    filled, so none of them is written meanwhile. Where slots hold activations, these are compared instead."""
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab

@@ -84,6 +84,7 @@ class VirtualServer:
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
     block_scorer: str = ""  # what a full window drops first; empty: the conversation ends there
+    recall: bool = False  # bring back what was dropped where a prompt is about it
 
     @property
     def block_bytes(self) -> int:
@@ -324,8 +325,9 @@ class Simulation:
     def _requeue_failed(self) -> set[str]:
         failed = set(self.cache.requests.take_failed())
         for request_id in sorted(failed):
-            self.cache.requests.void(request_id)
-            self.scheduler.requeue(self._live[request_id][0])
+            sequence = self._live[request_id][0]
+            sequence.dropped_tokens += self.cache.requests.void(request_id)
+            self.scheduler.requeue(sequence)
         return failed
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -438,7 +440,7 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             reuse=True,
             only_as_computed=False,
             truncation=Truncation(
-                machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled", machine.block_scorer or "oldest"
+                machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled", machine.block_scorer or "oldest", machine.recall
             ),
             session_ttl_s=1e9,
             max_sessions=1_000_000,
@@ -504,6 +506,7 @@ def random_case(seed: int) -> Simulation:
         redis_blocks=random.Random(f"redis {seed}").choice([0, 0, 40, 400]),
         coded_share=random.Random(f"coded {seed}").choice([0.0, 0.0, 0.25]),
         block_scorer=random.Random(f"cuts {seed}").choice(["", "", *BLOCK_SCORERS]),
+        recall=random.Random(f"recall {seed}").random() < 0.5,
     )
     shape = ConversationShape(
         turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7

@@ -109,3 +109,51 @@ def test_keys_at_hand_are_compared(path: Path) -> None:
     assert answer.report.truncated_tokens == 4 * BLOCK_TOKENS
     assert context_of(driver, answer)[: 2 * BLOCK_TOKENS] == [*text[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS], *alike]
     driver.close()
+
+
+def ask_about(driver: Driver, text: list[int], place: int) -> tuple[Answer, bool]:
+    """Go on with a message about a block of the conversation, by its place in it. Returns the answer, and whether its
+    context has the block."""
+    first = place * BLOCK_TOKENS
+    answer = driver.ask(
+        "about", [*text, *text[first + 4 : first + 16]], session="s", max_tokens=4, ignore_eos=True,
+        keep_first_tokens=20, message_starts=(0, len(text)),
+    )  # fmt: skip
+    ((_, session),) = driver.cache.sessions.contexts.items()
+    assert len(answer.token_ids) == 4
+    return answer, not any(a <= first < b for a, b in session.cuts)
+
+
+@pytest.mark.parametrize("recall", [True, False])
+def test_what_a_message_is_about_comes_back(path: Path, recall: bool) -> None:
+    driver = make(path, recall=recall)
+    text = grow(driver, 12)[-1].text
+    ((_, session),) = driver.cache.sessions.contexts.items()
+    assert bool(session.dropped) == recall
+    before = driver.engine.stats().recalled_tokens
+    answer, is_there = ask_about(driver, text, min(session.dropped, default=1))
+    assert answer.report is not None
+    assert is_there == recall
+    assert answer.report.recalled_tokens == (BLOCK_TOKENS if recall else 0)  # an eighth of the window
+    assert answer.report.computed_tokens <= 13, "the message, and the last token of the answer before it"
+    assert driver.engine.stats().recalled_tokens == before + answer.report.recalled_tokens
+    driver.close()
+
+
+def test_a_recalled_block_that_cannot_be_loaded_leaves_the_context(path: Path) -> None:
+    driver = make(path, recall=True)
+    text = grow(driver, 12)[-1].text
+    ((_, session),) = driver.cache.sessions.contexts.items()
+    place = min(session.dropped)
+    row = driver.cache.tiers.table.get(session.dropped[place])
+    assert row is not None
+    assert row.slot is not None
+    cached = driver.answers["11", 0].cached
+    driver.engine._transfer._saves._slab.k(2)[row.slot] += 1  # as if bits had turned over in DRAM
+    answer, is_there = ask_about(driver, text, place)
+    assert answer.report is not None
+    assert not is_there
+    assert answer.report.recalled_tokens == 0
+    assert answer.cached > cached - BLOCK_TOKENS, "all that was kept is still used"
+    assert driver.engine.stats().load_failures == {"checksum": 1}
+    driver.close()

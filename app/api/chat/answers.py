@@ -158,6 +158,7 @@ def ours(generation: Generation) -> dict[str, Any]:
             "truncated_tokens": report.truncated_tokens,
             "shifted_tokens": report.shifted_tokens,
             "coded_tokens": report.coded_tokens,
+            "recalled_tokens": report.recalled_tokens,
             "codec": generation.codec,
             "miss_reasons": report.miss_reasons,
             "load_ms": fields["timings"]["load_ms"],

@@ -61,6 +61,7 @@ async def stats(request: Request) -> dict[str, Any]:
         "load_failures": stats.load_failures,
         "write_failures": stats.write_failures,
         "truncated_tokens": stats.truncated_tokens,
+        "recalled_tokens": stats.recalled_tokens,
         "verified_loads": stats.verified_loads,
         "verify_mismatches": stats.verify_mismatches,
         "leases": stats.leases,

@@ -19,9 +19,8 @@ class WordWeights:
         self._blocks_with = Counter(token for block in blocks for token in set(block))
 
     def rarity(self, token: int) -> float:
-        """Return the weight of a token (BM25's), between nearly 0 where all blocks have it and log(2 blocks + 2)."""
-        having = self._blocks_with[token]
-        return math.log1p((self._num_blocks - having + 0.5) / (having + 0.5))
+        """Return the weight of a token; see `rarity`."""
+        return rarity(self._blocks_with[token], self._num_blocks)
 
     def vector(self, tokens: Iterable[int]) -> Vector:
         """Return the direction of a piece of text; empty if it has no token."""
@@ -29,6 +28,12 @@ class WordWeights:
         if len(weights) > _MOST_TOKENS:
             weights = {token: weights[token] for token in nlargest(_MOST_TOKENS, weights, key=weights.__getitem__)}
         return unit(weights)
+
+
+def rarity(having: int, blocks: int) -> float:
+    """Return the weight of a token that so many of the blocks have (BM25's), between nearly 0 where all have it and
+    log(2 blocks + 2) where none has."""
+    return math.log1p((blocks - having + 0.5) / (having + 0.5))
 
 
 def unit(weights: Mapping[int, float]) -> Vector:

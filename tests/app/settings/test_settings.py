@@ -212,12 +212,17 @@ def test_the_engine_is_told_what_was_set():
         "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
         "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
         "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
-        "block_scorer": "episodes",
+        "block_scorer": "episodes", "recall": "true",
     }  # fmt: skip
     told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
     assert (told.dram_bytes, told.disk_bytes, told.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
     assert (told.staging_bytes, told.disk_dir, told.sync_save) == (7 << 20, str(Path.cwd() / "some/where"), True)
-    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {"disk_dir", "sync_save"}
+    assert told.recall
+    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {
+        "disk_dir",
+        "sync_save",
+        "recall",
+    }
     assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
     assert len(told_as_set) == 13
     assert load(model__source="org/name").engine_config(b"").model.source == "org/name"

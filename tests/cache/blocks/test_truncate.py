@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import DoesNotFit, apply_cuts, map_offset, merge_cuts, plan_cut, reserved
+from cache.blocks.truncate import (
+    DoesNotFit,
+    apply_cuts,
+    blocks_of,
+    map_offset,
+    merge_cuts,
+    plan_cut,
+    reserved,
+    unmap_offset,
+)
 
 WINDOW = 512
 
@@ -172,4 +181,17 @@ def test_scores_by_age_drop_what_is_dropped_without_any_but_for_the_end_of_a_mes
         oldest = plan(length, **options)
     except DoesNotFit:
         return
-    assert plan(length, **options, scores_of=lambda starts: list(range(len(starts)))) == oldest
+    by_age = plan(length, **options, scores_of=lambda starts: list(range(len(starts))))
+    assert list(blocks_of(by_age)) == list(blocks_of(oldest)), "an empty mark may part the ranges"
+
+
+@given(overflow=overflows(), offset=st.integers(0, 600))
+def test_an_offset_is_mapped_there_and_back(overflow, offset):
+    length, options = overflow
+    try:
+        cuts = plan(length, **options)
+    except DoesNotFit:
+        return
+    there = unmap_offset(offset, cuts)
+    assert map_offset(there, cuts) == offset
+    assert not any(a <= there < b for a, b in cuts)

@@ -25,6 +25,7 @@ from tests.cache.pool_model import PoolModel, make_manager
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]
 WHICH = st.integers(0, 5)  # of those that qualify, counted in circles
 SLOT_BYTES = BLOCK_TOKENS * 4
+WORDS = range(42), [18, 18, *[0.1] * 40]  # tokens and how often they come: rare ones are what a text is about
 
 
 class Hierarchy(RuleBasedStateMachine):
@@ -44,6 +45,7 @@ class Hierarchy(RuleBasedStateMachine):
         mode=st.sampled_from(["decoupled", "decoupled", "recompute"]),
         ratio=st.sampled_from([0.1, 0.5, 0.9]),
         scorer=st.sampled_from(["oldest", *BLOCK_SCORERS]),
+        recall=st.booleans(),
         fast=st.sampled_from([True, True, False]),
         failing=st.sampled_from([0.0, 0.0, 0.3]),
         exact=st.booleans(),
@@ -62,6 +64,7 @@ class Hierarchy(RuleBasedStateMachine):
         mode,
         ratio,
         scorer,
+        recall,
         fast,
         failing,
         exact,
@@ -83,6 +86,7 @@ class Hierarchy(RuleBasedStateMachine):
             "truncation_mode": mode,
             "ratio": ratio,
             "block_scorer": scorer,
+            "recall": recall,
             "dram_slots": dram_slots,
             "staging_slots": staging_slots,
             "disk_bytes": disk * SLOT_BYTES,
@@ -124,11 +128,11 @@ class Hierarchy(RuleBasedStateMachine):
         marked=st.booleans(),
     )
     def open(self, base, kept, voice, length, session, tenant, keep_first, cuts, marked):
-        """An earlier text or the head of one, and a piece of one of three streams of few words."""
+        """An earlier text or the head of one, and a piece of one of three streams of few common words."""
         texts = self.texts[session]
         before = texts[-1 - base % len(texts)]
         before = before[: int(len(before) * kept)]
-        tokens = before + random.Random(voice).choices([0, 1], k=length)
+        tokens = before + random.Random(voice).choices(*WORDS, k=length)
         rules = CutRules(
             allowed=cuts,
             keep_first=min(keep_first, len(tokens)),
@@ -154,7 +158,7 @@ class Hierarchy(RuleBasedStateMachine):
     )
     def shorten(self, voice, length, session, tenant, keep, dropped):
         """The last text of a session without some of its beginning, which the client dropped."""
-        stream = self.texts[session][-1] + random.Random(voice).choices([0, 1], k=length)
+        stream = self.texts[session][-1] + random.Random(voice).choices(*WORDS, k=length)
         keep = min(keep, len(stream) - 1)
         resume = keep + max(1, int((len(stream) - keep - 1) * dropped))
         if resume >= len(stream):
