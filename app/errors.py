@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
 from engine.process.client import EngineUnavailable
+from fleet.protocol import OVERLOADED_HEADER
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
@@ -134,7 +135,8 @@ def overloaded(
     message: str = "The server is overloaded: its queue is full; try again shortly.",
     headers: Mapping[str, str] | None = None,
 ) -> ApiError:
-    return ApiError(503, message, code="overloaded", headers={**(headers or {}), **_retry_after(retry_after_s)})
+    told = {**(headers or {}), **_retry_after(retry_after_s), OVERLOADED_HEADER: "1"}
+    return ApiError(503, message, code="overloaded", headers=told)
 
 
 def request_timeout(timeout_s: float) -> ApiError:

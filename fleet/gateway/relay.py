@@ -28,6 +28,7 @@ from fleet.identify import CHAIN_HEADER, SESSION_HEADER
 from fleet.protocol import (
     COUNTED_HEADER,
     FRAMED,
+    OVERLOADED_HEADER,
     RELAY_HEADER,
     RESUME_HEADER,
     BadFrame,
@@ -43,7 +44,8 @@ from fleet.routing import NoReplica
 MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
 MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole
 MAX_REFUSAL = 1 << 16
-START_WAIT_S = 3.0  # longest wait for a replica that can take a turn, from the turn's arrival: they may beat late
+START_WAIT_S = 3.0  # longest wait for a replica that takes turns, from the turn's arrival: beats may be late, and when
+# a fleet is rolled, one drains while the one after it has not been heard yet
 RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer, while there is none
 RESUME_LOOK_S = 0.25
 
@@ -59,6 +61,7 @@ class _Refusal:
     status: int
     headers: Headers
     body: bytes
+    is_overload: bool  # it has too many turns, rather than that it drains, loads or has lost its engine
 
 
 class _NextReplica(Exception):
@@ -152,8 +155,9 @@ class Relay:
                 raise kind(f"it answered {connection.status} to a turn that goes on")
             elif connection.status == 503:
                 body = await _whole(connection, MAX_REFUSAL)
-                self._refusal = _Refusal(503, returned(connection.headers), body)
-                raise _NextReplica("it takes no turns")
+                is_overload = OVERLOADED_HEADER.encode() in answer
+                self._refusal = _Refusal(503, returned(connection.headers), body, is_overload)
+                raise (_NextReplica if is_overload else _Busy)("it takes no turns")
             else:
                 await self._plain(connection)
         finally:
@@ -310,8 +314,8 @@ class Relay:
     async def _waits_for_a_replica(self) -> bool:
         """Wait a moment for a replica that can take the turn, or go on with the answer. Returns whether to look
         again."""
-        if self._refusal is not None and not self._has_begun:
-            return False
+        if self._refusal is not None and self._refusal.is_overload and not self._has_begun:
+            return False  # trying again and again would add to the load
         since_s, most_s = (self._broke_s, RESUME_WAIT_S) if self._has_begun else (self._turn.arrived_s, START_WAIT_S)
         if self._clock() - since_s > most_s:
             return False

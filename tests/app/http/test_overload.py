@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from fleet.protocol import OVERLOADED_HEADER
 from tests.app.fakes import FakeEngine, Running, events, in_process, make_settings, on_loopback, until
 
 ANSWER = "Hello there, how are you today?"
@@ -36,6 +37,7 @@ async def test_a_full_server_refuses_and_recovers(small: Running):
     await until(lambda: len(small.engine.submitted) == 4)
     refused = await small.chat()
     assert code(refused) == (503, "overloaded")
+    assert OVERLOADED_HEADER in refused.headers, "which tells a gateway not to wait"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert [response.status_code for response in await asyncio.gather(*under_way)] == [200] * 4

@@ -10,7 +10,7 @@ import pytest
 from fleet.gateway import relay
 from fleet.gateway.metrics import Resumed
 from fleet.keys import SessionName
-from fleet.protocol import RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
+from fleet.protocol import OVERLOADED_HEADER, RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
 from fleet.routing import STALE_S
 from tests.fleet.gateway.harness import CHAT, FRAMES, WHOLE, Fleet, event, fleet, frame, one_answer, record, until
 from tests.fleet.gateway.stub_replica import Asked
@@ -68,7 +68,7 @@ async def test_a_plain_answer_comes_whole():
 
 
 async def refuse(asked: Asked) -> None:
-    await asked.plain(b'{"error":{"code":"overloaded"}}', status=503, headers=b"retry-after: 7\r\n")
+    await asked.plain(b'{"error":{"code":"draining"}}', status=503, headers=b"retry-after: 7\r\n")
 
 
 async def garbage(asked: Asked) -> None:
@@ -144,12 +144,37 @@ async def test_a_replica_that_is_gone_is_not_asked_again():
         assert whole.gateway.parts.metrics._failures.labels("before")._value.get() == 1
 
 
-async def test_the_refusal_of_all_reaches_the_client():
+async def test_the_refusal_of_all_reaches_the_client(monkeypatch):
+    monkeypatch.setattr(relay, "START_WAIT_S", 0.1)
     async with fleet(a=refuse, b=refuse) as whole:
         answer, data, _ = await whole.stream()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
-        assert json.loads(data)["error"]["code"] == "overloaded"
+        assert json.loads(data)["error"]["code"] == "draining"
+        assert len(whole.replicas["a"].asked) == len(whole.replicas["b"].asked)
+
+
+async def test_an_overload_of_all_reaches_the_client_at_once():
+    async def overloaded(asked: Asked) -> None:
+        headers = b"retry-after: 7\r\n" + OVERLOADED_HEADER.encode() + b": 1\r\n"
+        await asked.plain(b'{"error":{"code":"overloaded"}}', status=503, headers=headers)
+
+    async with fleet(a=overloaded, b=overloaded) as whole:
+        answer, data, _ = await whole.stream()
+        assert (answer.status_code, json.loads(data)["error"]["code"]) == (503, "overloaded")
         assert len(whole.replicas["a"].asked) == len(whole.replicas["b"].asked) == 1
+
+
+async def test_a_turn_that_all_refuse_waits_for_the_replica_that_follows_one_that_drains():
+    async with fleet(a=refuse, b=one_answer) as whole:
+        whole.hear("b", age_s=60.0)
+        await whole.refresh()
+        streaming = asyncio.create_task(whole.stream())
+        await asyncio.sleep(0.3)
+        assert whole.replicas["a"].asked
+        whole.hear("b")
+        await whole.refresh()
+        answer, data, _ = await streaming
+        assert (answer.status_code, data[: len(WHOLE)]) == (200, WHOLE)
 
 
 async def test_other_errors_are_answers():
