@@ -457,6 +457,7 @@ def test_ray_replaces_nodes_and_goes_on_behind_another_head(fleet: Fleet) -> Non
         assert stream.whole() == expected
         fleet.docker("start", victim)
         began_s = time.monotonic()
+        wait_until(lambda: all(_servers(fleet).values()), "a server on each node")  # the last beat of the other counts
         fleet.wait_for_replicas(REPLICAS)
         print(f"with Ray: a node replaced after {time.monotonic() - began_s:.0f} s", file=sys.__stderr__)
 
@@ -478,13 +479,14 @@ def _address_of(fleet: Fleet, container: str) -> str:
     return str(networks[f"{PROJECT}_members"]["IPAddress"])
 
 
-def _servers(fleet: Fleet) -> set[str]:
-    """Return the processes that serve, by the node and the time of their start."""
+def _servers(fleet: Fleet) -> dict[str, list[str]]:
+    """Return the processes that serve, by node: their ids and the times of their starts."""
     code = (
-        "import pathlib; print([p.parent.name + ' ' + (p.parent / 'stat').read_text().rsplit(')')[1].split()[19] "
-        "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline') if b'\\0--fleet.advertise\\0' in p.read_bytes()])"
+        "import json, pathlib; print(json.dumps(["
+        "p.parent.name + ' ' + (p.parent / 'stat').read_text().rsplit(')')[1].split()[19] for p in "
+        "pathlib.Path('/proc').glob('[0-9]*/cmdline') if b'\\0--fleet.advertise\\0' in p.read_bytes()]))"
     )
-    return {f"{node} {fleet.docker('exec', node, 'python', '-c', code).strip()}" for node in fleet.containers("node")}
+    return {node: json.loads(fleet.docker("exec", node, "python", "-c", code)) for node in fleet.containers("node")}
 
 
 # --- the files alone --------------------------------------------------------------------------------------------------
