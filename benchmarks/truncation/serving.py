@@ -145,6 +145,7 @@ def turns_of(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
                 "truncated_tokens": truncated,
                 "cut_tokens": truncated - before,
                 "shifted_tokens": answer.x_cache.get("shifted_tokens", 0),
+                "recalled_tokens": answer.x_cache.get("recalled_tokens", 0),
                 "completion_tokens": answer.completion_tokens,
                 "server": {key: answer.timings.get(key) for key in ("queue_ms", "load_ms", "prefill_ms", "ttft_ms")},
             }

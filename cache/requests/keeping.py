@@ -45,9 +45,7 @@ class Keeper:
         """Record how the end of a chunk attended to the blocks of its context. shares: a block's part of all
         attention, in order; the block that is not full may be the last."""
         for key, share in zip(context.chain(), shares, strict=False):
-            now = share * len(shares)
-            before = context.attention.get(key, now)
-            context.attention[key] = _OLD_SHARE * before + (1 - _OLD_SHARE) * now
+            context.attention[key] = attention_now(context.attention.get(key), share, len(shares))
 
     @staticmethod
     def _attention(context: RunningContext, blocks: Sequence[int]) -> list[float | None]:
@@ -64,3 +62,10 @@ class Keeper:
                 slots[block] = row.slot
         found = dict(zip(slots, self._likeness_of(list(slots.values())) if slots else (), strict=True))
         return [found.get(block) for block in blocks]
+
+
+def attention_now(before: float | None, share: float, num_blocks: int) -> float:
+    """Return the attention that a block has got, in units of what each of so many blocks gets if all get the same.
+    before: None for a block that is seen for the first time."""
+    now = share * num_blocks
+    return now if before is None else _OLD_SHARE * before + (1 - _OLD_SHARE) * now

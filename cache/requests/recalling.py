@@ -30,7 +30,7 @@ class Recaller:
     def __init__(self, *, table: CacheTable, keeper: Keeper, window: int) -> None:
         self._table = table
         self._keeper = keeper
-        self._most = max(1, window // (_SHARE * BLOCK_TOKENS))
+        self._most = most_recalled(window)
 
     def note_dropped(self, context: RunningContext, cuts: Sequence[Range]) -> None:
         """Remember which computed blocks a cut is about to drop. cuts: ranges of the context."""
@@ -122,3 +122,8 @@ class Recaller:
         context.cuts = subtract(merge_cuts([], [*context.cuts, *ranges]), back)
         context.token_ids[:] = apply_cuts(context.stream, context.cuts)
         context.cut_now, context.remembered = True, None
+
+
+def most_recalled(window: int) -> int:
+    """Return the most blocks that come back for a message."""
+    return max(1, window // (_SHARE * BLOCK_TOKENS))

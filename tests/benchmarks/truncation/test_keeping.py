@@ -1,0 +1,118 @@
+"""Tests what the benchmark of scorers and recall concludes, and that it cuts as a server does."""
+
+import pytest
+import torch
+
+from benchmarks.harness.make_model import SHAPES, make_model
+from benchmarks.truncation.keeping import RECALL, SYSTEM, Asked, ask, ratio_to, split, summarize_ttft, verdicts
+from benchmarks.truncation.kept import CHUNK, KeptBench, cut, recall
+from benchmarks.truncation.quality import kept_rows, rows_without
+from benchmarks.truncation.retrieval import Question
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.policies.keep import BLOCK_SCORERS
+
+TOKENS = [*range(100, 356), *range(50, 370)]
+WINDOW = 512
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(directory, SHAPES["tiny"], seed=0)
+    return KeptBench(directory, window=WINDOW, max_tokens=2048)
+
+
+def dropped(bench, scorer):
+    return cut(bench.read(TOKENS), scorer, (), window=WINDOW, reserve=64, keep_first=32)
+
+
+def test_a_text_is_read_in_chunks_as_it_is_in_one_piece(bench):
+    whole = bench.compute(TOKENS)
+    read = bench.read(TOKENS)
+    assert len(TOKENS) > CHUNK
+    for mine, theirs in zip(read.saved, whole, strict=True):
+        torch.testing.assert_close(mine.k_plain, theirs.k_plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.v, theirs.v, atol=1e-4, rtol=1e-4)
+    assert len(read.attention) == len(TOKENS) // BLOCK_TOKENS
+    assert all(attention > 0 for attention in read.attention)
+
+
+def test_the_oldest_leaves_as_in_the_other_benchmark(bench):
+    rows = rows_without(len(TOKENS), dropped(bench, "oldest"))
+    assert rows.tolist() == kept_rows(WINDOW, len(TOKENS), 64, 32).tolist()
+
+
+@pytest.mark.parametrize("scorer", ["attended", "keydiff", "episodes"])
+def test_the_others_drop_as_much_and_something_else(bench, scorer):
+    cuts, oldest = dropped(bench, scorer), dropped(bench, "oldest")
+    assert sum(b - a for a, b in cuts) == sum(b - a for a, b in oldest) == 256
+    assert cuts != oldest
+
+
+def test_recall_exchanges_what_is_asked_for_with_the_oldest(bench):
+    cuts = dropped(bench, "oldest")
+    assert cuts == [(32, 288)]
+    assert recall(TOKENS, cuts, [], window=WINDOW, keep_first=32) == cuts
+    back = recall(TOKENS, cuts, [TOKENS[40], 5], window=WINDOW, keep_first=32)  # of two blocks at most
+    assert back == [(96, 320), (352, 384)], "the block between has the token too"
+
+
+def test_a_dialogue_is_parted_before_its_last_message():
+    question = Question([1, 7, 8, 1, 9, 9], [1, 5], [7, 8])
+    assert split(question, 1) == Asked([1, 7, 8], [1, 9, 9], question)
+    assert split(Question([1, 8, 1, 7], [1, 5], [7, 8]), 1) is None, "the name is in the last message alone"
+
+
+def test_a_question_counts_if_the_window_answers_it(bench):
+    text, other = (TOKENS * 2)[: 1024 - 2 * BLOCK_TOKENS], [7] * (1024 - 2 * BLOCK_TOKENS)
+    message = [7, 8, 9]
+    bench.read(text)
+    whole = bench.go_on(message)[-1]
+    bench.read(other)
+    none = bench.go_on(message)[-1]
+    likelier = int((whole - none).argmax())
+    unlikelier = int((whole - none).argmin())
+
+    def asked(*candidates):
+        return ask(bench, Asked(text[40:60], [7, 8], Question([], [9], list(candidates))), text, other)
+
+    counted = [asked(likelier, other_name) for other_name in range(0, 400, 40) if other_name != likelier]
+    expected = [
+        bool(whole[likelier] >= whole[name] and none[likelier] < none[name])
+        for name in range(0, 400, 40) if name != likelier
+    ]  # fmt: skip
+    assert [found is not None for found in counted] == expected
+    assert any(expected) or asked(likelier, unlikelier) is not None
+    assert all(set(found) == {RECALL, *BLOCK_SCORERS} for found in counted if found)
+
+
+def test_ratios_are_of_differences_window_by_window():
+    found = ratio_to([1.0, 3.0], [1.01, 3.01])
+    assert found["ratio_to_oldest"] == pytest.approx(1.01005, abs=1e-4)
+    assert found["ratio_to_oldest_95"] == pytest.approx((1.01005, 1.01005), abs=1e-4)
+
+
+def rows(ttft, recalled=0, cut_tokens=0):
+    return {"ttft_ms": ttft, "recalled_tokens": recalled, "cut_tokens": cut_tokens}
+
+
+def test_only_turns_that_recalled_and_cut_nothing_are_compared():
+    off = [rows(50), rows(10), rows(20), rows(99)]
+    on = [rows(50, 64), rows(12, 64), rows(22), rows(500, 64, 512)]
+    found = summarize_ttft({"recall": on, "off": off}, 1)
+    assert found == {"turns": 1, "recalled_tokens": 64, "ttft_ms": {"recall": 12, "off": 10}, "ratio": 1.2}
+    with pytest.raises(ValueError, match="nothing was recalled"):
+        summarize_ttft({"recall": off, "off": off}, 0)
+
+
+def test_what_is_held_is_what_was_aimed_at():
+    arms = {"oldest": 0.3, "attended": 0.4, "keydiff": 0.9, "episodes": 0.45, RECALL: 0.7}
+    apart = {"attended": {"ratio_to_oldest": 1.02}, "episodes": {"ratio_to_oldest": 0.996}}
+    parts = {"names": {"arms": arms}, "perplexity": {"texts": {"books": apart}}, "ttft": {"summary": {"ratio": 1.3}}}
+    assert len(verdicts(parts)) == 4
+    assert all(verdicts(parts).values())
+    arms |= {"episodes": 0.44, RECALL: 0.69}
+    apart["episodes"]["ratio_to_oldest"] = 1.006
+    parts["ttft"]["summary"]["ratio"] = 1.31
+    assert not any(verdicts(parts).values())
+    assert SYSTEM % BLOCK_TOKENS == 0
