@@ -21,6 +21,7 @@ class CacheOptions:
     num_pages: int  # of HBM
     page_size: int  # tokens of a page, a multiple of the block
     bytes_per_token: int  # of rows below HBM
+    hbm_bytes_per_token: int | None = None  # of rows in HBM; None: the same
     prefer_contiguous: bool  # a context's pages lie in a row where that can be
     num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
     dram_slots: int  # how many of these keep blocks; the others are for what passes through

@@ -39,6 +39,8 @@ class SessionStore:
         self._domain_of = domain_of
         self._session_ttl_s, self._max_sessions = options.session_ttl_s, options.max_sessions
         self._bytes_per_token = options.bytes_per_token
+        hbm_bytes = options.hbm_bytes_per_token
+        self._hbm_bytes_per_token = options.bytes_per_token if hbm_bytes is None else hbm_bytes
         self._coded_block_bytes = options.coded_block_bytes
         self._unix_offset_s = options.unix_offset_s
         self._head_key = options.head_key
@@ -68,6 +70,8 @@ class SessionStore:
 
     def _bytes_in(self, row: BlockRow, tier: str) -> int:
         coded = self._coded_block_bytes
+        if tier == "hbm":
+            return len(row.token_ids) * self._hbm_bytes_per_token
         if tier == "dram":
             return (row.size_bytes if row.slot is not None else 0) + (coded if row.coded is not None else 0)
         address = {"disk": row.extent, "redis": row.redis}.get(tier)

@@ -55,8 +55,10 @@ def _plan(model: ModelInfo) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
+    below_hbm = int(token_bytes * (1 if model.lossy_codec else model.coded_bytes))
+    per_token = {"hbm": token_bytes, "dram": below_hbm, "disk": below_hbm}
     for name, size in plan.items():
-        tokens = size // token_bytes if token_bytes and name in ("hbm", "dram", "disk") else 0
+        tokens = size // per_token[name] if per_token.get(name) else 0
         what = f"{tokens:,} tokens" if tokens else ""
         if name == "hbm":
             what += f" of {token_bytes:,} bytes, pages of {model.page_size}"

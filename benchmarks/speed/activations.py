@@ -39,8 +39,7 @@ class Arm:
     """An engine and two conversations, which it has computed once."""
 
     def __init__(self, name: str, model: str, tokens: int, directory: Path) -> None:
-        self._rng, vocabulary = random.Random(0), vocabulary_of(model)
-        self._draw = lambda count: [self._rng.randrange(4, vocabulary) for _ in range(count)]
+        self._rng, self._vocabulary = random.Random(0), vocabulary_of(model)
         tier, _, codec = name.partition(" ")
         longest = tokens + NEW_TOKENS + 64
         room = 8 * longest * kv_bytes_per_token(model) / GIB
@@ -66,6 +65,9 @@ class Arm:
         """One turn of each conversation."""
         for number, history in enumerate(self._histories):
             self.turn_ms.append(self._ask(number, [*history, *self._draw(NEW_TOKENS)]))
+
+    def _draw(self, count: int) -> list[int]:
+        return [self._rng.randrange(4, self._vocabulary) for _ in range(count)]
 
     def _ask(self, number: int, prompt: list[int]) -> float:
         """Returns milliseconds from its first step to its token."""

@@ -1,12 +1,15 @@
 """Tests engines that keep activations below HBM instead of KV: half the bytes, and the texts of a recompute."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from cache.moves import FillFromPage
+from engine.codec.activation import KvProjection
 from engine.model.loading import ModelRefused
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
@@ -107,6 +110,9 @@ def test_rows_take_half_the_bytes_in_all_tiers(make: Make) -> None:
     assert stats.tier_bytes["dram"] == blocks * slab.slot_bytes
     assert blocks * slab.slot_bytes < stats.tier_bytes["disk"] < (blocks + 1) * slab.slot_bytes  # with its header
     assert stats.tier_capacity["dram"] == 1 << 26
+    held = driver.cache.sessions.bytes_of(("t", "", "s"))
+    assert held["hbm"] == (HISTORY + ANSWER - 1) * BYTES_PER_TOKEN
+    assert held["dram"] == held["disk"] == held["hbm"] / 2
     raw = make("raw")
     turn(raw, "1", random_ids(HISTORY, 1))
     assert raw.engine._transfer._slab.num_slots < slab.num_slots  # in the same bytes
@@ -212,3 +218,38 @@ def test_the_first_loads_are_priced_with_the_projection(make: Make) -> None:
     extra_s = 32 * 4 * 2 * 64 * 128 / 4e11
     assert ours.load_s("dram_to_hbm", size) == pytest.approx(raw.load_s("dram_to_hbm", size) + extra_s)
     assert ours.load_s("disk_to_dram", size) == raw.load_s("disk_to_dram", size)
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice sees what making K and V takes: it is part of placing a layer."""
+    decode = KvProjection.decode
+
+    def slow(self: KvProjection, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
+        time.sleep(0.1)
+        decode(self, layer, segments, raw, together=together)
+
+    monkeypatch.setattr(KvProjection, "decode", slow)
+    driver = make(disk_bytes=0)
+    driver.cache.rates.expect_steps(0.001, 0.0002)  # 150 tokens in 31 ms; a load takes 400
+    text, reasons = random_ids(HISTORY, 1), []
+    for number in range(3):
+        answer = turn(driver, str(number), text)
+        assert answer.report is not None
+        reasons.append(answer.report.miss_reasons.get("cheaper_to_recompute", 0) > 0)
+        text = [*answer.text, *random_ids(5, 10 + number)]
+        forget_hbm(driver)
+    assert reasons == [False, False, True]  # the second turn is the first to load, at the price that is guessed
+
+
+def test_in_bf16_a_recompute_agrees_with_what_is_loaded(make: Make) -> None:
+    driver = make(dtype="bfloat16", verify_rate=1.0)
+    text = random_ids(HISTORY, 1)
+    for number in range(4):
+        answer = turn(driver, str(number), text)
+        assert answer.error is None
+        assert number == 0 or answer.cached >= HISTORY
+        text = [*answer.text, *random_ids(5, 10 + number)]
+        forget_hbm(driver)
+    stats = driver.engine.stats()
+    assert stats.verified_loads == 3
+    assert stats.verify_mismatches == 0
