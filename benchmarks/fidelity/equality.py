@@ -1,6 +1,7 @@
 """Greedy text over the whole hierarchy, held against the same text without it: real servers, a model in fp32.
 
     python -m benchmarks.fidelity.equality --data DIR [--model smollm2] [--dtype bfloat16 --exact on]
+    python -m benchmarks.fidelity.equality --data DIR --codec activation --model DIR
 
 Both servers of a mode get the same user turns and their own answers back as history, so they see the same conversation
 for as long as they say the same; a conversation ends at its first difference. Conversations go round, one turn each, so
@@ -23,7 +24,8 @@ reference of the others is a server that keeps everything in HBM and cuts the sa
 Held: no error; at least --turns returning turns (--cut-turns after a cut); every difference is a near-tie of the
 reference, in at most 0.5 % of the turns; the same cuts; and the history did come from where the mode says. With
 --exact on (`model.exact`): no difference at all, and the server says that it has proven it; of contexts never cut, for
-what HBM keeps after a cut was rotated twice in the reference. The exit status says so.
+what HBM keeps after a cut was rotated twice in the reference. With --codec activation (`cache.codec`) the reference has
+none. The exit status says so.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ import json
 import random
 import tempfile
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -46,7 +48,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Quick, Run
-from benchmarks.harness.models import kv_bytes_per_token, model_directory, result_name
+from benchmarks.harness.models import activation_bytes_per_token, kv_bytes_per_token, model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
 from cache.blocks.keys import BLOCK_TOKENS
@@ -76,11 +78,11 @@ class Mode:
     def cuts(self) -> bool:
         return self.window == CUT_WINDOW
 
-    def settings_for(self, kv_bytes_per_token: int) -> dict[str, str | int | float]:
+    def settings_for(self, stored_bytes_per_token: int) -> dict[str, str | int | float]:
         # The least that a window may have: itself and one page.
         own = {**self.settings, "model.max_context": self.window, "cache.hbm_tokens": self.window + BLOCK_TOKENS}
         if self.dram_blocks:
-            size = self.dram_blocks * BLOCK_TOKENS * kv_bytes_per_token
+            size = self.dram_blocks * BLOCK_TOKENS * stored_bytes_per_token
             own["cache.dram_gib"] = 1.01 * size / (1 << 30)  # rounding must not cost a block
         return own
 
@@ -364,7 +366,11 @@ def measure(run: Run) -> dict[str, Any]:
         "engine.threads": 1,
     }
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    kv_bytes = kv_bytes_per_token(arguments.model, value_bytes=4 if arguments.dtype == "float32" else 2)
+    value_bytes = 4 if arguments.dtype == "float32" else 2
+    kv_bytes = stored_bytes = kv_bytes_per_token(arguments.model, value_bytes)
+    coding: dict[str, str | int | float] = {}
+    if arguments.codec == "activation":
+        coding, stored_bytes = {"cache.codec": "activation"}, activation_bytes_per_token(arguments.model, value_bytes)
     tallies: dict[str, Tally] = {}
     model: dict[str, Any] = {}
 
@@ -374,8 +380,8 @@ def measure(run: Run) -> dict[str, Any]:
             held["proven at start"] = bool(model["exact"]["proven"])
         return {
             "model": model,
-            "settings": settings,
-            "modes_settings": {m.name: m.settings_for(kv_bytes) for m in MODES if m.name in wanted},
+            "settings": {**settings, **coding},
+            "modes_settings": {m.name: m.settings_for(stored_bytes) for m in MODES if m.name in wanted},
             "planned": planned,
             "held": held,
             "modes": summarize(tallies),
@@ -383,7 +389,7 @@ def measure(run: Run) -> dict[str, Any]:
 
     for mode in (mode for mode in MODES if mode.name in wanted):
         run.expect(planned[mode.name], mode.name)
-        own = {**settings, **mode.settings_for(kv_bytes)}
+        own = {**settings, **coding, **mode.settings_for(stored_bytes)}
         apart: dict[str, str | int | float] = {
             **settings,
             "model.max_context": mode.window,
@@ -418,6 +424,9 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
     parser.add_argument(
+        "--codec", choices=("raw", "activation"), default="raw", help="cache.codec, where it is lossless"
+    )
+    parser.add_argument(
         "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
     )
 
@@ -429,8 +438,13 @@ def mode_names(text: str) -> list[str]:
     return text.split(",")
 
 
+def file_name(words: Namespace) -> str:
+    name = "equality_exact" if words.exact == "on" else "equality"
+    return result_name(name if words.codec == "raw" else f"{name}_{words.codec}", words.model)
+
+
 EXPERIMENT = Experiment(
-    name=lambda words: result_name("equality_exact" if words.exact == "on" else "equality", words.model),
+    name=file_name,
     about=__doc__, measure=measure, show=show, options=options,
     quick=Quick(options={"turns": 40, "cut_turns": 0, "modes": ["disk", "crowd"]}),
 )  # fmt: skip

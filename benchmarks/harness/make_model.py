@@ -1,6 +1,6 @@
 """Write a random Llama with which speed can be measured anywhere, with nothing downloaded.
 
-    python -m benchmarks.harness.make_model --out DIR [--tiny]
+    python -m benchmarks.harness.make_model --out DIR [--tiny] [--kv-heads N]
 
 The same seed gives the same bytes. Norm weights are drawn around 1 instead of being exactly 1, for with ones a
 normalisation in the wrong order goes unnoticed. The tokenizer is the bundled one with filler tokens after its own, so
@@ -13,7 +13,7 @@ The shape is the usual "125 M" one, which has that many parameters with 32 k tok
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,7 +95,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="0.7 million parameters instead of 100.7, for tests")
+    parser.add_argument("--kv-heads", type=int, help="heads of K and V; as many as heads: none are shared")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    parameters = make_model(arguments.out, SHAPES["tiny" if arguments.tiny else "125m"], arguments.seed)
+    shape = SHAPES["tiny" if arguments.tiny else "125m"]
+    shape = replace(shape, kv_heads=arguments.kv_heads or shape.kv_heads)
+    parameters = make_model(arguments.out, shape, arguments.seed)
     print(f"{arguments.out}: {parameters:,} parameters")

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cache.blocks.keys import BLOCK_TOKENS
-from engine.codec.activation import KvProjection, find_projection, watch_inputs
+from engine.codec.activation import KvProjection, _columns, find_projection, watch_inputs
 from engine.codec.quality import Subject
 from engine.model.hf_model import prepare
 from engine.model.loading import ModelRefused
@@ -127,3 +129,13 @@ def test_what_it_costs_is_counted() -> None:
     assert projection.bytes_per_token == 4 * 64 * 4
     assert projection.flops_per_token == 4 * 2 * 64 * 128
     assert projection.weight_bytes == 4 * 64 * 128 * 4
+
+
+@given(st.integers(2, 40), st.integers(0, 2**32 - 1))
+def test_columns_of_a_product_are_found_wherever_they_lie(count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(7, count, generator=generator)
+    wanted = torch.randperm(count, generator=generator)[: count // 2]
+    assert torch.equal(_columns(outputs, outputs[:, wanted]), wanted)
+    with pytest.raises(ModelRefused, match="no part of a product"):
+        _columns(outputs, outputs[:, wanted] + 1e-3)
