@@ -46,6 +46,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
     coded_tokens: int = 0  # cached ones that have been through a lossy codec
     recalled_tokens: int = 0  # in the context again, because the newest message is about them
+    selected_tokens: int = 0  # of the answer, which read a part of the context only; known at its end
     miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property

@@ -63,6 +63,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool
 
 
+class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What decoding reads of long contexts."""
+
+    name: str = "none"  # a key of kernels.selectors.SELECTORS
+    min_context: int = 2048  # tokens; shorter contexts are read whole
+    share: float = 0.1  # of a context's rows that are read
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
@@ -71,3 +79,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # 0: all cores
     step_tokens: int  # most of one step; 0: automatic
     tenant_secret: bytes  # keys every block hash
+    selector: SelectorConfig = SelectorConfig()

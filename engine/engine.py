@@ -377,6 +377,8 @@ class Engine:
             self._cache.stats.count_prompt(choice.report)
             report = choice.report
             timings = timings or choice.timings(now)
+        elif choice.report is not None and choice.selected_tokens and finish_reason is not None:
+            report = msgspec.structs.replace(choice.report, selected_tokens=choice.selected_tokens)
         elif choice.report_changed and finish_reason is not None:
             report = choice.report
         return choice.output(token_ids, logprobs, finish_reason, report, timings, prompt_logprobs)

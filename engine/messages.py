@@ -180,6 +180,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     lossy_codec: bool = False
     coded_bytes: float = 1.0  # of a block, as a share of raw ones
     codec_divergence: float | None = None  # nats a token that the codec changes answers by; None: not measured
+    selector: str = "none"  # chooses what decoding reads of long contexts
     fingerprint: str  # hex
     warnings: tuple[str, ...]
     memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk -> bytes

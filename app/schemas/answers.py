@@ -58,6 +58,10 @@ class CacheUse(_Answer):
     codec: str = Field(
         description="codec that the KV of this conversation may go through, all but `activation` lossy; `raw`: none"
     )
+    selected_tokens: int = Field(
+        description="tokens of the answer that read a part of their context only; in a stream, in its last event"
+    )
+    selector: str = Field(description="what may choose that part (`selector.name`); `none`: all of it is read")
     miss_reasons: dict[str, int] = Field(description="why tokens were computed: reason to number of tokens")
     load_ms: float | None = Field(description="how long loading the request's KV took")
 

@@ -233,8 +233,8 @@ class GenerationRequest(Part):
     )
     kv_quality: Literal["exact", "default"] | None = Field(
         None,
-        description="`exact`: use and leave no KV that has been through a lossy codec (`cache.codec`); exact requests "
-        "share KV among themselves",
+        description="`exact`: use and leave no KV that has been through a lossy codec (`cache.codec`), and read "
+        "whole contexts (`selector.name`); exact requests share KV among themselves",
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None,

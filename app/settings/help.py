@@ -25,6 +25,7 @@ SECTIONS = {
     "cache": "what is kept, where, and for how long",
     "scheduler": "who runs next",
     "engine": "how it runs",
+    "selector": "what is read of long contexts",
     "server": "who may ask, and where",
     "fleet": "several servers as one",
     "limits": "how much of anything, refused before work is done",

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.settings.hints import describe, nearest
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig
 from model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
@@ -24,7 +24,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
 REDIS_URL = r"^((rediss?|unix)://\S+)?$"
 GIB = 1 << 30
 MIB = 1 << 20
-Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig)
+Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig)
 
 
 class SettingsError(Exception):
@@ -397,6 +397,18 @@ class LimitSettings(_Section):
     )
 
 
+class SelectorSettings(_Section):
+    """What a decoding sequence reads of its context. Nothing is dropped: the next token may read other parts."""
+
+    name: Literal["none", "pairs", "quest"] = Field(
+        "none",
+        description="chooses the tokens that are read; all but none are lossy: pairs by a few dims of each key, quest, "
+        "which is there for comparison, by bounds of blocks of 32",
+    )
+    min_context: int = Field(2048, ge=128, le=1 << 24, description="contexts of fewer tokens are read whole")
+    share: float = Field(0.1, gt=0, le=1, description="of a context's tokens that are read, in each layer and KV head")
+
+
 class Settings(_Section, BaseSettings):
     """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
 
@@ -406,6 +418,7 @@ class Settings(_Section, BaseSettings):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
+    selector: SelectorSettings = SelectorSettings()
     server: ServerSettings = ServerSettings()
     fleet: FleetSettings = FleetSettings()
     limits: LimitSettings = LimitSettings()
@@ -428,6 +441,17 @@ class Settings(_Section, BaseSettings):
             )
         if self.cache.codec == "activation" and self.cache.block_scorer == "keydiff":
             raise ValueError("cache.block_scorer: keydiff compares keys in DRAM, where cache.codec activation has none")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_in_part_only_what_may_differ(self) -> "Settings":
+        if self.selector.name != "none" and self.model.exact == "on":
+            raise ValueError("selector.name: reading in part and model.exact on exclude each other; set it to none")
+        if self.selector.name != "none" and self.model.tensor_parallel > 1:
+            raise ValueError(
+                "selector.name: heads that are split among processes are read whole; set model.tensor_parallel to 1, "
+                "or selector.name to none"
+            )
         return self
 
     @model_validator(mode="after")
@@ -483,6 +507,7 @@ class Settings(_Section, BaseSettings):
                 itl_target_s=None if target == "auto" else target / 1e3,
                 max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             ),
+            selector=_told(SelectorConfig, self.selector),
             device=self.engine.device,
             threads=self.engine.threads,
             step_tokens=self.engine.step_tokens,

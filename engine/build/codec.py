@@ -17,7 +17,7 @@ from engine.codec.refusal_file import refuses
 from engine.codec.refusal_file import save as save_refusal
 from engine.codec.text import text_digest
 from engine.codec.verdict import CodecVerdict
-from engine.config import CacheConfig
+from engine.config import CacheConfig, SelectorConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import bytes_per_token
 from kernels.codecs.codec import Codec
@@ -88,6 +88,15 @@ def coded_fingerprint(model: bytes, codec: str) -> bytes:
     if codec == "raw":
         return model
     return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()
+
+
+def selected_fingerprint(model: bytes, config: SelectorConfig) -> bytes:
+    """Return what names KV: that of the model, and of the selector if there is one, behind which KV is another. A
+    server that reads contexts otherwise, or whole, never finds it."""
+    if config.name == "none":
+        return model
+    fields = typed_fields("reprise-selector", model, config.name, config.min_context, repr(config.share))
+    return blake2b(fields, digest_size=len(model)).digest()
 
 
 def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:

@@ -14,6 +14,7 @@ from engine.build.first_steps import WarmModel, warm_up
 from engine.build.model import LoadedModel, ProbedModel, load, probe_model
 from engine.build.room import Room, find_room
 from engine.build.scheduler import build_scheduler
+from engine.build.selector import build_selector
 from engine.build.sizes import dram_warnings
 from engine.build.tiers import Tiers, build_tiers, policy_factory
 from engine.codec.verdict import CodecVerdict
@@ -44,6 +45,7 @@ def build_engine(config: EngineConfig) -> Engine:
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)
+        build_selector(config, loaded, probed, room, warm.runner)
     info = _model_info(config, loaded, probed, room, tiers, warm)
     if BLOCK_SCORERS[config.cache.block_scorer]().needs == "attention":
         backend = warm.runner.backend
@@ -207,6 +209,7 @@ def _model_info(
         lossy_codec=not is_raw,
         coded_bytes=1.0 if probed.codec.is_refused else probed.coded_bytes,
         codec_divergence=None if is_raw else probed.codec.divergence,
+        selector=config.selector.name,
         fingerprint=probed.fingerprint.hex(),
         warnings=(
             *room.warnings,

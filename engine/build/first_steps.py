@@ -65,6 +65,8 @@ def warm_up(
         exactness = Exactness(False, "not asked for (cache.codec is lossy)")
     elif probed.codec.projection is not None:
         exactness = Exactness(False, "not asked for (cache.codec activation computes K and V anew)")
+    elif config.selector.name != "none":
+        exactness = Exactness(False, "not asked for (selector.name: contexts are read in part)")
     else:
         exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
     return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)

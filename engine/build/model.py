@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint
+from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
 from engine.build.resources import memory
 from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
@@ -69,7 +69,7 @@ class ProbedModel:
     backend: AttentionBackend
     page_size: int  # tokens
     found: ProbeResult
-    fingerprint: bytes  # of the model, and of the codec if there is one
+    fingerprint: bytes  # of the model, and of codec and selector if there are any
     codec: ChosenCodec
     kv_bytes_per_token: int  # in HBM, over all layers and ranks
 
@@ -131,7 +131,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
     digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
     subject = Subject(module, backend, page_size, found)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
-    digest = coded_fingerprint(digest, codec.name)
+    digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
     if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
     if codec.projection is not None:

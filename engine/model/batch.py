@@ -1,7 +1,7 @@
 """Turns the chunks of a step into flat tensors, with block tables that persist between steps."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ class BatchItem:
     pages: list[int]  # of the whole context; only grows while the sequence runs
     wants_logits: bool  # whether the logits of its last row are wanted
     prompt_rows: int = 0  # number of leading rows whose logits are wanted too
+    partial: bool = False  # whether its row, if it is a single one, may attend to a part of the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class BlockTables:
         self._rows: dict[str, int] = {}
         self._lengths = [0] * max_seqs
         self._free = list(range(max_seqs))
+        self._owners: dict[str, int] = {}
+        self._numbers = count()
 
     def row(self, request_id: str, pages: list[int]) -> int:
         """Return the sequence's row, after updating it with `pages`."""
@@ -48,6 +51,7 @@ class BlockTables:
         if row is None:
             row = self._rows[request_id] = self._free.pop()
             self._lengths[row] = 0
+            self._owners[request_id] = next(self._numbers)
         known = self._lengths[row]
         if known < len(pages):
             self._table[row, known : len(pages)] = pages[known:]
@@ -59,6 +63,11 @@ class BlockTables:
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            del self._owners[request_id]
+
+    def owner(self, request_id: str) -> int:
+        """Return the number of a sequence that has a row: another one after it was dropped."""
+        return self._owners[request_id]
 
     def select(self, rows: list[int], num_pages: int) -> np.ndarray:
         """Return a copy, int32 [rows, num_pages]. Entries after a sequence's last page are arbitrary valid page
@@ -97,6 +106,7 @@ def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, dev
             context_len=tensor(np.array(context_lens, dtype=np.int32)),
             block_table=tensor(table),
             slots=tensor(slots),
+            partial={place: tables.owner(item.request_id) for place, item in enumerate(items) if item.partial},
         ),
     )
 

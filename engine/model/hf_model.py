@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, Atte
 from kernels.attention.watched import WatchedAttention
 from kernels.cpu.available import decode_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
+from kernels.selectors.selector import LOG2_E, Selecting, StepSelection
 
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
@@ -110,6 +111,7 @@ class Step:
     saved: SavedRows | None = None
     inputs: Callable[[int, Tensor], None] | None = None  # receives what each layer's attention begins with
     arrive: Callable[[int], None] | None = None  # waits until the KV being loaded into a layer is there
+    selection: StepSelection | None = None  # of what sequences read in part; None: all read everything
     logit_rows: Tensor | None = None  # [rows] int64, ascending: rows whose logits are wanted; None: unknown
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)
@@ -148,7 +150,16 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
     write_rows(pages.v, step.meta.slots, values)
     if step.arrive is not None:
         step.arrive(layer)
-    return step.backend.forward(queries, pages, step.meta, params)
+    return step.backend.forward(queries, pages, step.meta, in_part(step, layer, queries, pages, params))
+
+
+def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
+    """Return a layer's parameters with the context rows that are to be read. The step's keys are in their pages.
+    queries [tokens, heads, k_dim], rotated."""
+    if step.selection is None:
+        return params
+    scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)
+    return replace(params, selection=step.selection.of_layer(layer, scaled, pages, params))
 
 
 def _attention(
@@ -272,6 +283,7 @@ class ModelRunner:
         self.backend = backend
         self.sink = sink  # receives KV to be saved; None if there is no tier below HBM, or it has activations
         self.inputs = inputs  # receives these: by layer, [tokens, width]
+        self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
@@ -296,5 +308,6 @@ class ModelRunner:
             saved=saved,
             inputs=self.inputs,
             arrive=arrive,
+            selection=None if self.selecting is None else self.selecting.of_step(batch.meta),
         )
         return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

@@ -27,6 +27,8 @@ class RunningChoice:
     report: TokensBySource | None = None
     reported: bool = False
     report_changed: bool = False  # since it was reported
+    reads_in_part: bool = False  # whether it may read parts of its context, so that its KV is not what it could be
+    selected_tokens: int = 0  # of its answer, behind whose KV it has read a part of its context only
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again

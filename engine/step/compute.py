@@ -106,6 +106,8 @@ class StepCompute:
             pieces = self._pieces(chunks, ())
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
         logits = self.runner.forward(batch, arrival, saved)
+        for choice, item in zip(found, items, strict=True):
+            choice.selected_tokens += item.partial
         return Computed(
             chunks=chunks,
             ready=[choice for choice, item in zip(found, items, strict=True) if item.wants_logits],
@@ -141,15 +143,21 @@ class StepCompute:
         return pieces
 
     def _item(self, chunk: Chunk, choice: RunningChoice) -> BatchItem:
-        sequence = chunk.sequence
-        first = sequence.computed_tokens
+        sequence, selecting = chunk.sequence, self.runner.selecting
+        first, context = sequence.computed_tokens, self._cache.requests.context(sequence.request_id)
         return BatchItem(
             request_id=sequence.request_id,
             token_ids=sequence.token_ids[first : first + chunk.num_tokens],
             first_row=first,
-            pages=self._cache.requests.context(sequence.request_id).pages,
+            pages=context.pages,
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
+            partial=selecting is not None
+            and choice.reads_in_part
+            and chunk.num_tokens == 1
+            and sequence.output_tokens > 0  # not the last token of a prompt
+            and context.job is None  # what is still being loaded may come to nothing, with what was chosen of it
+            and selecting.takes(first + 1),
         )
 
 

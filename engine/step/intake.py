@@ -5,7 +5,7 @@ from collections.abc import Collection
 from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
-from engine.messages import ModelInfo, Output, Shift, Submit, error_output
+from engine.messages import ModelInfo, Output, Shift, Submit, error_output, is_exact
 from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
 from engine.step.sampler import PenaltyState, choice_seed
@@ -172,6 +172,7 @@ class Intake:
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
             constraint=constraint,
+            reads_in_part=self._model.selector != "none" and not is_exact(request.cache_salt),
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         )
         if choice.penalties is not None:

@@ -134,9 +134,15 @@ def _mean_divergence(expected: Tensor, found: Tensor) -> float:
 
 def _loaded_from(choice: RunningChoice) -> list[str]:
     """The tiers that the KV of a choice came from, while its first token is not drawn. None after a cut, where a
-    recompute is another text."""
+    recompute is another text, nor where earlier answers may have read parts of their contexts."""
     report = choice.report
-    if report is None or choice.reported or choice.sequence.output_tokens or report.truncated_tokens:
+    if (
+        choice.reads_in_part
+        or report is None
+        or choice.reported
+        or choice.sequence.output_tokens
+        or report.truncated_tokens
+    ):
         return []
     loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
     if report.coded_tokens:  # a codec's fault is none of a tier's, so Redis' loads count as well

@@ -651,6 +651,58 @@ def _save(rows: Bf16, first: int, blocks: Bf16, spots: Int64) -> None:
 
 
 @compiled()
+def turn(
+    rows: Bf16,
+    cos: Bf16,
+    sin: Bf16,
+    slots: Int64,
+    blocks: Bf16,
+    spots: Int64,
+    scale: np.float32,
+    k: Bf16,
+    v: Bf16,
+    group: Constant,
+) -> Fp32:
+    """Rotate, and write keys and values to their slots. Returns the queries fp32 [rows, heads, dim], multiplied by
+    scale * log2(e). Arguments as in `finish`."""
+    count, page_size, num_k, dim = len(rows), k.shape[1], k.shape[2], k.shape[3]
+    num_q = num_k * len(group)
+    q = np.empty((count, num_q, dim), np.float32)
+    turned = np.empty(dim, np.uint16)
+    for row in range(count):
+        for head in range(num_q):
+            _rotate(rows[row, head], cos[row], sin[row], turned)
+            for d in range(dim):
+                q[row, head, d] = _widened(turned[d]) * np.float32(scale * LOG2_E)
+        page, place = slots[row] // page_size, slots[row] % page_size
+        for head in range(num_k):
+            _rotate(rows[row, num_q + head], cos[row], sin[row], k[page, place, head])
+            for d in range(dim):
+                v[page, place, head, d] = rows[row, num_q + num_k + head, d]
+    _save(rows, num_q, blocks, spots)
+    return q
+
+
+@compiled()
+def complete(
+    hidden: Bf16, mixed: Fp32, o: Product, norm: Norm, gate: Product, up: Product, down: Product, out: Bf16
+) -> None:
+    """What comes behind attention, mixed fp32 [rows, heads, dim]: project, add, and apply the gated MLP. Arguments as
+    in `finish`."""
+    count, width = hidden.shape
+    middle = _multiply(_with_room(mixed.reshape(count, mixed.shape[1] * mixed.shape[2]), o.inputs), o)[:, :width]
+    for row in range(count):
+        for i in range(width):
+            middle[row, i] += _widened(hidden[row, i])
+    x = np.empty((count, _padded(width)), np.float32)
+    _normed(middle, norm, x)
+    result = _multiply(_with_room(_multiply_gated(x, gate, up), down.inputs), down)
+    for row in range(count):
+        for i in range(width):
+            out[row, i] = _rounded(result[row, i] + middle[row, i])
+
+
+@compiled()
 def finish(
     hidden: Bf16,
     rows: Bf16,
@@ -677,34 +729,10 @@ def finish(
     rows: the output of `project`; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]. Un-rotated
     keys and values are saved to blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2] gives
     each row's block and the row in it; block -1: not saved; spots without rows: none is saved."""
-    count, width = hidden.shape
-    page_size, num_k, dim = k.shape[1], k.shape[2], k.shape[3]
-    num_q = num_k * len(group)
-    q = np.empty((count, num_q, dim), np.float32)
-    turned = np.empty(dim, np.uint16)
-    for row in range(count):
-        for head in range(num_q):
-            _rotate(rows[row, head], cos[row], sin[row], turned)
-            for d in range(dim):
-                q[row, head, d] = _widened(turned[d]) * np.float32(scale * LOG2_E)
-        page, place = slots[row] // page_size, slots[row] % page_size
-        for head in range(num_k):
-            _rotate(rows[row, num_q + head], cos[row], sin[row], k[page, place, head])
-            for d in range(dim):
-                v[page, place, head, d] = rows[row, num_q + num_k + head, d]
-    _save(rows, num_q, blocks, spots)
-    mixed = np.empty((count, num_q, dim), np.float32)
+    q = turn(rows, cos, sin, slots, blocks, spots, scale, k, v, group)
+    mixed = np.empty(q.shape, np.float32)
     attend(q, k, v, table, parts, group, lanes, lanes, mixed)
-    middle = _multiply(_with_room(mixed.reshape(count, num_q * dim), o.inputs), o)[:, :width]
-    for row in range(count):
-        for i in range(width):
-            middle[row, i] += _widened(hidden[row, i])
-    x = np.empty((count, _padded(width)), np.float32)
-    _normed(middle, norm, x)
-    result = _multiply(_with_room(_multiply_gated(x, gate, up), down.inputs), down)
-    for row in range(count):
-        for i in range(width):
-            out[row, i] = _rounded(result[row, i] + middle[row, i])
+    complete(hidden, mixed, o, norm, gate, up, down, out)
 
 
 def self_test() -> None:

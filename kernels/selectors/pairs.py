@@ -21,6 +21,7 @@ from kernels.attention.torch_cpu import fits_kernels
 from kernels.cpu.available import select_kernels
 from kernels.selectors.selector import (
     Candidates,
+    LayerMoments,
     SelectorInputs,
     as_selection,
     context_keys,
@@ -42,7 +43,7 @@ class PairSelector:
 
     def __init__(self, inputs: SelectorInputs) -> None:
         self._share, self._pool = inputs.share, (inputs.num_pages, inputs.page_size)
-        self._dims = [layer.pairs[_best(layer.strength)] for layer in inputs.keys]  # [kv_heads, PAIRS, 2] int64
+        self._dims = [strongest_pairs(layer) for layer in inputs.moments]  # [kv_heads, PAIRS, 2] int64
         self._words: list[np.ndarray | None] = [None] * len(self._dims)
         self._indexed: list[dict[int, int]] = [{} for _ in self._dims]  # by layer: owner -> rows in the index
         self._kernels = select_kernels()
@@ -105,6 +106,8 @@ def pair_weights(queries: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
     return weights(torch.stack(scores))
 
 
-def _best(strength: Tensor) -> Tensor:
-    """Return the strongest pairs of each kv head [kv_heads, pairs], ascending."""
-    return strength.topk(min(PAIRS, strength.shape[1]), dim=1).indices.sort(1).values
+def strongest_pairs(layer: LayerMoments) -> Tensor:
+    """Return the pairs of dims in which each kv head's queries and keys are strongest [kv_heads, PAIRS, 2] int64."""
+    queries, keys = (moments.diagonal(dim1=1, dim2=2)[:, layer.pairs].sum(2) for moments in (layer.queries, layer.keys))
+    best = (queries * keys).topk(min(PAIRS, len(layer.pairs)), dim=1).indices
+    return layer.pairs[best.sort(1).values]

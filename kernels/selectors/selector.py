@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
 
+LOG2_E = 1.4426950408889634
 ALWAYS = 32  # rows at either end of a context that are always read: its first and its newest block
 LEAST_CONTEXT = 4 * ALWAYS  # below this there is nothing to choose
 
@@ -44,12 +45,31 @@ def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKeys:
-    """What calibration has seen of one layer: how strong its queries and keys are where. A selector takes what it
-    needs."""
+class LayerMoments:
+    """What calibration has seen of one layer's rotated queries and keys, from which selectors take what they need."""
 
-    strength: Tensor  # [kv_heads, pairs]: mean square of queries times that of keys, of pairs of dims
-    pairs: Tensor  # [pairs, 2] int64: which dims these are; pairs that a rotation turns together, if it is known
+    queries: Tensor  # [kv_heads, k_dim, k_dim]: mean of the outer product with itself, over a group's heads and tokens
+    keys: Tensor  # [kv_heads, k_dim, k_dim]
+    pairs: Tensor  # [pairs, 2] int64: dims that a rotation turns together, as far as it is known
+
+
+@dataclass(frozen=True, slots=True)
+class Selecting:
+    """When a selector is used."""
+
+    selector: "KvSelector"
+    min_context: int
+
+    def of_step(self, meta: AttentionMeta) -> "StepSelection | None":
+        """None where nobody reads a part of its context."""
+        if not meta.partial:
+            return None
+        candidates = find_candidates(meta, self.min_context)
+        return None if candidates is None else StepSelection(self.selector, candidates)
+
+    def takes(self, context: int) -> bool:
+        """Whether a context of so many rows is read in part."""
+        return context >= max(self.min_context, LEAST_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +79,7 @@ class SelectorInputs:
     share: float  # of a context's rows that may be read, both ends included
     num_pages: int  # of the pool
     page_size: int
-    keys: Sequence[LayerKeys]  # by layer
+    moments: Sequence[LayerMoments]  # by layer
 
 
 class KvSelector(Protocol):

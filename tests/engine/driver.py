@@ -92,7 +92,8 @@ class Answer:
         self.timings.append(output.timings)
         if output.report is not None:
             before = self.report.truncated_tokens if self.report is not None else -1
-            assert output.report.truncated_tokens > before, "a second report, and nothing was truncated since"
+            is_new = output.report.truncated_tokens > before or output.report.selected_tokens
+            assert is_new, "a second report, and nothing was truncated or left out since"
             self.report = output.report
         self.finish_reason, self.error, self.error_code = output.finish_reason, output.error, output.error_code
 

@@ -76,6 +76,7 @@ class Pool:
             model=model, pages=self.pages, backend=backend or BACKENDS["torch_cpu"](), sink=sink
         )  # fmt: skip
         self.shares: list[tuple[Text, int]] = []  # of the step that runs: texts stand where it began
+        self.reads_in_part = False  # whether single rows may
         self._tables = BlockTables(max_seqs=8, max_pages=8)
         self._vocab = model.config.get_text_config().vocab_size
 
@@ -88,7 +89,8 @@ class Pool:
         items = []
         for text, count in shares:
             pages = text.pages[: -(-(text.done + count) // PAGE)]
-            items.append(BatchItem(str(id(text)), text.token_ids[text.done :][:count], text.done, pages, False))
+            tokens, partial = text.token_ids[text.done :][:count], self.reads_in_part and count == 1
+            items.append(BatchItem(str(id(text)), tokens, text.done, pages, False, partial=partial))
         batch = build_batch(items, self._tables, PAGE, CPU)
         batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
         logits = self.runner.forward(batch, None).float()

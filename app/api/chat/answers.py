@@ -160,6 +160,8 @@ def ours(generation: Generation) -> dict[str, Any]:
             "coded_tokens": report.coded_tokens,
             "recalled_tokens": report.recalled_tokens,
             "codec": generation.codec,
+            "selected_tokens": report.selected_tokens,
+            "selector": generation.selector,
             "miss_reasons": report.miss_reasons,
             "load_ms": fields["timings"]["load_ms"],
         }

@@ -67,6 +67,11 @@ def _describe(
             "page_size": model.page_size,
             "codec": _codec(settings, model, stats),
         },
+        "selector": {
+            "name": model.selector,
+            "min_context": settings.selector.min_context,
+            "share": settings.selector.share,
+        },
         "exact": {"proven": model.exact, "detail": model.exactness},
         "probe": {"logit_error": model.logit_error, "logit_tolerance": model.logit_tolerance},
         "warnings": list(model.warnings),

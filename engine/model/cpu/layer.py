@@ -6,6 +6,7 @@ take two calls of compiled kernels. `optimise` puts it in the place of layers th
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.cpu.modules import FEW_ROWS, ExactGate, ExactLinear, Gate, PackedLinear, RmsNorm, SummedLinear
-from engine.model.hf_model import Step, attend, current_step, turn_halves
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.attention.torch_cpu import TorchAttention, fits_kernels
-from kernels.cpu.available import decode_kernels
+from engine.model.hf_model import Step, attend, current_step, in_part, turn_halves
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
+from kernels.attention.torch_cpu import TorchAttention, attend_selected, fits_kernels
+from kernels.cpu.available import decode_kernels, select_kernels
+from kernels.selectors.selector import StepSelection
 from kernels.views import as_bits
 
 
@@ -61,6 +63,7 @@ class FewRows:
             and type(step.backend) is TorchAttention
             and cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
             and self._memory(step.pages(self._index)) is not None
+            and (step.selection is None or select_kernels() is not None)
         )
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,8 +95,42 @@ class FewRows:
         weights = (self._out, self._post_norm, self._gate, self._up, self._down)
         if step.arrive is not None:
             step.arrive(self._index)
-        kernels.finish(bits, as_bits(rows), *turn, *places, *tasks, *weights, as_bits(out))
+        if step.selection is None:
+            kernels.finish(bits, as_bits(rows), *turn, *places, *tasks, *weights, as_bits(out))
+        else:
+            queries = kernels.turn(as_bits(rows), *turn, *places, self._group)
+            mixed = self._read_in_part(step, step.selection, queries, table, parts)
+            kernels.complete(bits, mixed, *weights, as_bits(out))
         return out
+
+    def _read_in_part(
+        self, step: Step, selection: StepSelection, queries: np.ndarray, table: np.ndarray, parts: Any
+    ) -> np.ndarray:
+        """Attend where some rows may read chosen parts of their contexts. queries: of `turn`; table, parts: of all
+        rows, reading everything. Returns fp32 [rows, heads, head_dim]."""
+        candidates, pages = selection.candidates, step.pages(self._index)
+        pool, sizes = self._memory(pages), (self._group, self._lanes, self._lanes)
+        assert pool is not None  # else `takes` is False
+        tokens = candidates.tokens.numpy()
+        chosen = selection.of_layer(self._index, torch.from_numpy(queries[tokens]), pages, self._params)
+        mixed = np.empty_like(queries)
+        if chosen is None:
+            self._kernels.attend(queries, *pool, table, parts, *sizes, mixed)
+            return mixed
+        kernels = select_kernels()
+        assert kernels is not None  # else `takes` is False
+        few = attend_selected(kernels, queries[tokens], pages, candidates.table.numpy(), chosen).numpy()
+        if len(few) == len(queries):
+            return few
+        rest = np.setdiff1d(np.arange(len(queries)), tokens)
+        key, meta = f"few rows but those in part {self._params.window}", step.meta
+        if key not in meta.scratch:
+            contexts = _contexts(meta)
+            meta.scratch[key] = self._kernels.plan([contexts[row] for row in rest], self._params.window)
+        others = np.empty((len(rest), *queries.shape[1:]), np.float32)
+        self._kernels.attend(queries[rest], *pool, table[rest], meta.scratch[key], *sizes, others)
+        mixed[tokens], mixed[rest] = few, others
+        return mixed
 
     def _memory(self, pages: KvPages) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the layer's pool as arrays, or None if the kernels cannot attend to it. Made once, because an engine
@@ -109,12 +146,17 @@ class FewRows:
         key, meta = f"few rows {self._params.window}", step.meta
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)
         if plan is None:
-            lens = list(zip(meta.query_lens, meta.context_lens, strict=True))
-            contexts = [context - query + row + 1 for query, context in lens for row in range(query)]
+            contexts = _contexts(meta)
             table = np.repeat(meta.block_table.numpy(), meta.query_lens, axis=0)
             parts = self._kernels.plan(contexts, self._params.window)
             plan = meta.scratch[key] = (table, meta.slots.numpy(), parts)
         return plan
+
+
+def _contexts(meta: AttentionMeta) -> list[int]:
+    """Return the length of each row's context, up to itself."""
+    lens = zip(meta.query_lens, meta.context_lens, strict=True)
+    return [context - query + row + 1 for query, context in lens for row in range(query)]
 
 
 class DecoderLayer(nn.Module):
@@ -205,10 +247,11 @@ class DecoderLayer(nn.Module):
             step.params[self.index] = self._params
             if step.arrive is not None:
                 step.arrive(self.index)
-            meta = step.meta
+            meta, params = step.meta, in_part(step, self.index, queries, pages, self._params)
             if wanted is not None:
+                params = _of_wanted(params, step, wanted)
                 queries, meta = queries[wanted], single_rows(meta, wanted)
-            return step.backend.forward(queries, pages, meta, self._params).flatten(1)
+            return step.backend.forward(queries, pages, meta, params).flatten(1)
         turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
         out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params).flatten(1)
         return out if wanted is None else out[wanted]
@@ -227,6 +270,20 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
         block_table=meta.block_table[sequence],
         slots=meta.slots[rows],
     )
+
+
+def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
+    """Return parameters whose selection is of the sequences that `single_rows` makes."""
+    if params.selection is None or step.selection is None:
+        return params
+    tokens = step.selection.candidates.tokens
+    place = torch.searchsorted(wanted, tokens).clamp_max(len(wanted) - 1)
+    kept = (wanted[place] == tokens).nonzero()[:, 0]
+    if not len(kept):
+        return replace(params, selection=None)
+    chosen = params.selection
+    selection = Selection(tuple(place[kept].tolist()), chosen.rows[kept], chosen.counts[kept])
+    return replace(params, selection=selection)
 
 
 def _summed(linear: nn.Linear, exact: bool) -> Any:

@@ -7,6 +7,7 @@ import pytest
 from app.settings.settings import (
     CacheSettings,
     SchedulerSettings,
+    SelectorSettings,
     Settings,
     SettingsError,
     known_settings,
@@ -15,6 +16,7 @@ from app.settings.settings import (
 )
 from cache.policies import POLICIES
 from cache.policies.keep import BLOCK_SCORERS
+from kernels.selectors import SELECTORS
 from model.directories import source_of
 from scheduler.queues.make_queue import ORDERS
 
@@ -77,6 +79,16 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ),
         ({"cache.codec": "activation", "model.exact": "on"}, {}, ["computes K and V anew", "set codec to raw"]),
         ({"cache.codec": "activation", "cache.block_scorer": "keydiff"}, {}, ["activation has none"]),
+        (
+            {"model.exact": "on", "selector.name": "pairs"},
+            {},
+            ["selector.name", "model.exact on exclude each other", "set it to none"],
+        ),
+        (
+            {"model.tensor_parallel": "2", "selector.name": "quest"},
+            {},
+            ["selector.name", "set model.tensor_parallel to 1", "selector.name to none"],
+        ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )
@@ -196,6 +208,10 @@ def test_every_scorer_of_what_a_cut_drops_can_be_chosen():
 
 def test_every_order_of_requests_can_be_chosen():
     assert set(get_args(SchedulerSettings.model_fields["policy"].annotation)) == set(ORDERS)
+
+
+def test_every_selector_has_its_setting():
+    assert set(get_args(SelectorSettings.model_fields["name"].annotation)) == set(SELECTORS)
 
 
 def test_the_engine_is_told_what_was_set():

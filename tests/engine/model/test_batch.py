@@ -108,3 +108,21 @@ def test_a_selection_is_not_changed_by_later_steps() -> None:
     tables.drop("a")
     tables.row("b", [6])
     assert selected.tolist() == [[5]]
+
+
+def test_a_sequence_that_comes_back_has_another_number() -> None:
+    tables = BlockTables(max_seqs=3, max_pages=1)
+    numbers = []
+    for name in ("a", "b", "a", "c", "b"):
+        tables.row(name, [1])
+        numbers.append(tables.owner(name))
+    tables.drop("a")
+    tables.row("a", [1])
+    assert numbers == [0, 1, 0, 2, 1]
+    assert tables.owner("a") == 3
+
+
+def test_a_batch_says_who_may_read_a_part() -> None:
+    tables = BlockTables(max_seqs=3, max_pages=2)
+    items = [BatchItem(name, [5], 3, [7], True, partial=name != "b") for name in "abc"]
+    assert build_batch(items, tables, 4, torch.device("cpu")).meta.partial == {0: 0, 2: 2}

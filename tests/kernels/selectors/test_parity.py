@@ -14,7 +14,7 @@ from kernels.attention.torch_cpu import ExactAttention
 from kernels.selectors import SELECTORS
 from kernels.selectors.selector import (
     ALWAYS,
-    LayerKeys,
+    LayerMoments,
     SelectorInputs,
     StepSelection,
     context_keys,
@@ -66,8 +66,11 @@ def meta_of(partial: bool = True) -> AttentionMeta:
 def inputs(kv_heads: int, layers: int = 1) -> SelectorInputs:
     half = DIM // 2
     pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1)
-    keys = [LayerKeys(torch.rand(kv_heads, half) + 0.1, pairs) for _ in range(layers)]
-    return SelectorInputs(share=SHARE, num_pages=sum(-(-c // PAGE) for c in CONTEXTS) + 2, page_size=PAGE, keys=keys)
+    moments = [
+        LayerMoments(torch.rand(kv_heads, DIM, DIM), torch.rand(kv_heads, DIM, DIM), pairs) for _ in range(layers)
+    ]
+    num_pages = sum(-(-context // PAGE) for context in CONTEXTS) + 2
+    return SelectorInputs(share=SHARE, num_pages=num_pages, page_size=PAGE, moments=moments)
 
 
 def selected(name: str, q: Tensor, kv: KvPages, meta: AttentionMeta) -> Selection:

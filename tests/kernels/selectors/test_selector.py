@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.selectors.pairs import pair_weights
+from kernels.selectors.pairs import PAIRS, pair_weights, strongest_pairs
 from kernels.selectors.quest import block_bounds, rows_of_blocks
-from kernels.selectors.selector import ALWAYS, most_rows, strongest, weights
+from kernels.selectors.selector import ALWAYS, LayerMoments, Selecting, most_rows, strongest, weights
 
 
 @given(context=st.integers(1, 200_000), share=st.floats(0.001, 1.0))
@@ -72,3 +72,21 @@ def test_whole_blocks_of_the_highest_bounds_are_read(context: int, share: float,
         middle, left_out = taken - {0, *range(newest, blocks)}, set(range(1, newest)) - taken
         if middle and left_out:
             assert min(own[list(middle)]) >= max(own[list(left_out)])
+
+
+def test_the_pairs_in_which_queries_and_keys_are_strong_are_taken() -> None:
+    pairs = torch.tensor([[0, 20], [1, 21], [2, 22], *([3 + i, 23 + i] for i in range(17))])
+    queries, keys = torch.ones(2, 40), torch.ones(2, 40)
+    queries[0, [1, 22]], keys[0, [1, 2]] = 9, 9  # 10 * 10 in the second pair and in the third, 2 * 2 elsewhere
+    queries[1, 5] = 9  # 10 * 2
+    chosen = strongest_pairs(LayerMoments(queries.diag_embed(), keys.diag_embed(), pairs))
+    assert chosen.shape == (2, PAIRS, 2)
+    assert {(1, 21), (2, 22)} <= {tuple(pair) for pair in chosen[0].tolist()}
+    assert (5, 25) in {tuple(pair) for pair in chosen[1].tolist()}
+    assert all(pair in pairs.tolist() for pair in chosen.flatten(0, 1).tolist())
+
+
+def test_a_context_is_read_in_part_from_the_least_length_on() -> None:
+    assert not Selecting(None, 2048).takes(2047)  # type: ignore[arg-type]
+    assert Selecting(None, 2048).takes(2048)  # type: ignore[arg-type]
+    assert not Selecting(None, 1).takes(4 * ALWAYS - 1)  # type: ignore[arg-type]

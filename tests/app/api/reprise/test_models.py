@@ -45,6 +45,18 @@ async def test_a_model_says_what_its_codec_was_found_to_do(engine: FakeEngine, t
     assert answer["x_cache"]["codec"] == ("raw" if is_condemned else "transform-1")
 
 
+async def test_a_model_says_what_it_reads_of_long_contexts(engine: FakeEngine, tmp_path: Path):
+    settings = make_settings(tmp_path, selector={"name": "pairs", "share": 0.2})
+    async with in_process(engine, settings) as running:
+        engine.model = running.app.state.readiness.model = model_info(engine.directory, selector="pairs")
+        (listed,) = (await running.http.get("/v1/models")).json()["data"]
+        answer = (await running.chat()).json()
+        exact = (await running.chat(kv_quality="exact")).json()
+    assert listed["selector"] == {"name": "pairs", "min_context": 2048, "share": 0.2}
+    assert (answer["x_cache"]["selector"], answer["x_cache"]["selected_tokens"]) == ("pairs", 0)
+    assert exact["x_cache"]["selector"] == "none"
+
+
 async def test_a_model_without_a_codec_says_so(running: Running):
     (listed,) = (await running.http.get("/v1/models")).json()["data"]
     assert (listed["cache"]["codec"]["name"], listed["cache"]["codec"]["is_on"]) == ("raw", False)

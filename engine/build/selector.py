@@ -1,0 +1,56 @@
+"""Makes the selector of KV that the settings ask for: calibrated, and compiled before the first request."""
+
+import logging
+import time
+
+from engine.build.model import LoadedModel, ProbedModel
+from engine.build.room import Room
+from engine.codec.text import calibration_text
+from engine.config import EngineConfig
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.hf_model import ModelRunner
+from engine.model.loading import ModelRefused
+from engine.model.moments import measure_moments
+from kernels.attention.torch_cpu import TorchAttention
+from kernels.selectors import SELECTORS
+from kernels.selectors.selector import Selecting, SelectorInputs
+
+log = logging.getLogger(__name__)
+
+
+def build_selector(
+    config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner
+) -> Selecting | None:
+    """Writes to pages from 0 on, which must not be in use. Returns None where all is read. Raises ModelRefused."""
+    settings = config.selector
+    make = SELECTORS[settings.name]
+    if make is None:
+        return None
+    if type(probed.backend) is not TorchAttention:
+        raise ModelRefused(
+            f"selector.name {settings.name}: contexts are read in part on CPU only, and not where model.exact is on; "
+            "set it to none"
+        )
+    started = time.perf_counter()
+    texts, _ = calibration_text(loaded.path / "tokenizer.json")
+    rows = min(room.num_pages * probed.page_size, room.max_context)
+    moments = measure_moments(
+        runner, texts, probed.found.ropes, page_size=probed.page_size, most_rows=rows, device=loaded.device
+    )
+    inputs = SelectorInputs(share=settings.share, num_pages=room.num_pages, page_size=probed.page_size, moments=moments)
+    selecting = Selecting(make(inputs), settings.min_context)
+    if selecting.takes(rows):
+        # One step of a selector that is thrown away, because that compiles kernels and another selector keeps no trace.
+        runner.selecting = Selecting(make(inputs), settings.min_context)
+        tables = BlockTables(max_seqs=1, max_pages=-(-rows // probed.page_size))
+        item = BatchItem("selector", [0], rows - 1, list(range(-(-rows // probed.page_size))), True, partial=True)
+        runner.forward(build_batch([item], tables, probed.page_size, loaded.device), None)
+    runner.selecting = selecting
+    log.info(
+        "reading %.0f %% of contexts from %d tokens on, by %s; calibrated in %.0f s",
+        100 * settings.share,
+        settings.min_context,
+        settings.name,
+        time.perf_counter() - started,
+    )
+    return selecting
