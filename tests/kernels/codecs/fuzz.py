@@ -1,0 +1,141 @@
+"""Decodes arbitrary bytes and encodes arbitrary rows while numba checks every index, until the time is over.
+
+    python -m tests.kernels.codecs.fuzz [--seconds 600] [--first SEED]
+
+Compiled kernels check no index of their own accord, so a segment of somebody else's making must not lead them outside
+of their arrays. What is found is printed with its seed; `--first SEED --seconds 0` does that one again. The products of
+`_multiply_tile` work on pointers and are not checked: of what they are told, only how many components are not zero
+depends on the bytes, and that is checked here.
+"""
+
+import argparse
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+DTYPES = (torch.bfloat16, torch.float32)
+GUARD = 7.0
+
+
+def check_indices() -> None:
+    """Start this program again with numba's checks, unless they are on. Kernels are compiled anew for that: those in
+    numba's cache check nothing."""
+    if os.environ.get("NUMBA_BOUNDSCHECK") == "1":
+        return
+    with tempfile.TemporaryDirectory(prefix="reprise-fuzz-") as cache:
+        environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
+        words = [sys.executable, "-m", "tests.kernels.codecs.fuzz", *sys.argv[1:]]
+        raise SystemExit(os.spawnvpe(os.P_WAIT, sys.executable, words, environment))
+
+
+def notices_reads_outside(codec: Any) -> bool:
+    """Whether a kernel that is told of more words than there are is stopped. The memory behind is ours too."""
+    from kernels.cpu import transform as compiled
+
+    size = codec.segment_bytes[0] // 2
+    memory = np.full((1, size), 0xFFFF, np.uint16)
+    raw = np.zeros((1, 32 * len(codec.layers[0].classes)), np.uint16)
+    try:
+        compiled.decode(memory[:, :40], size, codec._tables, codec.layers[0], codec._shift, codec._room(0), raw)
+    except IndexError:
+        return True
+    return False
+
+
+def segments_of(rng: np.random.Generator, codec: Any, layer: int, kind: str) -> torch.Tensor:
+    """Return a few segments of some kind, uint8."""
+    blocks, size = int(rng.integers(1, 4)), codec.segment_bytes[layer]
+    if kind == "noise":
+        data = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
+    elif kind == "few values":
+        data = rng.choice(rng.integers(0, 256, 2, dtype=np.uint8), (blocks, size))
+    else:  # what was encoded, with some words replaced, or its head with other words behind it
+        data = np.zeros((blocks, size), np.uint8)
+        rows = raw_of(rng, codec, layer, blocks, "normal")
+        codec.encode(layer, rows, torch.from_numpy(data))
+        if kind == "damaged":
+            places = rng.integers(0, size, (blocks, int(rng.integers(1, 9))))
+            np.put_along_axis(data, places, rng.integers(0, 256, places.shape, dtype=np.uint8), 1)
+        else:
+            cut = int(rng.integers(1, size))
+            data[:, cut:] = rng.integers(0, 256, (blocks, size - cut), dtype=np.uint8)
+    return torch.from_numpy(np.ascontiguousarray(data))
+
+
+def raw_of(rng: np.random.Generator, codec: Any, layer: int, blocks: int, kind: str) -> torch.Tensor:
+    """Return rows of some kind."""
+    shape = blocks, 32 * len(codec.layers[layer].classes)
+    if kind == "any bits":
+        width = codec.dtype.itemsize
+        bits = rng.integers(0, 256, (shape[0], shape[1] * width), dtype=np.uint8)
+        return torch.from_numpy(bits).view(codec.dtype)
+    numbers = rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 6 if kind == "any size" else 0)
+    return torch.from_numpy(numbers).to(codec.dtype)
+
+
+def one(seed: int, codecs: list[Any], done: Counter[str]) -> None:
+    """Decode or encode something that follows from the seed."""
+    rng = np.random.default_rng(seed)
+    codec = codecs[int(rng.integers(len(codecs)))]
+    layer = int(rng.integers(len(codec.layers)))
+    if rng.random() < 0.2:
+        kind = str(rng.choice(["any bits", "any size"]))
+        raw = raw_of(rng, codec, layer, 2, kind)
+        segments = torch.zeros(2, codec.segment_bytes[layer], dtype=torch.uint8)
+        taken = codec.encode(layer, raw, segments)
+        back = torch.empty_like(raw)
+        codec.decode(layer, segments, back)
+        if not all(bool(back[block].isfinite().all()) for block in range(2) if taken[block]):
+            raise AssertionError("what was encoded decodes to what is not finite")
+        done[f"encoded, {kind}"] += 1
+        return
+    kind = str(rng.choice(["noise", "few values", "damaged", "other words behind"]))
+    segments = segments_of(rng, codec, layer, kind)
+    room = torch.full((len(segments) + 2, 32 * len(codec.layers[layer].classes)), GUARD, dtype=codec.dtype)
+    codec.decode(layer, segments, room[1:-1])
+    if not (bool((room[0] == GUARD).all()) and bool((room[-1] == GUARD).all())):
+        raise AssertionError("decoding has written outside of its rows")
+    again = torch.empty_like(room[1:-1])
+    codec.decode(layer, segments, again)
+    if not torch.equal(again.view(torch.uint8), room[1:-1].contiguous().view(torch.uint8)):
+        raise AssertionError("equal bytes gave other rows")
+    done[f"decoded, {kind}"] += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--first", type=int, help="seed; the others follow it")
+    arguments = parser.parse_args()
+    check_indices()
+    from tests.kernels.codecs.test_transform import SHAPES, codec_for
+
+    codecs = [codec_for(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    if not notices_reads_outside(codecs[0]):
+        print("indices are not checked: nothing would be found")
+        return 2
+    first = secrets.randbelow(1 << 40) if arguments.first is None else arguments.first
+    done: Counter[str] = Counter()
+    end = time.monotonic() + arguments.seconds
+    for seed in count(first):
+        try:
+            one(seed, codecs, done)
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return 1
+        if time.monotonic() >= end:
+            break
+    print(f"seeds {first} to {seed}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(done.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
