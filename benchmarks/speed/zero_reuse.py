@@ -1,13 +1,14 @@
 """What a cache costs that nobody profits from: engine CPU time per token, `attentionstore` against `recompute`.
 
-    python -m benchmarks.speed.zero_reuse [--starts 4] [--rounds 50]
+    python -m benchmarks.speed.zero_reuse [--starts 4] [--rounds 50] [--codec transform]
 
 Every prompt is new, from its first token on: random words, 300 to 900 tokens, and an answer of 32 to 64. Nothing is
 ever found in a cache, but everything is saved to DRAM and written to disk. For the bundled model and for the random
 125 M shape, two servers differ in `cache.mode` alone. They take turns round by round, only one works at a time, and
 all get the same prompts in a round. Small HBM, so that blocks leave it all the time. A third server, `no-disk`, saves
 to DRAM only: what it costs less is what writing files costs; it takes part in every fourth round. What they save to is
-in memory when the rounds begin.
+in memory when the rounds begin. With `--codec` those that save do so through a codec, which is calibrated at their
+start; what it costs to code for the disk counts like all else.
 
 CPU seconds are user and system time of the engine process, all of its threads, to the nanosecond; they are read when
 the server has written all it wants to. A round's cost is divided by the tokens that went through the model. Held: the
@@ -21,7 +22,7 @@ import asyncio
 import platform
 import random
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -209,13 +210,14 @@ def measure(run: Run) -> dict[str, Any]:
     def result() -> dict[str, Any]:
         rows = summarize(costs)
         return {
-            "settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "rarely": RARELY, "held": verdicts(rows), "summary": rows,
+            "settings": SETTINGS, "codec": arguments.codec, "hbm_tokens": HBM_TOKENS, "rarely": RARELY,
+            "held": verdicts(rows), "summary": rows,
             "rounds": [asdict(cost) for cost in costs],
         }  # fmt: skip
 
     for model in [arguments.only] if arguments.only else MODELS:
         source = BUNDLED if model == "bundled" else run.random_model()
-        own = {**SETTINGS, "model.source": str(source), "cache.hbm_tokens": HBM_TOKENS}
+        own = {**SETTINGS, "model.source": str(source), "cache.hbm_tokens": HBM_TOKENS, "cache.codec": arguments.codec}
         for start in range(arguments.starts):
             with ExitStack() as running:
                 servers = {
@@ -233,10 +235,15 @@ def measure(run: Run) -> dict[str, Any]:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--only", choices=MODELS, help="measure one of the two models")
     parser.add_argument("--starts", type=int, default=4, help="of the servers of a model")
+    parser.add_argument("--codec", choices=("raw", "transform"), default="raw", help="of KV below HBM")
+
+
+def result_name(arguments: Namespace) -> str:
+    return "zero_reuse" if arguments.codec == "raw" else f"zero_reuse_{arguments.codec}"
 
 
 EXPERIMENT = Experiment(
-    name="zero_reuse", about=__doc__, measure=measure, show=show, options=options, rounds=50,
+    name=result_name, about=__doc__, measure=measure, show=show, options=options, rounds=50,
     rounds_help="of a start, that count; one more warms up", takes_model=True,
 )  # fmt: skip
 

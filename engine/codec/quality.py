@@ -101,13 +101,18 @@ class HistoryCoder:
     def compute(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Compute a history [tokens]. Returns by layer K without position [tokens, kv_heads, k_dim], and V, as they are
         stored; `place` puts them in the pages."""
-        for k, v in self._seen:
-            k.clear()
-            v.clear()
+        self._forget_seen()
         for start in range(0, len(token_ids), _CHUNK):
             self._run(token_ids[start : start + _CHUNK], start, logit_rows=1, listens=True)
-        stored = self._subject.dtype
-        return [(torch.cat(k).to(stored), torch.cat(v).to(stored)) for k, v in self._seen]
+        return self._stored()
+
+    @torch.inference_mode()
+    def go_on(self, token_ids: Tensor, start: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Do both at once behind a history of `start` tokens. Returns the log probabilities as from `score`, and what
+        is stored of these tokens, as from `compute`."""
+        self._forget_seen()
+        logits = self._run(token_ids, start, logit_rows=len(token_ids), listens=True)
+        return logits.float().log_softmax(-1), self._stored()
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
@@ -121,6 +126,15 @@ class HistoryCoder:
         for layer, ((k, v), pages) in enumerate(zip(rows, self._pages, strict=True)):
             write_rows(pages.k, slots, self._rotations.rotate(layer, k.float(), slots))
             write_rows(pages.v, slots, v.float())
+
+    def _forget_seen(self) -> None:
+        for k, v in self._seen:
+            k.clear()
+            v.clear()
+
+    def _stored(self) -> list[tuple[Tensor, Tensor]]:
+        stored = self._subject.dtype
+        return [(torch.cat(k).to(stored), torch.cat(v).to(stored)) for k, v in self._seen]
 
     def _run(self, token_ids: Tensor, start: int, *, logit_rows: int, listens: bool) -> Tensor:
         count = len(token_ids)
