@@ -174,6 +174,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     kv_bytes_per_token: int
     hbm_tokens: int
+    dram_tokens: int = 0  # that DRAM holds, as rows or coded; some may be in it as both
     block_size: int
     page_size: int
     codec: str = "raw"  # of KV below DRAM, or below HBM
@@ -183,7 +184,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     selector: str = "none"  # chooses what decoding reads of long contexts
     fingerprint: str  # hex
     warnings: tuple[str, ...]
-    memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk -> bytes
+    memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk, coding if anything is coded -> bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -11,8 +11,15 @@ from engine.build.resources import memory
 from engine.messages import ModelInfo
 
 ON_DEVICE = ("weights", "hbm")  # parts of the plan that use this machine's memory only if the model runs on it
-IN_MEMORY = (*ON_DEVICE, "dram", "staging")
-NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
+IN_MEMORY = (*ON_DEVICE, "dram", "staging", "coding")
+NAMES = {
+    "weights": "weights",
+    "hbm": "KV in HBM",
+    "dram": "KV in DRAM",
+    "staging": "staging",
+    "disk": "KV on disk",
+    "coding": "KV being coded",
+}
 
 
 def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling: SamplingDefaults) -> Panel:
@@ -55,11 +62,11 @@ def _plan(model: ModelInfo) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    below_hbm = int(token_bytes * (1 if model.lossy_codec else model.coded_bytes))
-    per_token = {"hbm": token_bytes, "dram": below_hbm, "disk": below_hbm}
     for name, size in plan.items():
-        tokens = size // per_token[name] if per_token.get(name) else 0
+        tokens = _tokens(model, name, size)
         what = f"{tokens:,} tokens" if tokens else ""
+        if name in ("dram", "disk") and tokens and model.lossy_codec:
+            what += ", coded" if name == "disk" else ", most of them coded"
         if name == "hbm":
             what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
         table.add_row(NAMES.get(name, name), _size(size), what)
@@ -67,6 +74,15 @@ def _plan(model: ModelInfo) -> Table:
     used = sum(plan.get(name, 0) for name in IN_MEMORY if name not in elsewhere)
     table.add_row("memory in all", _size(used), f"of {memory().total / GIB:.1f} GiB that this machine has")
     return table
+
+
+def _tokens(model: ModelInfo, name: str, size: int) -> int:
+    """Return how many tokens a part of the plan holds, as they lie there; 0 if it holds none."""
+    if name == "dram" and model.dram_tokens:
+        return model.dram_tokens
+    shares = {"hbm": 1.0, "dram": 1.0 if model.lossy_codec else model.coded_bytes, "disk": model.coded_bytes}
+    token_bytes = model.kv_bytes_per_token * shares.get(name, 0.0)
+    return int(size / token_bytes) if token_bytes else 0
 
 
 def _size(num_bytes: int) -> str:

@@ -205,8 +205,8 @@ def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, An
 
 
 def _codec(stats: Stats, model: ModelInfo) -> dict[str, Any] | None:
-    """Return what is known of the codec of KV in use; None if KV is kept as it is."""
-    if model.codec == "raw" and not stats.codec_condemned:
+    """Return what is known of the codec of KV in use; None if KV comes back as it was."""
+    if not model.lossy_codec and not stats.codec_condemned:
         return None
     checks = stats.codec_checks
     return {

@@ -20,7 +20,7 @@ from cache.storage.throttle import Throttle
 
 # separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
 WRITE_THREADS = 4
-_MOST_PACKED_BYTES = 256 << 20  # of an extent's rows: their packed form lies in memory until it is written
+MOST_PACKED_BYTES = 256 << 20  # of an extent's rows: their packed form lies in memory until it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ExtentWriter:
             segment_bytes=sizes,
             checksums=checksums,
         )
-        if self._packed_width and sizes is self._sizes.raw and sum(sizes) * len(blocks) <= _MOST_PACKED_BYTES:
+        if self._packed_width and sizes is self._sizes.raw and sum(sizes) * len(blocks) <= MOST_PACKED_BYTES:
             header, segments = self._packed(header, segments)
         encoded = encode_header(header, self._key)
         layout = Layout.of_header(header, len(encoded))

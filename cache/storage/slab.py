@@ -27,6 +27,11 @@ class LayerShape:
     v_dim: int  # 0: there is no V
 
 
+def row_segments(shapes: Sequence[LayerShape], dtype: torch.dtype) -> list[int]:
+    """Return the bytes of a block's rows, by layer."""
+    return [BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes]
+
+
 class Segments:
     """Memory of slots and its checksums. Any thread may use it, as long as no slot is read while it is written; callers
     see to that. segment_bytes: of one slot, by layer. pinned: use page-locked memory, for asynchronous copies to and
@@ -111,8 +116,7 @@ class Slab(Segments):
     ) -> None:
         self.dtype, self.projection = dtype, projection
         self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
-        sizes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
-        super().__init__(segment_bytes=sizes, num_slots=num_slots, pinned=pinned)
+        super().__init__(segment_bytes=row_segments(shapes, dtype), num_slots=num_slots, pinned=pinned)
         of_token = [sum(row_bytes) // dtype.itemsize for row_bytes in self._row_bytes]
         self.block_elements = [BLOCK_TOKENS * n for n in (projection.row_elements if projection else of_token)]
         """Elements of a block's K and V, by layer."""

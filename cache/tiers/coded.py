@@ -11,15 +11,27 @@ from cache.stats import CacheStats
 from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
 from cache.tiers.slots import SlotPool
 
-_ROWS_SHARE = 0.25  # of DRAM's bytes, for rows: of what is warm, and of blocks that are never coded, two a session
+_LEAST_ROWS, _MOST_ROWS = 0.25, 0.75  # shares of DRAM's bytes for rows
+_WARM_ROWS = 0.1  # of them, for what is warm and will be coded
+_NEVER_CODED = 2.0  # blocks of a session: its first, and the one that is not full
 
 
-def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int) -> tuple[int, int]:
+def rows_share(session_blocks: float, ratio: float) -> float:
+    """Return the share of DRAM's bytes that is for rows. session_blocks: mean blocks of a session; 0: not known. Two of
+    them are never coded, and the others are so many times smaller then."""
+    if session_blocks <= 0:
+        return _LEAST_ROWS
+    never = min(session_blocks, _NEVER_CODED)
+    share = never / (never + (session_blocks - never) / ratio)
+    return min(max(share + _WARM_ROWS, _LEAST_ROWS), _MOST_ROWS)
+
+
+def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_blocks: float = 0.0) -> tuple[int, int]:
     """Return how many slots for rows and how many coded slots a DRAM of so many bytes has. coded_bytes: of a coded
-    block; 0: nothing is coded."""
+    block; 0: nothing is coded. session_blocks: see `rows_share`."""
     if not coded_bytes:
         return size_bytes // slot_bytes, 0
-    slots = int(size_bytes * _ROWS_SHARE) // slot_bytes
+    slots = int(size_bytes * rows_share(session_blocks, slot_bytes / coded_bytes)) // slot_bytes
     return slots, (size_bytes - slots * slot_bytes) // coded_bytes
 
 

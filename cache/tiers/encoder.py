@@ -11,7 +11,7 @@ from cache.tiers.coded import CodedTier
 from cache.tiers.dram import DramTier
 from cache.tiers.holds import DirtyBlocks, KeysWhere
 
-_AT_ONCE = 64  # blocks under way: their slots are held until all of them are encoded
+AT_ONCE = 64  # blocks under way: their slots are held until all of them are encoded
 
 
 class Encoder:
@@ -49,7 +49,7 @@ class Encoder:
         blocks: list[tuple[BlockKey, int, int]] = []
         refused: set[SessionName | None] = set()
         for row in rows:
-            if len(self._encoding) >= _AT_ONCE:
+            if len(self._encoding) >= AT_ONCE:
                 break
             if row.slot is None or row.key in self._encoding:
                 continue
@@ -72,9 +72,9 @@ class Encoder:
         """Have blocks encoded whose slots DRAM wants back, in the policy's order. A block for which no coded slot can
         be had leaves DRAM, as where nothing is coded."""
         excess = self._dram.resident - self._dram.most_resident - len(self._encoding)
-        if excess <= 0 or len(self._encoding) >= _AT_ONCE:
+        if excess <= 0 or len(self._encoding) >= AT_ONCE:
             return
-        keys = self._dram.policy.victims(min(max(excess, self._dram.batch), _AT_ONCE), self._others)
+        keys = self._dram.policy.victims(min(max(excess, self._dram.batch), AT_ONCE), self._others)
         if keys:
             self._dram.evict(self.encode(row for key in keys if (row := self._table.get(key)) is not None))
         elif not self._encoding:

@@ -12,10 +12,10 @@ from cache.stats import CacheStats
 from cache.tiers.coded import CodedTier
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
-from cache.tiers.encoder import Encoder
+from cache.tiers.encoder import AT_ONCE, Encoder
 from cache.tiers.holds import DirtyBlocks
 
-_MAX_EXTENT_BLOCKS = 512
+MAX_EXTENT_BLOCKS = 512
 _MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless
 _RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
 _EXTENT_OVERHEAD = 3 * 4096
@@ -149,7 +149,9 @@ class WriteBehind:
                 kind = max(map(self._kind, rows))
                 rows = [row for row in rows if self._kind(row) == kind]
                 known = record(name) or SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
-                self._write(name, rows[:_MAX_EXTENT_BLOCKS], kind, known, now)
+                # What is encoded for an extent lies in memory until that is written.
+                most = AT_ONCE if kind == _Kind.ENCODED else MAX_EXTENT_BLOCKS
+                self._write(name, rows[:most], kind, known, now)
             else:
                 self._dirty.forget(name)
 

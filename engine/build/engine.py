@@ -203,6 +203,7 @@ def _model_info(
         layers=len(found.shapes),
         kv_bytes_per_token=kv_bytes,
         hbm_tokens=hbm_tokens,
+        dram_tokens=dram_tokens + tiers.coded_slots * BLOCK_TOKENS,
         block_size=BLOCK_TOKENS,
         page_size=probed.page_size,
         codec="raw" if probed.codec.is_refused else probed.codec.name,
@@ -222,6 +223,7 @@ def _model_info(
             "dram": dram_tokens * stored_bytes + coded_dram_bytes,
             "staging": (tiers.num_slots - tiers.dram_slots) * stored_bytes * BLOCK_TOKENS,
             "disk": tiers.disk_bytes,
+            **({"coding": room.coding} if room.coding else {}),
         },
     )
 

@@ -8,9 +8,11 @@ import torch
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.directory import stored_bytes
+from cache.storage.extent_writer import MOST_PACKED_BYTES
+from cache.storage.slab import LayerShape, row_segments
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import disk_room
-from engine.build.sizes import Sizes, automatic_sizes
+from engine.build.sizes import Sizes, automatic_sizes, coding_bytes
 from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused, rope_limit
 from engine.ranks.names import rank_directory
@@ -21,6 +23,7 @@ class Room:
     max_context: int  # tokens of one request, answer included
     num_pages: int  # in HBM
     automatic: Sizes  # counts where the config gives no size
+    coding: int  # bytes of memory for KV that is being encoded or packed
     warnings: tuple[str, ...]  # for people
 
 
@@ -31,6 +34,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
     projection_bytes = 0 if probed.codec.projection is None else probed.codec.projection.weight_bytes
     window = _window(config.model.max_context, loaded.text, warnings)
+    coding = coding_of(config.cache, loaded, probed)
     automatic = automatic_sizes(
         memory=loaded.free_bytes,
         device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
@@ -40,10 +44,21 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
         stored_bytes_per_token=probed.stored_bytes_per_token,
         window_tokens=window,
         hbm_tokens=config.cache.hbm_tokens,
+        coding=coding,
     )
     automatic_tokens = automatic.hbm // probed.kv_bytes_per_token
     num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
-    return Room(window, num_pages, automatic, tuple(warnings))
+    return Room(window, num_pages, automatic, coding, tuple(warnings))
+
+
+def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
+    """Return the bytes that encoding and packing take beside the tiers."""
+    if config.mode != "attentionstore":
+        return 0
+    shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
+    coded = None if probed.codec.is_refused else probed.coded_segment_bytes
+    packed = MOST_PACKED_BYTES if config.disk_packing == "lossless" and config.disk_bytes != 0 else 0
+    return coding_bytes(row_segments(shapes, loaded.dtype), coded, packed_bytes=packed)
 
 
 def _disk_room(config: CacheConfig, num_ranks: int) -> int:

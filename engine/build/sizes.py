@@ -3,9 +3,12 @@
 docs/sizes.md tabulates it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.tiers.encoder import AT_ONCE
+from cache.tiers.write_behind import MAX_EXTENT_BLOCKS
 
 _GIB = 1 << 30
 # Of the memory that is free beside the weights, for KV in all. What is left is for the system, cached files and what
@@ -15,6 +18,7 @@ _SHARE, _PINNED_SHARE = 0.5, 0.4
 _HBM_SHARE, _STAGING_SHARE = 0.15, 0.05
 _DEVICE_SHARE = 0.85  # of the accelerator's memory that is free when the weights are loaded
 _DISK_SHARE = 0.25
+_ENCODING_STREAMS = 2  # what is encoded for DRAM, and for the disk
 # Two conversations of full windows, and of small models as many as fit into what any machine can spare.
 _HBM_WINDOWS, _HBM_LEAST_CAP = 2, 2 * _GIB
 # One being written to disk while another is computed, as far as that is no more than a disk takes in seconds.
@@ -34,6 +38,16 @@ class Sizes:
     disk: int
 
 
+def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None, *, packed_bytes: int) -> int:
+    """Return the memory beside the tiers that coding takes at most: what is encoded for DRAM and for the disk at once,
+    with the rows of a layer, and an extent as it is packed. segment_bytes: of a block, by layer; coded_segment_bytes:
+    None where nothing is coded; packed_bytes: the most of an extent's rows that are packed, 0 where they are not."""
+    packing = min(packed_bytes, MAX_EXTENT_BLOCKS * sum(segment_bytes))
+    if coded_segment_bytes is None:
+        return packing
+    return packing + _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))
+
+
 def automatic_sizes(
     *,
     memory: int,
@@ -44,10 +58,12 @@ def automatic_sizes(
     window_tokens: int,
     hbm_tokens: int,
     stored_bytes_per_token: int | None = None,
+    coding: int = 0,
 ) -> Sizes:
     """Sizes for a model. memory: bytes that were available before its load; device_memory: of the accelerator, what
     is free behind the weights, None if the model runs on the CPU; disk: what cache files may take at most; hbm_tokens:
-    what somebody set, or 0; stored_bytes_per_token: of rows below HBM, None: the same as in it."""
+    what somebody set, or 0; stored_bytes_per_token: of rows below HBM, None: the same as in it; coding: see
+    `coding_bytes`."""
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
     free = max(0, memory - weights) if on_cpu else memory
@@ -63,7 +79,10 @@ def automatic_sizes(
     dram = int(_SHARE * free) - hbm if on_cpu else int(_PINNED_SHARE * free)
     most = min(_MOST_BLOCKS, int(_TABLE_SHARE * memory) // _TABLE_BYTES) * BLOCK_TOKENS * stored_bytes
     return Sizes(
-        hbm=hbm, dram=max(0, min(dram - staging, most)), staging=staging, disk=min(int(_DISK_SHARE * disk), most)
+        hbm=hbm,
+        dram=max(0, min(dram - staging - coding, most)),
+        staging=staging,
+        disk=min(int(_DISK_SHARE * disk), most),
     )
 
 

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from cache.storage.first_touch import FirstTouch
 from cache.storage.key_likeness import KeyLikeness
 from cache.storage.large_pages import LargePages
 from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import CodedSlab, LayerShape, Slab
+from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from cache.storage.throttle import Throttle
 from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
@@ -96,22 +97,24 @@ def build_tiers(
     dram_bytes, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
     _check_memory(dram_bytes + staging_slots * slot_bytes)
     codec = probed.codec.codec
+    shapes = _stored_shapes(probed)
+    segment_bytes = row_segments(shapes, loaded.dtype)
+    disk: ExtentStore | None = None
+    extents: Sequence[ExtentInfo] = ()
+    records: Sequence[SessionRecord] = ()
+    if disk_bytes:
+        disk = _disk(config, loaded, probed, segment_bytes, disk_bytes)
+        extents, records = _opened(disk, cache.disk_dir)
     coded_bytes = 0 if probed.codec.is_refused else sum(probed.coded_segment_bytes or ())
-    dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, coded_bytes)
+    dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, coded_bytes, mean_session_blocks(extents))
     slab = Slab(
-        shapes=_stored_shapes(probed),
+        shapes=shapes,
         dtype=loaded.dtype,
         num_slots=dram_slots + staging_slots,
         pinned=on_gpu,
         projection=probed.codec.projection,
     )
-    disk: ExtentStore | None = None
-    extents: Sequence[ExtentInfo] = ()
-    records: Sequence[SessionRecord] = ()
-    if disk_bytes:
-        disk = _disk(config, loaded, probed, slab.segment_bytes, disk_bytes)
-        extents, records = _opened(disk, cache.disk_dir)
-    redis = _redis(config, probed, slab.segment_bytes) if slab.num_slots else None
+    redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
     gbps = cache.dram_gbps / loaded.num_ranks
     transfer = make_transfer(
         pages=pages,
@@ -147,6 +150,15 @@ def build_tiers(
         extents=extents,
         records=records,
     )
+
+
+def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
+    """Return the mean blocks of the sessions that a disk has kept; 0 if it has none. Of the blocks that are not full a
+    session has one, however many of its turns have left one on disk."""
+    full = Counter[tuple[str, str, str]]()
+    for extent in extents:
+        full[extent.session.names] += sum(not block.is_open for block in extent.blocks)
+    return sum(full.values()) / len(full) + 1 if full else 0.0
 
 
 def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:

@@ -59,6 +59,24 @@ def test_dram_for_three_conversations_holds_all_eight_coded(make):
     assert stats.tier_bytes["dram"] == held
     assert held <= stats.tier_capacity["dram"] <= 3 * ROOM * KV_BYTES
     assert driver.engine.model.memory_plan["dram"] == stats.tier_capacity["dram"]
+    assert driver.engine.model.dram_tokens == 32 * (tiers.dram.dram_slots + tiers.coded.num_slots)
+    segments = codec_of_encodes(driver).segment_bytes
+    layer_bytes = tiers.dram.slot_bytes // len(segments)
+    assert driver.engine.model.memory_plan["coding"] == 2 * 64 * (sum(segments) + layer_bytes)
+
+
+def test_after_short_conversations_a_restart_gives_rows_more_of_dram(make):
+    tiers = {"dram_bytes": 400 * 32 * KV_BYTES, "disk_bytes": 1 << 28}
+    first = make(**tiers)
+    rows = first.cache.tiers.dram.dram_slots
+    assert rows == 100  # a quarter: nothing is known yet
+    for number in range(3):
+        turn(first, str(number), random_ids(450, number), session=f"s{number}")  # 14 full blocks and one more
+    again = make(**tiers).cache.tiers
+    ratio = again.dram.slot_bytes / again.coded.slot_bytes
+    assert again.dram.dram_slots == pytest.approx(400 * (2 / (2 + 13 / ratio) + 0.1), abs=1)
+    held = again.dram.dram_slots * again.dram.slot_bytes + again.coded.num_slots * again.coded.slot_bytes
+    assert held <= tiers["dram_bytes"]
 
 
 def test_what_is_warm_in_dram_is_exact_beside_the_codec(make, vanilla):

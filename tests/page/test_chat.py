@@ -335,7 +335,7 @@ def test_the_live_view_says_that_a_codec_was_switched_off(page: Any, server: Ser
     engine, before, model = server.engine, server.engine.stats, server.engine.model
     checks = CodecChecks(counts=[0] * 10 + [9, 0], total=2.0, recent=0.21, limit=0.002)
     try:
-        engine.model = msgspec.structs.replace(model, codec="transform-1")
+        engine.model = msgspec.structs.replace(model, codec="transform-1", lossy_codec=True)
         engine.stats = msgspec.structs.replace(before, steps=before.steps + 1, codec_checks=checks)
         line = page.locator('[data-part="tiers"] [data-part="codec"]')
         line.get_by_text("coded (transform-1): 0.21 nats").wait_for()

@@ -205,6 +205,29 @@ def test_the_plan_names_url_model_and_memory():
     assert "1.00 GiB" in in_all  # weights and HBM are the accelerator's
 
 
+def test_the_plan_counts_coded_tokens_as_they_lie():
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    plan = {"weights": 1 << 30, "hbm": 1 << 30, "dram": 1 << 30, "staging": 1 << 20, "disk": 1 << 30, "coding": 1 << 29}
+    model = model_info(
+        Path(),
+        kv_bytes_per_token=2048,
+        memory_plan=plan,
+        codec="transform-1",
+        lossy_codec=True,
+        coded_bytes=0.25,
+        dram_tokens=1_700_000,
+    )
+    sampling = SamplingDefaults(temperature=0.25, top_k=7)
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=sampling))
+    rows = {line.strip("│ ").split("  ")[0]: line for line in console.export_text().splitlines()}
+    console.file.close()
+    assert "1,700,000 tokens, most of them coded" in rows["KV in DRAM"]
+    assert "2,097,152 tokens, coded" in rows["KV on disk"]  # 1 GiB / (2,048 B / 4)
+    assert "524,288 tokens of" in rows["KV in HBM"]
+    assert "0.50 GiB" in rows["KV being coded"]
+    assert "3.50 GiB" in rows["memory in all"]
+
+
 def test_help_shows_every_setting_by_section():
     output = CliRunner().invoke(program.cli, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     assert [name for name, _ in known_settings() if f"--{name}" not in output] == []

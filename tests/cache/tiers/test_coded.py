@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.moves import EncodeBlocks, WriteExtent
 from cache.policies import POLICIES
-from cache.tiers.coded import split_dram
+from cache.tiers.coded import rows_share, split_dram
 from tests.cache.pool_model import PoolModel, make_manager
 
 
@@ -22,6 +22,39 @@ def test_both_kinds_of_slots_share_one_budget(size, slot, share):
     assert size - slots * slot - coded * coded_bytes < coded_bytes  # nothing is left over
     assert slots * slot <= size / 4
     assert split_dram(size, slot, 0) == (size // slot, 0)
+
+
+@given(blocks=st.floats(0, 1e4), ratio=st.floats(1, 10))
+def test_the_share_of_rows_follows_the_conversations_within_bounds(blocks, ratio):
+    share = rows_share(blocks, ratio)
+    assert 0.25 <= share <= 0.75
+    if blocks >= 2:
+        assert rows_share(blocks + 1, ratio) <= share  # longer ones need less of it
+        never = 2 * (blocks + 1)  # what one of those takes if all were rows, and the two that stay so
+        assert share == 0.75 or share >= 2 / never
+
+
+def test_short_conversations_get_room_for_what_is_never_coded():
+    # 16 blocks: 2 stay rows, 14 take 14 / 4.5 = 3.1: rows need 0.39, and a tenth for what is warm.
+    assert rows_share(16, 4.5) == pytest.approx(2 / (2 + 14 / 4.5) + 0.1)
+    assert rows_share(57, 4.5) == 0.25  # 0.14 + 0.1
+    assert rows_share(0, 4.5) == 0.25  # not known
+    slots, coded = split_dram(1000 * 45, 45, 10, 16.0)
+    assert slots == int(1000 * (2 / (2 + 14 / 4.5) + 0.1))
+    assert coded == (1000 - slots) * 45 // 10
+
+
+def test_what_is_encoded_for_an_extent_is_so_many_blocks_at_most():
+    """Without coded slots whoever writes encodes, and keeps that in memory until it is on disk."""
+    model = PoolModel(make_manager(num_pages=120, staging_slots=200, dram_slots=200, coded_slots=0, disk_bytes=1 << 22))
+    orders: list[WriteExtent] = []
+    add = model.manager.tiers.orders.add
+    model.manager.tiers.orders.add = lambda move: (orders.append(move), add(move))[1]  # type: ignore[method-assign]
+    model.run("r", range(100 * BLOCK_TOKENS + 3), session="s")
+    model.settle()
+    sizes = [len(order.blocks) for order in orders if isinstance(order, WriteExtent) and order.is_coded]
+    assert sizes == [64, 99 - 64]
+    assert all(row.extent is not None for row in model.manager.tiers.table)
 
 
 def model_of(turns: int = 1, **options: int) -> PoolModel:

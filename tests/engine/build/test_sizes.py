@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.sizes import Sizes, automatic_sizes, dram_warnings
+from engine.build.sizes import Sizes, automatic_sizes, coding_bytes, dram_warnings
 
 DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30
@@ -78,6 +78,22 @@ def table(gpu: bool) -> str:
 
 def tables() -> str:
     return f"## On the CPU\n\n{table(gpu=False)}\n\n## With one GPU of 80 GB\n\n{table(gpu=True)}\n"
+
+
+def test_coding_takes_two_batches_and_an_extent():
+    # 64 blocks of 30 bytes as coded and 100 of the largest layer as rows, twice.
+    assert coding_bytes([80, 100], [10, 20], packed_bytes=0) == 2 * 64 * (30 + 100)
+    assert coding_bytes([80, 100], None, packed_bytes=0) == 0
+    assert coding_bytes([80, 100], None, packed_bytes=1 << 30) == 512 * 180  # no extent has more
+    assert coding_bytes([80, 100], None, packed_bytes=1000) == 1000
+
+
+def test_what_coding_takes_is_taken_from_dram():
+    given = {"memory": 1 << 36, "device_memory": None, "disk": 1 << 36, "weights": 1 << 30}
+    given |= {"kv_bytes_per_token": 1 << 17, "window_tokens": 8192, "hbm_tokens": 0}
+    with_it, without = automatic_sizes(**given, coding=1 << 28), automatic_sizes(**given)
+    assert without.dram - with_it.dram == 1 << 28
+    assert (without.hbm, without.staging, without.disk) == (with_it.hbm, with_it.staging, with_it.disk)
 
 
 def test_the_document_says_what_the_function_does() -> None:
