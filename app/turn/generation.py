@@ -79,7 +79,8 @@ class Generation(AsyncIterator[Delta]):
         is_raw = admitted.model.lossy_codec and is_exact(submit.cache_salt)
         self.codec = "raw" if is_raw else codec_in_use(admitted.model, engine.stats)
         """What KV of this conversation may go through; raw: nothing."""
-        self.selector = "none" if is_exact(submit.cache_salt) else admitted.model.selector
+        is_condemned = engine.stats is not None and engine.stats.codec_condemned
+        self.selector = "none" if is_exact(submit.cache_salt) or is_condemned else admitted.model.selector
         self.prompt = prepared.prompt
         self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave
         self.arrived_s = admitted.arrived_s

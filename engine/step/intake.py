@@ -117,6 +117,10 @@ class Intake:
     def _may_truncate(self, request: Submit) -> bool:
         return (request.truncation or self._truncation) == "auto"
 
+    def _is_exact(self, sequence_id: str) -> bool:
+        """Whether a request is served exactly: because it asks for it, or because the codec was condemned."""
+        return is_exact(self._cache.requests.context(sequence_id).session[1])
+
     def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:
         """It has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
         sampling = request.sampling
@@ -172,7 +176,7 @@ class Intake:
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
             constraint=constraint,
-            reads_in_part=self._model.selector != "none" and not is_exact(request.cache_salt),
+            reads_in_part=self._model.selector != "none" and not self._is_exact(sequence_id),
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         )
         if choice.penalties is not None:

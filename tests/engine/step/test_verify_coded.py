@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -121,6 +122,18 @@ def test_what_waits_or_moves_when_a_codec_is_condemned_ends_well(make, vanilla):
     assert {is_exact(name[1]) for name in driver.cache.sessions.contexts} == {True}
     coded = driver.cache.tiers.coded
     assert sorted(coded._slots._free) == list(range(coded.num_slots))
+
+
+def test_who_is_served_exactly_since_then_reads_whole_contexts(make):
+    """Else KV that was computed on parts of contexts would be in the domain of those who ask for exact KV."""
+    driver = make()
+    driver.engine._intake._model = msgspec.structs.replace(driver.engine.model, selector="pairs")
+    for is_condemned in (False, True):
+        if is_condemned:
+            driver.cache.condemn_codec()
+        driver.submit(f"{is_condemned}", random_ids(40, 1), session="s", max_tokens=2)
+        assert driver.engine._choices[f"{is_condemned}/0"].reads_in_part != is_condemned
+        driver.run()
 
 
 def test_a_condemned_codec_stays_off_after_a_restart_until_somebody_says_otherwise(make, tmp_path, vanilla):
