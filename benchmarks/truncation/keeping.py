@@ -3,8 +3,9 @@
     python -m benchmarks.truncation.keeping --data DIR [--model smollm2] [--parts perplexity,names,ttft]
 
 perplexity      of the text after a cut, by scorer, as a ratio to the oldest leaving.
-names           given in the older half of the window and asked for after a cut, by scorer and with recall. A question
-                counts if it is answered with the whole window before it, and not without the dialogue that it is from.
+names           given in the older half of the window and asked for after a cut, by scorer and with recall: the user
+                asks for a message of the assistant once more. A question counts if it is answered with the whole
+                window before it, and not without the dialogue that it is from.
 ttft            of messages about text that was dropped, on servers with cache.recall and without.
 
 Held, or the exit status is 1: attended or episodes answers 15 points more than oldest, and its perplexity is at most
@@ -44,7 +45,7 @@ from benchmarks.truncation.retrieval import (
 )
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.policies.keep import BLOCK_SCORERS
-from model.corpus import TURN_START
+from model.corpus import TURN_END, TURN_START
 
 PARTS = ("perplexity", "names", "ttft")
 WINDOW = 1024
@@ -60,19 +61,19 @@ QUOTED_WORDS = 12  # of an early message, in one that is about it
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question whose name is given in `said` and asked for in the message `asked`."""
+    """A question about a dialogue that was said long before, and the user's message in which it is asked again."""
 
-    said: list[int]
-    asked: list[int]
     question: Question
+    asked: list[int]
 
 
-def split(question: Question, opening: int) -> Asked | None:
-    """Part a dialogue before its last message; None if the name is in that message alone."""
-    place = max((place for place, token in enumerate(question.history) if token == opening), default=0)
-    said, asked = question.history[:place], question.history[place:]
-    fits = question.candidates[0] in said and len(asked) + len(question.message) < RESERVE
-    return Asked(said, asked, question) if fits else None
+def asked_again(question: Question, tokenizer: Tokenizer, opening: Sequence[int]) -> Asked | None:
+    """Have the user ask for the assistant's message once more, in its own words up to the name. opening: the tokens
+    with which the assistant's messages begin. None if that is too long."""
+    words = tokenizer.decode(question.message[len(opening) :]).strip()
+    text = f"{TURN_START}user\nPlease tell me once more: {words}{TURN_END}\n"
+    asked = tokenizer.encode(text, add_special_tokens=False).ids
+    return Asked(question, asked) if len(asked) + len(question.message) < RESERVE else None
 
 
 def ask(bench: KeptBench, asked: Asked, ids: list[int], other: list[int]) -> dict[str, bool] | None:
@@ -107,8 +108,9 @@ def measure_names(
     names = name_tokens(tokenizer, {token for ids in dialogues for token in ids})
     answering = tokenizer.encode("assistant", add_special_tokens=False).ids[0]
     opening = tokenizer.encode(TURN_START, add_special_tokens=False).ids[0]
-    found = [asked for question in find_questions(dialogues, names, opening, answering, rng)
-             if (asked := split(question, opening)) is not None]  # fmt: skip
+    begins = tokenizer.encode(f"{TURN_START}assistant\n", add_special_tokens=False).ids
+    questions = find_questions(dialogues, names, opening, answering, rng)
+    found = [asked for question in questions if (asked := asked_again(question, tokenizer, begins)) is not None]
     rng.shuffle(found)
     text = [token for ids in dialogues for token in ids]
     answers: dict[str, list[bool]] = defaultdict(list)
@@ -121,8 +123,9 @@ def measure_names(
             continue
         start = rng.randrange(len(text) - HISTORY)
         other = text[start : start + HISTORY]
-        place = rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(asked.said) + 1)
-        ids = [*other[:place], *asked.said, *other[place + len(asked.said) :]]
+        said = asked.question.history
+        place = rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(said) + 1)
+        ids = [*other[:place], *said, *other[place + len(said) :]]
         right = ask(bench, asked, ids, other)
         if right is not None:
             for arm, is_right in right.items():

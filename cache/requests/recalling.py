@@ -19,7 +19,7 @@ from cache.blocks.truncate import (
 from cache.policies.keep.recall import choose
 from cache.requests.keeping import Keeper
 
-_SHARE = 8  # one in so many tokens of the window may be recalled for a message
+_SHARE = 4  # one in so many tokens of the window may be recalled for a message
 
 
 class Recaller:

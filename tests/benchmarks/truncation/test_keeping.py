@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.truncation.keeping import RECALL, SYSTEM, Asked, ask, ratio_to, split, summarize_ttft, verdicts
+from benchmarks.harness.make_model import BUNDLED, SHAPES, make_model
+from benchmarks.truncation.keeping import RECALL, SYSTEM, Asked, ask, asked_again, ratio_to, summarize_ttft, verdicts
 from benchmarks.truncation.kept import CHUNK, KeptBench, cut, recall
 from benchmarks.truncation.quality import kept_rows, rows_without
 from benchmarks.truncation.retrieval import Question
@@ -53,14 +54,25 @@ def test_recall_exchanges_what_is_asked_for_with_the_oldest(bench):
     cuts = dropped(bench, "oldest")
     assert cuts == [(32, 288)]
     assert recall(TOKENS, cuts, [], window=WINDOW, keep_first=32) == cuts
-    back = recall(TOKENS, cuts, [TOKENS[40], 5], window=WINDOW, keep_first=32)  # of two blocks at most
-    assert back == [(96, 320), (352, 384)], "the block between has the token too"
+    back = recall(TOKENS, cuts, [TOKENS[40], 5], window=WINDOW, keep_first=32)  # of four blocks at most
+    assert sum(b - a for a, b in back) == 256
+    assert back[0][0] >= 96, "the block and its neighbour"
+    assert not any(a <= 320 < b for a, b in back), "the block has the token too"
 
 
-def test_a_dialogue_is_parted_before_its_last_message():
-    question = Question([1, 7, 8, 1, 9, 9], [1, 5], [7, 8])
-    assert split(question, 1) == Asked([1, 7, 8], [1, 9, 9], question)
-    assert split(Question([1, 8, 1, 7], [1, 5], [7, 8]), 1) is None, "the name is in the last message alone"
+def test_a_message_is_asked_for_in_its_own_words():
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    opening = ids("<|im_start|>assistant\n")
+    question = Question([1, 7], [*opening, *ids("I found a room in")], [7, 8])
+    asked = asked_again(question, tokenizer, opening)
+    text = "<|im_start|>user\nPlease tell me once more: I found a room in<|im_end|>\n"
+    assert tokenizer.decode(asked.asked, skip_special_tokens=False) == text
+    assert asked.question is question
+    assert asked_again(Question([1], [*opening, *ids("word " * 200)], [7]), tokenizer, opening) is None
 
 
 def test_a_question_counts_if_the_window_answers_it(bench):
@@ -74,7 +86,7 @@ def test_a_question_counts_if_the_window_answers_it(bench):
     unlikelier = int((whole - none).argmin())
 
     def asked(*candidates):
-        return ask(bench, Asked(text[40:60], [7, 8], Question([], [9], list(candidates))), text, other)
+        return ask(bench, Asked(Question([], [9], list(candidates)), [7, 8]), text, other)
 
     counted = [asked(likelier, other_name) for other_name in range(0, 400, 40) if other_name != likelier]
     expected = [

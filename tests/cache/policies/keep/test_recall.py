@@ -20,7 +20,7 @@ def test_only_dropped_blocks_come_back_and_no_more_than_may(dropped, kept, query
     assert set(found.places) <= set(dropped)
     assert len(found.spared) == len(kept)
     related = {place for place, tokens in dropped.items() if set(tokens) & set(query)}
-    assert all({place - 1, place, place + 1} & related for place in found.places)
+    assert all({*range(place - 3, place + 4)} & related for place in found.places)
     assert found == choose(list(reversed(dropped.items())), kept, query, most)
 
 
@@ -53,8 +53,14 @@ def test_what_has_much_less_to_do_with_it_stays_out():
     assert choose(dropped, [], [11, 12, 13, 14, 15, 16], 3).places == [0, 9]
 
 
-def test_kept_blocks_that_the_message_is_about_are_spared():
-    found = choose(blocks(10, 11, 12, 13), [[1, 11], [1, 14], [1, 2]], [11], 4)
-    assert found.spared == [True, False, False]
+def test_kept_blocks_around_what_the_message_is_about_are_spared():
+    kept = [[1, 11], [1, 14], [1, 2], [1, 5], [1, 6]]
+    found = choose(blocks(10, 11, 12, 13), kept, [11], 4)
+    assert found.spared == [True, True, True, False, False]
     assert found.places[0] == 1
     assert choose(blocks(10, 11, 12, 13), [[11, 14, 15, 16]], [11, 14, 15, 16], 4).places == [], "it is there already"
+
+
+def test_the_block_with_the_words_comes_before_those_that_have_more_around_them():
+    dropped = [(0, [10]), (1, [20, 21, 22]), (2, [11]), (3, [12]), (4, [])]
+    assert choose(dropped, [], [10, 11, 12, 20, 21, 22], 1).places == [1]
