@@ -113,7 +113,7 @@ class CodedHistory:
         """Code a turn's blocks. `coded` spares the first that it is given: that of the text, or one put in front."""
         assert self._codec is not None
         if not self.length:
-            return coded(self._codec, rows)[0]
+            return coded(self._codec, rows)[0] if len(rows[0][0]) > BLOCK_TOKENS else rows
         last = [(k[-BLOCK_TOKENS:], v[-BLOCK_TOKENS:]) for k, v in self._rows]
         longer = [(torch.cat([k, a]), torch.cat([v, b])) for (k, v), (a, b) in zip(last, rows, strict=True)]
         return [(k[BLOCK_TOKENS:], v[BLOCK_TOKENS:]) for k, v in coded(self._codec, longer)[0]]
@@ -144,7 +144,7 @@ def conversations(
         ids = [*first, *(token for chat in filling for token in chat[:turn_tokens])]
         whole = (len(ids) - len(ids) % BLOCK_TOKENS) // BLOCK_TOKENS
         ends = [BLOCK_TOKENS * (whole * number // (TURNS - 1)) for number in range(TURNS)]
-        pieces = [torch.tensor(ids[a:b]) for a, b in pairwise(ends)]
+        pieces = [torch.tensor(ids[a:b]) for a, b in pairwise(ends) if a < b]
         questions = []
         for kind, name in given.items():
             asked, answer = ASKED[kind]

@@ -62,6 +62,13 @@ def test_each_block_is_coded_once_and_the_first_never(coder):
     assert len(codec.seen) == layers * (5 * TURN // 32 - 1)
 
 
+def test_a_first_turn_of_one_block_is_not_coded_at_all(coder):
+    codec = codec_of(coder, is_lossy=True)
+    ids = torch.tensor(random_ids(3 * 32, 1))
+    assert len(drift_of(coder, codec, ids.split(32))) == 2
+    assert len(codec.seen) == len(coder._subject.found.shapes) * 2
+
+
 def test_a_codec_without_a_loss_drifts_nowhere(coder):
     assert drift_of(coder, codec_of(coder, is_lossy=False), text(4)) == [0.0] * 3
 
