@@ -18,6 +18,7 @@ from engine.codec.quality import Subject
 from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from engine.model.lookahead import Lookahead
 from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
@@ -72,6 +73,7 @@ class ProbedModel:
     fingerprint: bytes  # of the model, and of codec and selector if there are any
     codec: ChosenCodec
     kv_bytes_per_token: int  # in HBM, over all layers and ranks
+    lookahead: Lookahead | None = None  # if a selector guesses queries
 
     @property
     def coded_segment_bytes(self) -> Sequence[int] | None:
@@ -132,12 +134,23 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
     subject = Subject(module, backend, page_size, found)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
+    lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None
     if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
     if codec.projection is not None:
         watch_inputs(subject, codec.projection)
+    if lookahead is not None:
+        lookahead.watch(module)
     kv_bytes_per_token = loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
-    return ProbedModel(backend, page_size, found, digest, codec, kv_bytes_per_token)
+    return ProbedModel(backend, page_size, found, digest, codec, kv_bytes_per_token, lookahead)
+
+
+def _lookahead(module: nn.Module, found: ProbeResult) -> Lookahead:
+    """Raises ModelRefused."""
+    try:
+        return Lookahead(module, found)
+    except ValueError as error:
+        raise ModelRefused(f"selector.name infinigen cannot guess this model's queries: {error}") from error
 
 
 def _device(name: str) -> torch.device:

@@ -133,6 +133,11 @@ def running(step: Step) -> Iterator[None]:
         _STEP.reset(token)
 
 
+def is_in_step() -> bool:
+    """Whether one of our steps runs in this thread."""
+    return _STEP.get() is not None
+
+
 def current_step() -> Step:
     """Return the current step. Raises RuntimeError outside a step."""
     step = _STEP.get()

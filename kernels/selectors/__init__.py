@@ -15,6 +15,12 @@ def _pairs(inputs: SelectorInputs) -> KvSelector:
     return PairSelector(inputs)
 
 
+def _infinigen(inputs: SelectorInputs) -> KvSelector:
+    from kernels.selectors.infinigen import InfinigenSelector
+
+    return InfinigenSelector(inputs)
+
+
 def _quest(inputs: SelectorInputs) -> KvSelector:
     from kernels.selectors.quest import QuestSelector
 
@@ -24,5 +30,6 @@ def _quest(inputs: SelectorInputs) -> KvSelector:
 SELECTORS: dict[str, Callable[[SelectorInputs], KvSelector] | None] = {
     "none": None,
     "pairs": _pairs,
+    "infinigen": _infinigen,
     "quest": _quest,
 }

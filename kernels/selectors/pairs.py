@@ -40,6 +40,7 @@ class PairSelector:
     """With compiled kernels an index beside the pool holds partial keys; without, they are gathered from the pool."""
 
     name = "pairs"
+    looks_ahead = False
 
     def __init__(self, inputs: SelectorInputs) -> None:
         self._share, self._pool = inputs.share, (inputs.num_pages, inputs.page_size)

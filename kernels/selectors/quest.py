@@ -26,6 +26,7 @@ class QuestSelector:
 
     name = "quest"
     index_bytes_per_token = 0
+    looks_ahead = False
 
     def __init__(self, inputs: SelectorInputs) -> None:
         self._share = inputs.share

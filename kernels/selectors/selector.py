@@ -5,7 +5,7 @@ left out by one query is there for the next.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -87,6 +87,7 @@ class KvSelector(Protocol):
 
     name: str
     index_bytes_per_token: int  # of memory beside the pool, over all layers
+    looks_ahead: bool  # it gets guesses of queries, made one layer ahead; layers without one are read whole
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
         """Choose for one layer, after the step's keys are in their pages. queries fp32 [candidates, heads, k_dim],
@@ -101,11 +102,15 @@ class StepSelection:
 
     selector: KvSelector
     candidates: Candidates
+    guesses: dict[int, Tensor] = field(default_factory=dict)  # layer -> as `queries`, for selectors that look ahead
 
     def of_layer(self, layer: int, queries: Tensor, kv: KvPages, params: AttentionParams) -> Selection | None:
         """See `KvSelector.choose`. None for layers that do more than plain attention."""
         if params.window is not None or params.softcap is not None or params.sinks is not None:
             return None
+        if self.selector.looks_ahead:
+            guess = self.guesses.pop(layer, None)
+            return None if guess is None else self.selector.choose(layer, guess, kv, self.candidates)
         return self.selector.choose(layer, queries, kv, self.candidates)
 
 

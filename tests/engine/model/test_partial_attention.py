@@ -24,6 +24,7 @@ class EndsOnly:
 
     name = "ends"
     index_bytes_per_token = 0
+    looks_ahead = False
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[int]]] = []

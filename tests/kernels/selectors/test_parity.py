@@ -78,7 +78,10 @@ def selected(name: str, q: Tensor, kv: KvPages, meta: AttentionMeta) -> Selectio
     assert make is not None
     assert candidates is not None
     queries = q[candidates.tokens].float() * (PLAIN.scale * 1.4426950408889634)
-    found = StepSelection(make(inputs(kv.k.shape[2])), candidates).of_layer(0, queries, kv, PLAIN)
+    step = StepSelection(make(inputs(kv.k.shape[2])), candidates, {0: queries})
+    found = step.of_layer(
+        0, torch.full_like(queries, float("nan")) if step.selector.looks_ahead else queries, kv, PLAIN
+    )
     assert found is not None
     return found
 
@@ -108,7 +111,7 @@ def test_a_choice_is_of_the_rows_that_may_be_read_and_backends_keep_to_it(
         for rows in chosen:
             assert rows.tolist() == sorted(set(rows.tolist()))
             assert len(rows) <= max(most_rows(context, SHARE), 3 * 32)  # both ends may touch three blocks
-            assert len(rows) > most_rows(context, SHARE) - 2 * 32
+            assert name == "infinigen" or len(rows) > most_rows(context, SHARE) - 2 * 32
             ends = {*range(ALWAYS), *range(context - ALWAYS, context)}
             assert ends < set(rows.tolist()) <= set(range(context))
     assert selection.of(1) is None

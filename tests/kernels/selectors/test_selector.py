@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.selectors.infinigen import ALPHA, how_many, skew, skewed_weights
 from kernels.selectors.pairs import PAIRS, pair_weights, strongest_pairs
 from kernels.selectors.quest import block_bounds, rows_of_blocks
-from kernels.selectors.selector import ALWAYS, LayerMoments, Selecting, most_rows, strongest, weights
+from kernels.selectors.selector import ALWAYS, LOG2_E, LayerMoments, Selecting, most_rows, strongest, weights
 
 
 @given(context=st.integers(1, 200_000), share=st.floats(0.001, 1.0))
@@ -90,3 +91,27 @@ def test_a_context_is_read_in_part_from_the_least_length_on() -> None:
     assert not Selecting(None, 2048).takes(2047)  # type: ignore[arg-type]
     assert Selecting(None, 2048).takes(2048)  # type: ignore[arg-type]
     assert not Selecting(None, 1).takes(4 * ALWAYS - 1)  # type: ignore[arg-type]
+
+
+def test_a_skew_goes_along_the_strongest_directions_of_queries_and_keys() -> None:
+    turn, _ = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)))
+    queries, keys = torch.linspace(0.1, 0.2, 20), torch.ones(20)
+    queries[:8] = torch.tensor([9.0, 8, 7, 6, 5, 4, 3, 2])
+    keys[[0, 1]] = 1e-6  # strong in queries, but keys have nothing there
+    moments = LayerMoments((turn * queries @ turn.T)[None], (turn * keys @ turn.T)[None], torch.empty(0, 2))
+    directions = skew(moments)[0]
+    assert directions.shape == (20, 6)
+    alike = (turn.T @ directions).abs()  # how much each is along each of those that were made
+    assert alike[2:8].amax(1).min() > 0.99
+    assert alike[:2].max() < 0.1
+    rows, query = torch.randn(9, 1, 20), torch.randn(3, 20)
+    torch.testing.assert_close(
+        skewed_weights(query, rows, turn[None]), weights((query @ rows[:, 0].T)[None]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_as_many_rows_as_come_near_the_greatest_score_on_average() -> None:
+    weight = torch.full((2, 500), -ALPHA * LOG2_E - 0.1)
+    weight[0, :30] = weight[1, :10] = -ALPHA * LOG2_E + 0.1
+    assert how_many(weight, 400) == 2 * ALWAYS + 20
+    assert how_many(weight, 70) == 70

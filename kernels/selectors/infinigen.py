@@ -1,0 +1,76 @@
+"""InfiniGen (arXiv 2406.19707) as it is for models with rotary positions, for comparison, in plain torch.
+
+Scores are of a guess: the query that a layer's weights make of what the layer before began with, so that rows can be
+fetched while that layer computes. Query and keys are skewed after rotation by the eigenvectors of the queries' moments,
+and the 30 % of dims that matter most are multiplied. Rows that come within ALPHA of the greatest score are chosen, as
+many for all kv heads as for the mean of them, and no more than the share that may be read. The first layer, which no
+layer foretells, is read whole.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.ragged_batch import KvPages, Selection
+from kernels.selectors.selector import (
+    ALWAYS,
+    LOG2_E,
+    Candidates,
+    LayerMoments,
+    SelectorInputs,
+    as_selection,
+    context_keys,
+    most_rows,
+    strongest,
+    weights,
+)
+
+ALPHA = 5.0  # nats; what the paper takes for Llama-like models
+DIMS = 0.3  # of a head's
+
+
+class InfinigenSelector:
+    """Gets guesses in the place of queries."""
+
+    name = "infinigen"
+    index_bytes_per_token = 0
+    looks_ahead = True
+
+    def __init__(self, inputs: SelectorInputs) -> None:
+        self._share = inputs.share
+        self._skews = [skew(layer) for layer in inputs.moments]
+
+    def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
+        """See KvSelector."""
+        rows = {}
+        for at, context in enumerate(candidates.contexts):
+            keys = context_keys(kv, candidates.table[at], context)
+            weight = skewed_weights(queries[at], keys, self._skews[layer])
+            rows[at] = strongest(weight, how_many(weight, most_rows(context, self._share)))
+        return as_selection(candidates, rows)
+
+
+def skew(layer: LayerMoments) -> Tensor:
+    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: of the eigenvectors of the queries'
+    moments, those along which queries and keys are largest."""
+    _, directions = torch.linalg.eigh(layer.queries)
+    along = [(directions * (moments @ directions)).sum(1) for moments in (layer.queries, layer.keys)]
+    strength = along[0].clamp_min(0).sqrt() * along[1].clamp_min(0).sqrt()  # [kv_heads, k_dim]
+    dims = max(1, round(DIMS * directions.shape[2]))
+    best = strength.topk(dims, dim=1).indices
+    skewed: Tensor = directions.gather(2, best[:, None].expand(-1, directions.shape[1], -1))
+    return skewed
+
+
+def skewed_weights(queries: Tensor, keys: Tensor, directions: Tensor) -> Tensor:
+    """Return `weights` by scores along some directions [kv_heads, rows]. queries fp32 [heads, k_dim], scaled to the
+    base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads, k_dim, dims]."""
+    group = queries.view(keys.shape[1], -1, queries.shape[1]) @ directions
+    partial = keys.float().transpose(0, 1) @ directions
+    return weights(group @ partial.transpose(1, 2))
+
+
+def how_many(weight: Tensor, most: int) -> int:
+    """Return how many rows to choose for each kv head: the mean number of those within ALPHA of a head's greatest
+    score, both ends of the context besides, and at most `most`. weight [kv_heads, rows], log2."""
+    near = (weight > -ALPHA * LOG2_E).sum(1).float().mean()
+    return min(most, 2 * ALWAYS + int(near))
