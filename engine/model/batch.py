@@ -37,13 +37,14 @@ class BlockTables:
     """One row of page numbers per running sequence, extended in place. Converting lists of pages to a tensor in every
     step took more than half of the scheduling time."""
 
+    _numbers = count()  # of all tables, since a selector that outlives one must not take a number for another's
+
     def __init__(self, *, max_seqs: int, max_pages: int) -> None:
         self._table = np.zeros((max_seqs, max_pages), dtype=np.int32)
         self._rows: dict[str, int] = {}
         self._lengths = [0] * max_seqs
         self._free = list(range(max_seqs))
         self._owners: dict[str, int] = {}
-        self._numbers = count()
 
     def row(self, request_id: str, pages: list[int]) -> int:
         """Return the sequence's row, after updating it with `pages`."""

@@ -118,11 +118,17 @@ def test_a_sequence_that_comes_back_has_another_number() -> None:
         numbers.append(tables.owner(name))
     tables.drop("a")
     tables.row("a", [1])
-    assert numbers == [0, 1, 0, 2, 1]
-    assert tables.owner("a") == 3
+    first = numbers[0]
+    assert numbers == [first, first + 1, first, first + 2, first + 1]
+    assert tables.owner("a") == first + 3
+    another = BlockTables(max_seqs=1, max_pages=1)
+    another.row("a", [1])
+    assert another.owner("a") == first + 4
 
 
 def test_a_batch_says_who_may_read_a_part() -> None:
     tables = BlockTables(max_seqs=3, max_pages=2)
     items = [BatchItem(name, [5], 3, [7], True, partial=name != "b") for name in "abc"]
-    assert build_batch(items, tables, 4, torch.device("cpu")).meta.partial == {0: 0, 2: 2}
+    partial = build_batch(items, tables, 4, torch.device("cpu")).meta.partial
+    assert partial == {0: tables.owner("a"), 2: tables.owner("c")}
+    assert partial[0] != partial[2]
