@@ -23,6 +23,7 @@ class Matcher:
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
         self._table, self._hbm, self._coded = tiers.table, tiers.hbm, tiers.coded
+        self._dram = tiers.dram
         self._rates = rates
         self._reuse = options.reuse
         self._bytes_per_token = options.bytes_per_token
@@ -87,7 +88,7 @@ class Matcher:
                 and other[1] > (found[1] if found else 0)
             ):
                 found = other
-        if found is not None and self._only_slots and found[0].slot is None:
+        if found is not None and self._only_slots and self._dram.slot_of(found[0]) is None:
             found = None
         return Match(rows, *(found or (None, 0)))
 

@@ -46,11 +46,11 @@ class Saver:
         """Take a slot for a block that is being computed, and order the rows it has already to be saved there. None:
         the block is not saved while it is computed."""
         older = self._table.get(context.open_hint) if context.open_hint is not None else None
-        if rows_before and self._only_as_computed and (older is None or older.slot is None):
+        if rows_before and self._only_as_computed and self._source(older) is None:
             context.unsaved.add(block)
             return None
         slot = self._dram.take_slot(None)
-        if slot is not None and rows_before and self._only_as_computed and (older is None or older.slot is None):
+        if slot is not None and rows_before and self._only_as_computed and self._source(older) is None:
             # Those rows have left DRAM for it just now.
             self._dram.give_back(slot)
             slot = None
@@ -59,11 +59,17 @@ class Saver:
             return None
         context.slots[block] = slot
         if rows_before:
-            if older is not None and older.slot is not None:
-                self._dram.fill_from_slot(older.slot, slot, rows_before)
+            if (source := self._source(older)) is not None:
+                self._dram.fill_from_slot(source, slot, rows_before)
             else:
                 self._fill_from_page(context, block, slot, 0, rows_before)
         return slot
+
+    def _source(self, older: BlockRow | None) -> int | None:
+        """The slot that has the rows of an older block, or will have them before anything that is ordered now."""
+        if older is None:
+            return None
+        return self._dram.slot_of(older) if self._only_as_computed else older.slot
 
     def _fill_from_page(self, context: RunningContext, block: int, slot: int, first: int, num_rows: int) -> None:
         row = block * BLOCK_TOKENS + first

@@ -146,6 +146,11 @@ class DramTier:
     def is_saving(self, key: BlockKey) -> bool:
         return key in self._saving
 
+    def slot_of(self, row: BlockRow) -> int | None:
+        """Return the slot that has a block's rows for every order from now on: they may be on their way to it."""
+        ticket = self._saving.get(row.key) if row.slot is None else None
+        return row.slot if ticket is None else self._tickets[ticket].slot
+
     def fill_from_slot(self, source: int, slot: int, num_rows: int) -> None:
         """Order the first rows of `slot` to be copied from another slot, which keeps its bytes until then."""
         self._slots.pin(source)

@@ -16,3 +16,16 @@ def test_where_bits_count_a_slot_that_costs_the_rows_before_theirs_is_given_back
     model.settle()  # asserts that no key is rounded twice
     model.close("second")
     model.settle()
+
+
+def test_where_bits_count_a_block_goes_on_from_a_slot_that_is_still_being_sealed() -> None:
+    """A turn, or the rest of one behind a cut, may come before its open block is in DRAM: nothing is computed again."""
+    model = PoolModel(make_manager(num_pages=8, dram_slots=8, exact=True))
+    model.run("first", range(40))  # its saves have not ended
+    assert not any(row.slot is not None for row in model.manager.tiers.table)
+    model.open("second", [*range(40), 500, 501])
+    assert model.manager.view.admit("second", 2) == 40
+    assert model.step("second", 2)
+    model.settle()  # asserts what slots were filled from
+    model.close("second")
+    model.settle()
