@@ -42,9 +42,7 @@ from benchmarks.harness.in_process import config
 from benchmarks.harness.models import model_directory, name_of, result_name
 from cache.blocks.keys import BLOCK_TOKENS
 from engine.build.model import LoadedModel, ProbedModel, load, probe_model
-from engine.build.room import Room
 from engine.build.selector import build_selector
-from engine.build.sizes import Sizes
 from engine.config import EngineConfig
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
@@ -108,7 +106,7 @@ class Reader:
             self.probed.found.shapes, num_pages, self.probed.page_size, self.loaded.dtype, self.loaded.device
         )
         self.runner = ModelRunner(model=self.loaded.module, pages=pages, backend=self.probed.backend, sink=None)
-        self.room = Room(most, num_pages, Sizes(0, 0, 0, 0), ())
+        self._room = {"num_pages": num_pages, "max_context": most}
         self._tables = BlockTables(max_seqs=SIDE_BY_SIDE, max_pages=self.per_text)
 
     def selectors(self) -> dict[str, Selecting]:
@@ -118,7 +116,7 @@ class Reader:
             if make is not None:
                 selector = msgspec.structs.replace(self.config.selector, name=name)
                 settings = msgspec.structs.replace(self.config, selector=selector)
-                found = build_selector(settings, self.loaded, self.probed, self.room, self.runner)
+                found = build_selector(settings, self.loaded, self.probed, self.runner, **self._room)
                 assert found is not None
                 made[name] = Selecting(Counting(found.selector), found.min_context)
         return made

@@ -28,9 +28,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
 from engine.build.model import load, probe_model
-from engine.build.room import Room
 from engine.build.selector import build_selector
-from engine.build.sizes import Sizes
 from engine.codec.text import calibration_text
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
@@ -62,8 +60,7 @@ class Decoder:
         device, shapes = self._loaded.device, probed.found.shapes
         self._pages = make_pages(shapes, num_pages, self._page_size, self._loaded.dtype, device)
         self._runner = ModelRunner(model=self._loaded.module, pages=self._pages, backend=probed.backend, sink=None)
-        room = Room(most, num_pages, Sizes(0, 0, 0, 0), ())
-        selecting = build_selector(settings, self._loaded, probed, room, self._runner)
+        selecting = build_selector(settings, self._loaded, probed, self._runner, num_pages=num_pages, max_context=most)
         self._arms: dict[str, Selecting | None] = {"none": None, "pairs": selecting}
         self._tables = BlockTables(max_seqs=max(arguments.streams), max_pages=self._per_stream)
         texts, _ = calibration_text(self._loaded.path / "tokenizer.json")

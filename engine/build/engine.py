@@ -45,7 +45,7 @@ def build_engine(config: EngineConfig) -> Engine:
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)
-        build_selector(config, loaded, probed, room, warm.runner)
+        build_selector(config, loaded, probed, warm.runner, num_pages=room.num_pages, max_context=room.max_context)
     info = _model_info(config, loaded, probed, room, tiers, warm)
     if BLOCK_SCORERS[config.cache.block_scorer]().needs == "attention":
         backend = warm.runner.backend

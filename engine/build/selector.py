@@ -4,7 +4,6 @@ import logging
 import time
 
 from engine.build.model import LoadedModel, ProbedModel
-from engine.build.room import Room
 from engine.codec.text import calibration_text
 from engine.config import EngineConfig
 from engine.model.batch import BatchItem, BlockTables, build_batch
@@ -19,7 +18,13 @@ log = logging.getLogger(__name__)
 
 
 def build_selector(
-    config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probed: ProbedModel,
+    runner: ModelRunner,
+    *,
+    num_pages: int,
+    max_context: int,
 ) -> Selecting | None:
     """Writes to pages from 0 on, which must not be in use. Returns None where all is read. Raises ModelRefused."""
     settings = config.selector
@@ -33,11 +38,11 @@ def build_selector(
         )
     started = time.perf_counter()
     texts, _ = calibration_text(loaded.path / "tokenizer.json")
-    rows = min(room.num_pages * probed.page_size, room.max_context)
+    rows = min(num_pages * probed.page_size, max_context)
     moments = measure_moments(
         runner, texts, probed.found.ropes, page_size=probed.page_size, most_rows=rows, device=loaded.device
     )
-    inputs = SelectorInputs(share=settings.share, num_pages=room.num_pages, page_size=probed.page_size, moments=moments)
+    inputs = SelectorInputs(share=settings.share, num_pages=num_pages, page_size=probed.page_size, moments=moments)
     selecting = Selecting(make(inputs), settings.min_context)
     if selecting.takes(rows):
         # One step of a selector that is thrown away, because that compiles kernels and another selector keeps no trace.
