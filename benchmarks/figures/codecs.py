@@ -1,0 +1,116 @@
+"""What codecs lose and what they take, and what reading in part saves: a picture and sections of docs/results.md."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.harness.result_files import BLUE, GREY
+
+BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
+
+
+def bits_by_layer(result: dict[str, Any], codec: str) -> list[float]:
+    """Return the bits that a calibrated codec gives a number of each layer's K and V."""
+    sizes = result["calibrated"][codec]["bytes_by_layer"]
+    numbers = BLOCK_TOKENS * result["settings"]["raw_bytes_per_token"] / BYTES_PER_NUMBER / len(sizes)
+    return [8 * size / numbers for size in sizes]
+
+
+def draw(result: dict[str, Any], out: Path) -> None:
+    """Left divergence by bytes; right the bits of each layer, for each budget."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
+    for name, row in result["codecs"].items():
+        place, is_ours = (row["bytes_of_raw"], row["kl"]), name in result["calibrated"]
+        left.errorbar(*place, yerr=2 * row["kl_error"], fmt="o", color=BLUE if is_ours else GREY)
+        beside = (5, -11) if is_ours else (5, 3)
+        left.annotate(name, place, xytext=beside, textcoords="offset points", fontsize=8)
+    left.set(xlabel="bytes, times raw", ylabel="KL, nats a token", yscale="log", xlim=(0.1, 0.62))
+    for name, shade in zip(result["calibrated"], (1.0, 0.5), strict=False):
+        right.plot(bits_by_layer(result, name), marker="o", markersize=3, color=BLUE, alpha=shade, label=name)
+    right.set(xlabel="layer", ylabel="bits a number (raw: 16)", ylim=(0, None))
+    right.legend(frameon=False, fontsize=8)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def section(result: dict[str, Any], machine: str) -> list[str]:
+    lines = [
+        "## What codecs lose",
+        "",
+        "![divergence by bytes, bits by layer](codecs.png)",
+        "",
+        f"SmolLM2-135M, {result['settings']['scored_tokens']:,} tokens behind histories of 512 to 4,096 tokens, of "
+        "documents that calibrated nothing: what the model says next behind a coded history, beside a raw one. ± is "
+        "one standard error. A budget decides the steps of all layers at once, so layers differ in bits.",
+        "",
+        "| codec | bytes, x raw | KL, nats | 99th percentile | same choice | perplexity |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {row['bytes_of_raw']:.3f} | {row['kl']:.5f} ± {row['kl_error']:.5f} | {row['kl_p99']:.4f} | "
+        f"{row['same_choice']:.2%} | {row['perplexity_change']:+.2%} ± {row['perplexity_error']:.2%} |"
+        for name, row in result["codecs"].items()
+    ]
+    return [*lines, "", _held(result), "", machine, ""]
+
+
+def speed_section(result: dict[str, Any], machine: str) -> list[str]:
+    core = result["core"]
+    lines = [
+        "## What coding costs in time",
+        "",
+        f"One core, MB of raw KV a second: encode {core['encode_mb_per_s']:.0f}, decode {core['decode_mb_per_s']:.0f}; "
+        f"without a loss: pack {core['pack_mb_per_s']:.0f}, unpack {core['unpack_mb_per_s']:.0f}. "
+        f"A turn behind {result['settings']['tokens']:,} tokens that come from the disk:",
+        "",
+        "| | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['arm']} | {row['disk']} | {row['ttft_ms_p50']:.0f} | {row['ttft_ms_least']:.0f} to "
+        f"{row['ttft_ms_most']:.0f} | {row['load_ms_p50']:.0f} | {row['loaded_share']:.1%} |"
+        for row in result["summary"]
+    ]
+    return [*lines, "", _held(result), "", machine, ""]
+
+
+def selector_section(result: dict[str, Any], machine: str) -> list[str]:
+    lines = [
+        "## Decoding that reads a tenth",
+        "",
+        "Tokens decoded a second, reading the whole context and reading what `pairs` choose.",
+        "",
+        "| sequences | context | whole | pairs | ratio | of a round |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        speed, (least, most) = row["tokens_per_s"], row["ratio_range"]
+        lines.append(
+            f"| {row['streams']} | {row['context']:,} | {speed['none']:.1f} | {speed['pairs']:.1f} | "
+            f"{row['ratio']:.2f} | {least:.2f} to {most:.2f} |"
+        )
+    return [*lines, "", _held(result), "", machine, ""]
+
+
+def sections(
+    load: Callable[[str], dict[str, Any] | None], machine: Callable[[dict[str, Any]], str], docs: Path
+) -> list[str]:
+    """Draw what there is."""
+    lines: list[str] = []
+    if (quality := load("codecs_smollm2")) is not None:
+        draw(quality, docs / "codecs.png")
+        lines += section(quality, machine(quality))
+    for name, part in (("codec_speed_smollm2", speed_section), ("selectors_speed_smollm2", selector_section)):
+        if (result := load(name)) is not None:
+            lines += part(result, machine(result))
+    return lines
+
+
+def _held(result: dict[str, Any]) -> str:
+    return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."
