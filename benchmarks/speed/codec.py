@@ -80,7 +80,7 @@ def mb_per_s(work: Callable[[], object], size_bytes: int, repeats: int) -> float
 
 
 def measure_core(model: Path, *, blocks: int, repeats: int) -> dict[str, float]:
-    """Encode, decode, pack and unpack the KV of a text."""
+    """Encode, decode, pack and unpack the KV of a text. Leaves torch with one thread."""
     from kernels.codecs.transform import TransformCodec, basis_of
 
     torch.set_num_threads(1)
@@ -215,6 +215,7 @@ def verdicts(core: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, bo
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
+    all_threads = torch.get_num_threads()
     if arguments.core:
         core = measure_core(arguments.model, blocks=arguments.blocks, repeats=arguments.repeats)
     else:
@@ -228,8 +229,7 @@ def measure(run: Run) -> dict[str, Any]:
             "held": verdicts(core, rows), "core": core, "summary": rows, "returns": [asdict(one) for one in returns],
         }  # fmt: skip
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads or all_threads)
     for round_, order in run.rounds(arguments.arms, arguments.rounds):
         for arm in order:
             for disk in arguments.disks:
@@ -264,7 +264,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=40, help="of KV, coded by one core")
     parser.add_argument("--repeats", type=int, default=5, help="of which the best counts")
     parser.add_argument("--no-core", dest="core", action="store_false", help="leave out what one core does")
-    parser.add_argument("--threads", type=int, help="of torch, in the turns")
+    parser.add_argument("--threads", type=int, help="of torch, in the turns; by default its own choice")
 
 
 EXPERIMENT = Experiment(
