@@ -34,7 +34,8 @@ class SessionDeletions:
         """contexts: those of the store; who is deleted is taken out of them."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
         """Sessions that have expired, to explain misses. No more than there may be sessions."""
-        self._waits: dict[str, _Wait] = {}  # by request
+        self.waits: dict[str, _Wait] = {}
+        """Those that wait, by request. Read only."""
         self._deleting: dict[SessionName, str | None] = {}
         """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
         first."""
@@ -65,7 +66,7 @@ class SessionDeletions:
             return "busy"
         if not (here or again or self._tiers.redis.is_on):
             return "not_found"
-        self._waits[waiter] = _Wait(len(here) + len(again), None if here or again else "not_found")
+        self.waits[waiter] = _Wait(len(here) + len(again), None if here or again else "not_found")
         for name in again:
             self._tiers.disk.delete_again(name, waiter)
         for name in here:
@@ -74,22 +75,17 @@ class SessionDeletions:
             self._tiers.redis.delete(tenant, session_id, waiter)
         return None
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a request waits for a deletion."""
-        return bool(self._waits)
-
     def take_ended(self) -> list[tuple[str, str | None]]:
         """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted`, if
         bytes may be left, or `not_found`."""
         disk, redis = self._tiers.disk, self._tiers.redis
         for waiter, is_done in disk.ended_deletions:
-            wait = self._waits[waiter]
+            wait = self.waits[waiter]
             wait.left -= 1
             wait.problem = wait.problem if is_done else "undeleted"
         disk.ended_deletions.clear()
-        ended = [waiter for waiter, wait in self._waits.items() if not wait.left and not redis.waits(waiter)]
-        problems = [self._waits.pop(waiter).problem for waiter in ended]
+        ended = [waiter for waiter, wait in self.waits.items() if not wait.left and not redis.waits(waiter)]
+        problems = [self.waits.pop(waiter).problem for waiter in ended]
         return [
             (waiter, "undeleted" if redis.take_refusal(waiter) else problem)
             for waiter, problem in zip(ended, problems, strict=True)

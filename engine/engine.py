@@ -135,7 +135,7 @@ class Engine:
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
         tiers = self._cache.tiers
-        if self._cache.sessions.deletions.are_awaited:
+        if self._cache.sessions.deletions.waits:
             self._replies += [
                 SessionReply(request_id=waiter, sessions=[], error_code=problem)
                 for waiter, problem in self._cache.sessions.deletions.take_ended()

@@ -17,7 +17,7 @@ WITH_SMALL_FORM = [name for name in NAMES if "quick=Quick(" in TEXTS[name]]
 NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "truncation": ["--data", "d"],
           "eviction_limit": ["--trace", "t"], "coded_capacity": ["--trace", "t"], "other_tree": ["--other", "p"],
           "keeping": ["--data", "d"], "codecs": ["--data", "d"], "sparsity": ["--data", "d"],
-          "codec_drift": ["--data", "d"]}  # fmt: skip
+          "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"]}  # fmt: skip
 
 
 @pytest.fixture(params=NAMES)
@@ -27,8 +27,8 @@ def benchmark(request) -> Experiment:
 
 def words(benchmark: Experiment, *more: str) -> list[str]:
     """What it cannot be started without."""
-    needed = re.findall(r"python -m benchmarks\.\w+\.(\w+)", benchmark.about or "")
-    return [*NEEDED.get(needed[0], []), *more]
+    folder, name = re.findall(r"python -m benchmarks\.(\w+)\.(\w+)", benchmark.about or "")[0]
+    return [*NEEDED.get(f"{folder}.{name}", NEEDED.get(name, [])), *more]
 
 
 def test_its_description_says_how_it_is_started(benchmark):

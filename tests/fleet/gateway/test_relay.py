@@ -169,8 +169,7 @@ async def test_a_turn_that_all_refuse_waits_for_the_replica_that_follows_one_tha
         whole.hear("b", age_s=60.0)
         await whole.refresh()
         streaming = asyncio.create_task(whole.stream())
-        await asyncio.sleep(0.3)
-        assert whole.replicas["a"].asked
+        await until(lambda: whole.replicas["a"].asked)
         whole.hear("b")
         await whole.refresh()
         answer, data, _ = await streaming
