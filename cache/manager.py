@@ -14,7 +14,7 @@ A context of 140 tokens in pages of two blocks, and which class knows what of it
 
 from collections.abc import Callable, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.look_ahead import LookAhead, WaitingLine
 from cache.moves import (
     Deleted,
@@ -43,6 +43,7 @@ from cache.requests.lifecycle import Lifecycle
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
 from cache.requests.opening import ContextOpener, DomainOf
+from cache.requests.parking import Parking
 from cache.requests.placing import Placer
 from cache.requests.publishing import Publisher
 from cache.requests.recalling import Recaller
@@ -60,6 +61,7 @@ class CacheManager:
     prefix by the time it is read, and a pinned page is written by one request alone. Single-threaded.
 
     view        for the scheduler: what is there of a request, and room for it
+    parking     for the engine: contexts that HBM cannot hold
     requests    for the engine: a request from its arrival to its end
     sessions    for the session directory: what turns have left behind
 
@@ -96,7 +98,8 @@ class CacheManager:
             keeper=keeper,
             recaller=recaller,
         )
-        matcher = Matcher(tiers=tiers, rates=rates, options=options)
+        self.parking = parking = Parking(tiers=tiers, most_pages=options.most_pages)
+        matcher = Matcher(tiers=tiers, rates=rates, parking=parking, options=options)
         self._siblings = siblings = Siblings(tiers=tiers)
         self._loads = loads = Loads(
             tiers=tiers,
@@ -109,9 +112,17 @@ class CacheManager:
             codes=bool(options.coded_block_bytes),
         )
         self._saver = saver = Saver(tiers=tiers, only_as_computed=options.only_as_computed)
-        placer = Placer(tiers=tiers, matcher=matcher, siblings=siblings, loads=loads, reuse=options.reuse)
+        placer = Placer(
+            tiers=tiers, matcher=matcher, siblings=siblings, loads=loads, parking=parking, reuse=options.reuse
+        )
         publisher = Publisher(
-            tiers=tiers, running=running, siblings=siblings, saver=saver, loads=loads, reuse=options.reuse
+            tiers=tiers,
+            running=running,
+            siblings=siblings,
+            saver=saver,
+            loads=loads,
+            parking=parking,
+            reuse=options.reuse,
         )
         self.view = SchedulerView(
             tiers=tiers,
@@ -178,7 +189,7 @@ class CacheManager:
         room. The first `starting` in line have a place in the batch: they load for themselves, layer by layer."""
         # In most steps there is nothing of this to do.
         tiers = self.tiers
-        self._loads.now = now
+        self._loads.now = self.parking.now = now
         if self._loads.under_way:
             self._loads.give_up()
         if self._saver.put_off:
@@ -194,6 +205,12 @@ class CacheManager:
                 tiers.encoder.plan()
         if tiers.pages.num_free < tiers.hbm.least_free:
             tiers.hbm.offload()
+
+    def lost(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+        """Note that a step found blocks of a request in DRAM that were not what they should be. The request is among
+        those that `Lifecycle.take_failed` returns."""
+        self.parking.lost(self._running[request_id], keys)
+        self._loads.failed[request_id] = None
 
     def take_moves(self) -> list[Move]:
         """Return the moves decided since the last call, to be carried out in this order before the next step."""
@@ -239,7 +256,7 @@ class CacheManager:
     def pages_are_ready(self, num_pages: int) -> None:
         """Note that so many leading pages are in memory. The others are slower the first time, so they are taken
         last."""
-        self.tiers.pages.ready = num_pages
+        self.tiers.pages.ready = min(num_pages, self.tiers.pages.num_pages)  # the ring lies behind these
 
     # --- gauges -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +267,8 @@ class CacheManager:
 
     def is_roomy(self, num_running: int) -> bool:
         """Whether so many sequences can decode for a step or two without anything having to leave a tier."""
-        return self.tiers.pages.num_free >= 2 * num_running > 0 and not self.tiers.dram.is_pressed
+        has_room = self.tiers.pages.num_free >= 2 * num_running > 0 and not self.tiers.dram.is_pressed
+        return has_room and not self.parking.is_used
 
     @property
     def num_leases(self) -> int:

@@ -23,6 +23,7 @@ class CacheOptions:
     bytes_per_token: int  # of rows below HBM
     hbm_bytes_per_token: int | None = None  # of rows in HBM; None: the same
     prefer_contiguous: bool  # a context's pages lie in a row where that can be
+    most_pages: int = 0  # of a context that HBM cannot hold, which parks the rest in DRAM; 0: every context has to fit
     num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
     dram_slots: int  # how many of these keep blocks; the others are for what passes through
     disk_bytes: int  # 0: no disk

@@ -45,6 +45,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
     codec_budget: float = 0.001  # nats a token that `transform` may change answers by
     disk_packing: str = "raw"  # of rows on disk: raw | lossless
+    larger_than_hbm: bool = False  # a context may be as long as DRAM holds
     redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
     redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept
     redis_ttl_s: float = 86_400.0  # of KV there that nobody uses

@@ -189,6 +189,7 @@ class Engine:
         """Run one batch. When it raises, call `fail_all`."""
         clock = StepClock(now)
         refused = self._intake.queue_compiled(now) if self._intake.held else []
+        refused += self._fail_hopeless()
         schedule = self._schedule(now)
         self._move(schedule)
         if not schedule.chunks:
@@ -258,7 +259,8 @@ class Engine:
         """What the step took, for those who expect what the next ones take."""
         self._counters.steps += 1
         self._counters.step_seconds += seconds
-        self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
+        if not computed.reads_parked:
+            self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
         self._scheduler.ran(seconds, computed.waited_s)
 
     def _draw(self, computed: Computed, now: float) -> list[Output]:
@@ -350,6 +352,16 @@ class Engine:
         self._cache.requests.distrust(choice.sequence.request_id)
         self._close(choice, 0)
         return choice.failed("the model produced no valid distribution for the next token")
+
+    def _fail_hopeless(self) -> list[Output]:
+        """End those whose contexts are larger than HBM and that DRAM has had no room for, for long."""
+        outputs = []
+        for sequence_id in self._cache.parking.take_hopeless():
+            choice = self._choices.get(sequence_id)
+            if choice is not None:
+                outputs.append(choice.failed("DRAM has no room for a context that is larger than HBM", "overloaded"))
+                self._close(choice, choice.sequence.computed_tokens)
+        return outputs
 
     def _close(self, choice: RunningChoice, num_tokens: int) -> None:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""

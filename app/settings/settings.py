@@ -103,6 +103,9 @@ class CacheSettings(_Section):
     )
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
+    larger_than_hbm: bool = Field(
+        False, description="a context may be as long as DRAM holds: what HBM has no room for is read from there, slowly"
+    )
     hbm_high_water: float = Field(
         1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
     )
@@ -452,6 +455,22 @@ class Settings(_Section, BaseSettings):
                 "selector.name: heads that are split among processes are read whole; set model.tensor_parallel to 1, "
                 "or selector.name to none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reads_dram_as_it_can(self) -> "Settings":
+        needed = {
+            "cache.mode attentionstore": self.cache.mode == "attentionstore",
+            "cache.dram_gib above 0": self.cache.dram_gib != 0,
+            "cache.codec raw": self.cache.codec == "raw",
+            "selector.name none": self.selector.name == "none",
+            "model.exact auto or off": self.model.exact != "on",
+            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
+            "scheduler.chunked_prefill true": self.scheduler.chunked_prefill,
+        }
+        missing = [setting for setting, is_met in needed.items() if not is_met]
+        if self.cache.larger_than_hbm and missing:
+            raise ValueError(f"cache.larger_than_hbm: needs {', '.join(missing)}")
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -246,9 +247,22 @@ def digest_of(token_ids: Sequence[int]) -> bytes:
     return blake2b(token_bytes(token_ids), digest_size=16).digest()
 
 
+PARKED = -1
+"""Stands for a page that a context has given up, because its blocks are read from their slots."""
+
+
+class SlotBlock(NamedTuple):
+    """A full block of a running context in the slot that is pinned for it."""
+
+    key: BlockKey
+    slot: int
+    position: int  # for which its keys are rotated when they are read
+
+
 @dataclass(slots=True)
 class RunningContext:
-    """The context of one running or waiting request. Its row p is row p % page_size of pages[p // page_size]."""
+    """The context of one running or waiting request. Its row p is row p % page_size of pages[p // page_size], unless
+    that page is PARKED."""
 
     request_id: str
     session: SessionName
@@ -275,6 +289,8 @@ class RunningContext:
     awaited: BlockKey | None = None  # the block that it waits for while another request computes it
     reached: int = 0  # most rows it had computed when it was preempted; the tokens are known, the KV may be gone
     slots: dict[int, int] = field(default_factory=dict)  # block -> the DRAM slot it is being saved to
+    # block -> where DRAM has it, pinned; only of a context that HBM cannot hold (`cache.requests.parking`)
+    in_slots: dict[int, SlotBlock] = field(default_factory=dict)
     unsaved: set[int] = field(default_factory=set)  # blocks for which no slot was free
     job: int | None = None  # number of the load under way for it
     # tier -> prompt tokens whose KV came from it, counted at admission
@@ -287,6 +303,7 @@ class RunningContext:
     # blocks that the late load has brought -> the tier they came from
     brought: dict[BlockKey, str] = field(default_factory=dict)
     fetch_due_s: float | None = None  # until when it waits for a fetch that was not done when its turn came
+    was_fetched: bool = False  # a fetch was ordered for it because its blocks have to be in DRAM
     skips_disk: bool = False  # a load or fetch was too late once, so blocks that are only on disk are computed instead
     # blocks on disk that could not be read for it, and why: they are computed, and their copies stay
     unread: dict[BlockKey, str] = field(default_factory=dict)

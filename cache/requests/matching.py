@@ -11,6 +11,7 @@ from cache.blocks.table import BlockRow, common_prefix
 from cache.options import CacheOptions
 from cache.rates import Rates
 from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
+from cache.requests.parking import Parking
 from cache.stats import ResidencyValue
 from cache.tiers.hierarchy import Hierarchy
 
@@ -21,10 +22,10 @@ class Matcher:
     """Changes nothing but a context's notes of why it misses and what was found. A prompt is asked for several times
     before its first token, and the notes spare it a walk along the table each time."""
 
-    def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
+    def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
         self._table, self._hbm, self._coded = tiers.table, tiers.hbm, tiers.coded
         self._dram = tiers.dram
-        self._rates = rates
+        self._rates, self._parking = rates, parking
         self._reuse = options.reuse
         self._bytes_per_token = options.bytes_per_token
         self._codes = bool(options.coded_block_bytes)
@@ -57,6 +58,8 @@ class Matcher:
 
     def _match_anew(self, context: RunningContext, basis: MatchBasis) -> RememberedMatch:
         found = self._find(context)
+        if self._parking.needs(len(context.token_ids)):
+            found = self._parking.usable(found)
         options, ready = self._options(context, found)
         if not options:
             return RememberedMatch(basis, None, found, found.first(ready), False)

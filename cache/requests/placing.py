@@ -4,6 +4,7 @@ from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
+from cache.requests.parking import Parking
 from cache.requests.siblings import Siblings
 from cache.tiers.hbm import keys_of
 from cache.tiers.hierarchy import Hierarchy
@@ -12,12 +13,21 @@ from cache.tiers.hierarchy import Hierarchy
 class Placer:
     """Single-threaded, part of the CacheManager."""
 
-    def __init__(self, *, tiers: Hierarchy, matcher: Matcher, siblings: Siblings, loads: Loads, reuse: bool) -> None:
+    def __init__(
+        self,
+        *,
+        tiers: Hierarchy,
+        matcher: Matcher,
+        siblings: Siblings,
+        loads: Loads,
+        parking: Parking,
+        reuse: bool,
+    ) -> None:
         self._tiers = tiers
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._matcher = matcher
         self._siblings = siblings
-        self._loads = loads
+        self._loads, self.parking = loads, parking
         self._reuse = reuse
 
     def admit(self, context: RunningContext, num_tokens: int) -> int | None:
@@ -28,8 +38,15 @@ class Placer:
         answer = self._matcher.match(context)
         match = answer.chosen
         pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
-        placement = self._hbm.place(context, match, pages_needed)
-        if placement is None and self._pages.num_pinned == 0:
+        is_larger, parked = self.parking.needs(len(context.token_ids)), None
+        if is_larger:
+            parked = self.parking.begin(context, match, pages_needed)
+            if parked is None:
+                return None
+        placement = self._hbm.place(context, match, pages_needed, parked)
+        if placement is None and is_larger:
+            self.parking.withdraw(context)
+        elif placement is None and self._pages.num_pinned == 0:
             # A copied block needs room twice until the copy is made. Nothing runs whose end would free room, so
             # compute such blocks.
             match = self._hbm.usable_in_place(match)

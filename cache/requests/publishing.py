@@ -1,9 +1,10 @@
 """Makes what a running context has computed findable, while it runs and when it gives its pages back."""
 
-from cache.blocks.context import RunningContext
+from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow
 from cache.requests.loading import Loads
+from cache.requests.parking import Parking
 from cache.requests.running import Requests
 from cache.requests.saving import Saver
 from cache.requests.siblings import Siblings
@@ -14,14 +15,22 @@ class Publisher:
     """Single-threaded, part of the CacheManager."""
 
     def __init__(
-        self, *, tiers: Hierarchy, running: Requests, siblings: Siblings, saver: Saver, loads: Loads, reuse: bool
+        self,
+        *,
+        tiers: Hierarchy,
+        running: Requests,
+        siblings: Siblings,
+        saver: Saver,
+        loads: Loads,
+        parking: Parking,
+        reuse: bool,
     ) -> None:
         self._tiers = tiers
         self._running = running
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._siblings = siblings
         self._saver = saver
-        self._loads = loads
+        self._loads, self._parking = loads, parking
         self._page_size = tiers.hbm.page_size
         self._reuse = reuse
 
@@ -79,7 +88,8 @@ class Publisher:
             for block in reversed(range(full)):
                 known = self._table.get(context.keys[block])
                 here = known is not None and block * BLOCK_TOKENS == self._hbm.position_of(known, block)
-                if known is None or (known.page is None and here):
+                is_parked = context.pages[block * BLOCK_TOKENS // self._page_size] == PARKED
+                if not is_parked and (known is None or (known.page is None and here)):
                     # The copy that was found under this key has left HBM. Without this one, those after it are lost.
                     self._publish_full(context, block)
                 if context.keys[block] in self._table:
@@ -88,9 +98,14 @@ class Publisher:
                 self._saver.save_late(context, block)  # from the head on, so that what is saved is a prefix
         self._saver.abandon(context)
         context.published, context.job = {}, None
-        for page in context.pages:
-            self._pages.unpin(page)
+        self._let_go(context)
         return open_key
+
+    def _let_go(self, context: RunningContext) -> None:
+        for page in context.pages:
+            if page != PARKED:
+                self._pages.unpin(page)
+        self._parking.leave(context)
 
     def preempt(self, context: RunningContext) -> None:
         """Give a request's room back and keep what it computed findable, its open block too: if it is resumed early it
@@ -106,8 +121,7 @@ class Publisher:
         self._siblings.give_up(context)
         self._loads.outlive(context)
         self._saver.abandon(context)
-        for page in context.pages:
-            self._pages.unpin(page)
+        self._let_go(context)
         context.published, context.job = {}, None
         context.pages, context.computed, context.sealed = [], 0, 0
         self._running.gave_way()

@@ -30,7 +30,7 @@ class SchedulerView:
         self._hbm, self._scores = tiers.hbm, tiers.scores
         self._running = running
         self._matcher, self._siblings, self._loads = matcher, siblings, loads
-        self._placer, self._publisher = placer, publisher
+        self._placer, self._publisher, self._parking = placer, publisher, placer.parking
         self._reuse = reuse
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -51,6 +51,8 @@ class SchedulerView:
             return False
         if self._loads.is_outlived(context):
             return True
+        if is_due:
+            self._parking.fetch(context)
         if not self._siblings.waits(context):
             return False
         return not (is_due and self._loads.is_fetch_late(context)) or self._siblings.waits(context)
@@ -68,7 +70,10 @@ class SchedulerView:
         return self._placer.admit(self._running[request_id], num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        return self._hbm.grow(self._running[request_id], num_tokens)
+        context = self._running[request_id]
+        if self._parking.concerns(context, num_tokens):
+            return self._parking.grow(context, num_tokens)
+        return self._hbm.grow(context, num_tokens)
 
     def without_room(self, request_ids: Iterable[str]) -> list[str]:
         running, page_size = self._running, self._hbm.page_size
@@ -79,7 +84,7 @@ class SchedulerView:
         ]
 
     def room_is_coming(self) -> bool:
-        return self._loads.frees_room()
+        return self._loads.frees_room() or self._parking.waits
 
     def expect(self, request_id: str, score: int) -> None:
         self._scores.set(self._running[request_id], score)

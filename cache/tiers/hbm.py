@@ -1,10 +1,10 @@
 """Keeps account of HBM: its pages, what lies in them, and which of them a context gets. Touches no bytes."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.context import RunningContext
+from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
 from cache.blocks.match import Match
 from cache.blocks.scores import Scores
@@ -129,26 +129,35 @@ class HbmPool:
 
     # --- giving a context its pages -----------------------------------------------------------------------------------
 
-    def place(self, context: RunningContext, match: Match, pages_needed: int) -> Placement | None:
+    def place(
+        self, context: RunningContext, match: Match, pages_needed: int, parked: Collection[int] | None = None
+    ) -> Placement | None:
         """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. None if there
-        is no room, which changes nothing."""
+        is no room, which changes nothing. parked: of a context that HBM cannot hold, the numbers of pages that it does
+        without."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
+        per_page, num_parked = self.page_size // BLOCK_TOKENS, len(parked or ())
+        for index in parked or ():
+            claimed[index] = PARKED
         # Pages that are only copied from need not stay once the copy is ordered, but must not leave before it is.
-        held = [page for page in claimed if page is not None]
+        held = [page for page in claimed if page is not None and page != PARKED]
         sources = [
             row.page
             for block, (row, _) in enumerate(match.used)
-            if row.page is not None and (self.is_ready(row, block) or self.can_move(row))
+            if row.page is not None
+            and (self.is_ready(row, block) or self.can_move(row))
+            and claimed[block // per_page] != PARKED
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
         run = max(pages_needed, self.num_pages(len(context.token_ids)))  # so that pages of later steps lie behind it
-        if not held and pages_needed <= self.pages.num_free + self.pages.num_cached:
-            self._make_run(run, max(_MORE_PAGES, run // 8))
-        placement = Placement() if self.make_room(pages_needed - len(held)) else None
+        if parked is not None:
+            run = pages_needed
+        if not held and pages_needed - num_parked <= self.pages.num_free + self.pages.num_cached:
+            self._make_run(run - num_parked, max(_MORE_PAGES, run // 8))
+        placement = Placement() if self.make_room(pages_needed - num_parked - len(held)) else None
         if placement is not None:
-            per_page = self.page_size // BLOCK_TOKENS
             for index, (group, claim) in enumerate(zip(groups, claimed, strict=True)):
                 if claim is None:
                     claim = self.pages.take(last_page(context), run - len(context.pages))
@@ -343,7 +352,7 @@ class HbmPool:
 
 
 def last_page(context: RunningContext) -> int | None:
-    return context.pages[-1] if context.pages else None
+    return context.pages[-1] if context.pages and context.pages[-1] != PARKED else None
 
 
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:

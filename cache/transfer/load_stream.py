@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from cache.moves import LoadBlocks
+from cache.moves import BlockLoad, LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
@@ -20,6 +20,7 @@ from cache.transfer.load_placer import LoadPlacer
 from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from cache.transfer.load_reader import LoadReader
 from cache.transfer.loader import PagePool
+from cache.transfer.slot_reader import SlotReader
 from kernels.attention.ragged_batch import KvPages
 
 
@@ -92,6 +93,10 @@ class LoadStream:
     def place(self, rotations: KeyRotations) -> None:
         """Place layers that no step places by itself, until `close`. rotations: for this thread."""
         self._placer.run(rotations)
+
+    def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
+        """Return what brings blocks of pinned slots to pages whenever a step asks for it, without being a load."""
+        return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
         """Take a load, which comes after those before it, as far as the read buffer lets it. in_step: the next step

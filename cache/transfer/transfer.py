@@ -19,6 +19,7 @@ import torch
 
 from cache.moves import (
     AbandonLoad,
+    BlockLoad,
     CapturePiece,
     CopyRows,
     DeleteExtents,
@@ -55,6 +56,7 @@ from cache.transfer.fetch_stream import DiskFetches, RedisFetches
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.save_stream import SaveStream
+from cache.transfer.slot_reader import SlotReader
 from cache.transfer.upload_stream import RemoteCalls, UploadStream
 from cache.transfer.write_stream import WriteStream
 from kernels.attention.ragged_batch import KvPages
@@ -188,6 +190,10 @@ class Transfer:
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """See `SaveStream.places`."""
         return self._saves.places(pieces, num_rows)
+
+    def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
+        """See `LoadStream.reader_of`."""
+        return self._loads.reader_of(blocks)
 
     def start(self, job_id: int) -> None:
         """See `LoadStream.start`."""

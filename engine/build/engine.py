@@ -10,6 +10,7 @@ from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from cache.manager import CacheManager
 from cache.options import CacheOptions, Truncation
 from cache.policies.keep import BLOCK_SCORERS
+from cache.requests.parking import chunk_pages
 from engine.build.first_steps import WarmModel, warm_up
 from engine.build.model import LoadedModel, ProbedModel, load, probe_model
 from engine.build.room import Room, find_room
@@ -27,6 +28,7 @@ from engine.step.choices import RunningChoices
 from engine.step.compute import StepCompute
 from engine.step.grammar import GrammarCompiler
 from engine.step.intake import Intake
+from engine.step.parked import ParkedAttention
 from engine.step.recompute import Recompute
 from engine.step.verify import Verifier
 from kernels.attention.watched import WatchedAttention
@@ -52,7 +54,15 @@ def build_engine(config: EngineConfig) -> Engine:
         warm.runner.watch = WatchedAttention(backend, num_layers=len(tiers.pages), block_tokens=BLOCK_TOKENS)
     unix_offset_s = time.time() - time.monotonic()
     cache = _cache(config, probed, room, tiers, unix_offset_s)
-    scheduler = build_scheduler(config, cache, tiers.rates, warm.step_tokens, warm.least_chunk_tokens, room.max_context)
+    scheduler = build_scheduler(
+        config,
+        cache,
+        tiers.rates,
+        warm.step_tokens,
+        warm.least_chunk_tokens,
+        room.max_context,
+        most_tokens=chunk_pages(room.most_pages) * probed.page_size if room.most_pages else None,
+    )
     choices = RunningChoices()
     return Engine(
         model=info,
@@ -77,6 +87,7 @@ def build_engine(config: EngineConfig) -> Engine:
             tables=BlockTables(max_seqs=config.scheduler.max_seqs, max_pages=-(-room.max_context // probed.page_size)),
             device=loaded.device,
             sink=warm.sink,
+            parked=_parked(room, tiers, warm),
         ),
         verifier=_verifier(config.cache, loaded, probed, tiers, warm, cache),
         directory=SessionDirectory(
@@ -100,7 +111,8 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
     truncation_mode = settings.truncation_mode if probed.found.decouplable else "recompute"
     cache = CacheManager(
         options=CacheOptions(
-            num_pages=room.num_pages,
+            num_pages=room.num_pages - room.ring_pages,
+            most_pages=room.most_pages,
             page_size=probed.page_size,
             bytes_per_token=probed.stored_bytes_per_token,
             hbm_bytes_per_token=probed.kv_bytes_per_token,
@@ -139,6 +151,13 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
     if probed.codec.is_refused:
         cache.condemn_codec()
     return cache
+
+
+def _parked(room: Room, tiers: Tiers, warm: WarmModel) -> ParkedAttention | None:
+    if not room.ring_pages:
+        return None
+    runner, ring = warm.runner, range(room.num_pages - room.ring_pages, room.num_pages)
+    return ParkedAttention(inner=runner.backend, pages=runner.pages, ring=ring, transfer=tiers.transfer)
 
 
 def _head_key(secret: bytes, fingerprint: bytes) -> bytes:

@@ -65,6 +65,8 @@ def warm_up(
         exactness = Exactness(False, "not asked for (cache.codec is lossy)")
     elif probed.codec.projection is not None:
         exactness = Exactness(False, "not asked for (cache.codec activation computes K and V anew)")
+    elif config.cache.larger_than_hbm:
+        exactness = Exactness(False, "not asked for (cache.larger_than_hbm: sums are ordered as there is room)")
     elif config.selector.name != "none":
         exactness = Exactness(False, "not asked for (selector.name: contexts are read in part)")
     else:

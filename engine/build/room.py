@@ -12,7 +12,7 @@ from cache.storage.extent_writer import MOST_PACKED_BYTES
 from cache.storage.slab import LayerShape, row_segments
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import disk_room
-from engine.build.sizes import Sizes, automatic_sizes, coding_bytes
+from engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, parking_pages
 from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused, rope_limit
 from engine.ranks.names import rank_directory
@@ -25,6 +25,8 @@ class Room:
     automatic: Sizes  # counts where the config gives no size
     coding: int  # bytes of memory for KV that is being encoded or packed
     warnings: tuple[str, ...]  # for people
+    ring_pages: int = 0  # of these, through which contexts larger than HBM are read; 0: there are none
+    most_pages: int = 0  # of these, for such a context
 
 
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
@@ -47,6 +49,8 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
         coding=coding,
     )
     automatic_tokens = automatic.hbm // probed.kv_bytes_per_token
+    if config.cache.larger_than_hbm:
+        return _with_parking(config, probed, automatic, coding, window, warnings)
     num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
     return Room(window, num_pages, automatic, coding, tuple(warnings))
 
@@ -100,3 +104,24 @@ def _num_pages(
         why = "" if given_tokens else ", of the memory that is free beside the weights"
         warnings.append(f"context limited to {room} of {window} tokens: HBM holds no more{why} (cache.hbm_tokens)")
     return pages, min(window, room)
+
+
+def _with_parking(
+    config: EngineConfig, probed: ProbedModel, automatic: Sizes, coding: int, window: int, warnings: list[str]
+) -> Room:
+    """The same where a context may be as long as DRAM holds. Raises ModelRefused."""
+    cache, page_size = config.cache, probed.page_size
+    tokens = cache.hbm_tokens or automatic.hbm // probed.kv_bytes_per_token
+    pages, spare = tokens // page_size, page_size // BLOCK_TOKENS  # as in `_num_pages`
+    least = LEAST_PAGES + spare
+    if pages < least:
+        raise ModelRefused(
+            f"HBM for {tokens} tokens is too small for cache.larger_than_hbm: {least * page_size} is the least"
+        )
+    dram_bytes = automatic.dram if cache.dram_bytes is None else cache.dram_bytes
+    slots = int(dram_bytes // (probed.stored_bytes_per_token * BLOCK_TOKENS) * (1 - cache.dram_free_buffer))
+    ring, most = parking_pages(pages, page_size)
+    room = max((pages - ring - spare) * page_size, slots * BLOCK_TOKENS)
+    if room < window:
+        warnings.append(f"context limited to {room} of {window} tokens: DRAM holds no more (cache.dram_gib)")
+    return Room(min(window, room), pages, automatic, coding, tuple(warnings), ring, most)

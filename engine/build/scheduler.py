@@ -24,8 +24,14 @@ def build_scheduler(
     step_tokens: int,
     least_chunk_tokens: int,
     max_context: int,
+    most_tokens: int | None = None,
 ) -> Scheduler:
-    """least_chunk_tokens: of a prompt, below which products are inefficient on this machine."""
+    """least_chunk_tokens: of a prompt, below which products are inefficient on this machine. most_tokens: of any step;
+    None: nothing limits that."""
+    lone_step_tokens = step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
+    if most_tokens is not None:
+        step_tokens, lone_step_tokens = min(step_tokens, most_tokens), min(lone_step_tokens, most_tokens)
+        least_chunk_tokens = min(least_chunk_tokens, most_tokens)
     predictor: LengthPredictor = MaxTokensPredictor()
     if config.scheduler.length_predictor == "quantile":
         predictor = QuantilePredictor(quantile=_QUANTILE)
@@ -52,7 +58,7 @@ def build_scheduler(
             max_seqs=config.scheduler.max_seqs,
             max_queued=config.scheduler.max_queued,
             step_tokens=step_tokens,
-            lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
+            lone_step_tokens=lone_step_tokens,
             itl_target_s=config.scheduler.itl_target_s,
             least_chunk_tokens=least_chunk_tokens,
             chunked_prefill=config.scheduler.chunked_prefill,

@@ -26,6 +26,9 @@ _STAGING_WINDOWS, _STAGING_CAP = 2, 4 * _GIB
 # Blocks of a tier: 8.4 M tokens, or as many as the table of blocks may hold in its share of memory; 2.7 KB for each was
 # measured with sessions of eight blocks.
 _MOST_BLOCKS, _TABLE_SHARE, _TABLE_BYTES = 1 << 18, 0.05, 2700
+# Of contexts larger than HBM: so many tokens are read at a time, and so many pages let chunks of a page get on.
+_RING_TOKENS = 512
+LEAST_PAGES = 8  # and as many as first rows may have to be copied from
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +98,10 @@ def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list
     else:
         return []
     return [f"DRAM holds {dram_tokens:,} tokens, less than {why} (cache.dram_gib)"]
+
+
+def parking_pages(num_pages: int, page_size: int) -> tuple[int, int]:
+    """Of HBM's pages: (those through which contexts larger than HBM are read, the most that one such context has). The
+    other half is for whoever runs beside it."""
+    ring = max(1, min(_RING_TOKENS // page_size, num_pages // 8))
+    return ring, (num_pages - ring) // 2

@@ -290,6 +290,7 @@ class ModelRunner:
         self.inputs = inputs  # receives these: by layer, [tokens, width]
         self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
+        self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
         if pages[0].k.device.type == "cpu" and decode_kernels() is not None:
@@ -303,7 +304,9 @@ class ModelRunner:
         slot. arrive(layer) is called before a layer attends and returns when the KV that the batch needs there is
         loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
         backend: AttentionBackend = self.backend
-        if self.watch is not None and self.watch.begin(batch.meta):
+        if self.stand_in is not None:
+            backend = self.stand_in
+        elif self.watch is not None and self.watch.begin(batch.meta):
             backend = self.watch
         step = Step(
             meta=batch.meta,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cache.blocks.context import PARKED, RunningContext
 from cache.manager import CacheManager
 from cache.moves import CapturePiece
 from cache.transfer.capture import Captured, CaptureSink
@@ -16,7 +17,9 @@ from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
 from engine.step.arrival import Arrival
 from engine.step.choices import RunningChoice, RunningChoices
+from engine.step.parked import ParkedAttention
 from engine.step.sampler import token_logprobs
+from kernels.attention.ragged_batch import AttentionMeta
 from scheduler.schedule import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
@@ -54,6 +57,7 @@ class Computed:
     waited_s: float  # for loads
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
     attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
+    reads_parked: bool  # which takes as long as DRAM does
 
     @property
     def num_tokens(self) -> int:
@@ -78,14 +82,16 @@ class StepCompute:
         tables: BlockTables,
         device: torch.device,
         sink: CaptureSink | None,
+        parked: ParkedAttention | None,
     ) -> None:
-        """sink: None while there is no tier below HBM."""
+        """sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
         self.runner = runner
         self.tables = tables
         self._cache = cache
         self._transfer = transfer
         self._device = device
         self._sink = sink
+        self._parked = parked
 
     def run(self, chunks: list[Chunk], choices: RunningChoices) -> Computed:
         """One forward pass. `capture` follows, and once only."""
@@ -105,7 +111,14 @@ class StepCompute:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
             pieces = self._pieces(chunks, ())
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        logits = self.runner.forward(batch, arrival, saved)
+        reads_parked = self._begin_parked(batch.meta, items)
+        try:
+            logits = self.runner.forward(batch, arrival, saved)
+        finally:
+            self.runner.stand_in = None
+        if reads_parked and self._parked is not None:
+            for request_id, keys in self._parked.take_lost().items():
+                self._cache.lost(request_id, keys)
         for choice, item in zip(found, items, strict=True):
             choice.selected_tokens += item.partial
         return Computed(
@@ -116,7 +129,19 @@ class StepCompute:
             waited_s=0.0 if arrival is None else arrival.waited_s,
             pieces=pieces,
             attention={items[place].request_id: shares for place, shares in self._watched().items()},
+            reads_parked=reads_parked,
         )
+
+    def _begin_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
+        """Whether sequences of the step have parked blocks, which then are read."""
+        if self._parked is None:
+            return False
+        contexts = {place: self._cache.requests.context(item.request_id) for place, item in enumerate(items)}
+        contexts = {place: context for place, context in contexts.items() if has_parked(context)}
+        if contexts:
+            self._parked.begin(meta, contexts)
+            self.runner.stand_in = self._parked
+        return bool(contexts)
 
     def _watched(self) -> dict[int, list[float]]:
         """Return what was noted of the attention in the step just now, by place in the batch."""
@@ -149,7 +174,8 @@ class StepCompute:
             request_id=sequence.request_id,
             token_ids=sequence.token_ids[first : first + chunk.num_tokens],
             first_row=first,
-            pages=context.pages,
+            # Tables hold valid numbers; nobody looks up a page that is parked.
+            pages=[max(0, page) for page in context.pages] if has_parked(context) else context.pages,
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
             partial=selecting is not None
@@ -159,6 +185,10 @@ class StepCompute:
             and context.job is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
         )
+
+
+def has_parked(context: RunningContext) -> bool:
+    return bool(context.in_slots) and PARKED in context.pages
 
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:

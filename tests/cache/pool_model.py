@@ -10,7 +10,7 @@ detected.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from cache.blocks.context import RunningContext
+from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.blocks.stored import ExtentInfo, SessionRecord, is_coded
 from cache.blocks.table import BlockRow
@@ -89,6 +89,7 @@ def make_manager(
     low_water: float = 1.0,
     bytes_per_s: float = 1e12,
     exact: bool = False,
+    most_pages: int = 0,
     head_key: bytes = b"",
     coded_slots: int | None = None,
 ) -> CacheManager:
@@ -103,6 +104,7 @@ def make_manager(
             page_size=page_size,
             bytes_per_token=BYTES_PER_TOKEN,
             prefer_contiguous=contiguous,
+            most_pages=most_pages,
             num_slots=dram_slots + staging_slots,
             dram_slots=dram_slots,
             disk_bytes=disk_bytes,
@@ -249,7 +251,7 @@ class PoolModel:
         tokens, size = context.token_ids, self.manager.page_size
         self._learn(context.domain, tokens)
         assert context.computed + num_tokens <= len(tokens)
-        values = [self.rows[context.pages[p // size] * size + p % size][0] for p in range(context.computed)]
+        values = [value for value, _ in self._computed(context)]
         state = self._root(context.domain)
         for value in values:
             state = self._next(state, value)
@@ -260,6 +262,18 @@ class PoolModel:
             state = self._next(state, value)
         if GARBAGE not in values and EMPTY not in values:  # else its load has failed, and nothing will be published
             self._name(context, values)
+
+    def _computed(self, context: RunningContext) -> list[tuple[int, int]]:
+        """The rows that a context has computed, in pages or parked: (number, position)."""
+        size, found = self.manager.page_size, []
+        for place in range(context.computed):
+            page, (block, offset) = context.pages[place // size], divmod(place, BLOCK_TOKENS)
+            if page == PARKED:
+                where = context.in_slots[block]
+                found.append((self.slots[where.slot][offset], where.position + offset))
+            else:
+                found.append(self.rows[page * size + place % size])
+        return found
 
     def void_failed(self) -> list[str]:
         failed = self.manager.requests.take_failed()
@@ -532,15 +546,16 @@ class PoolModel:
             return
         assert context.computed <= len(context.pages) * size
         if context.job is None:
-            held = [row for page in context.pages for row in self.rows[page * size : (page + 1) * size]]
-            values = [value for value, _ in held[: context.computed]]
-            assert [position for _, position in held[: context.computed]] == list(range(context.computed))
+            held = self._computed(context)
+            values = [value for value, _ in held]
+            assert [position for _, position in held] == list(range(context.computed))
             assert [self._token_of[value] for value in values] == context.token_ids[: context.computed], context
             assert {self._root_of[value] for value in values} <= {self._root(context.domain)}
             if not context.cuts:
                 assert values == self.pure(context.domain, context.token_ids)[: context.computed], context
             self._name(context, values)
-        assert len(set(context.pages)) == len(context.pages)
+        pages = [page for page in context.pages if page != PARKED]
+        assert len(set(pages)) == len(pages)
         published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.tiers.table if row.page is not None}
         saved_from = [page for pages, _ in self.manager.tiers.dram._sources.values() for page in pages]
         for place in range(context.computed // BLOCK_TOKENS, len(context.pages) * size // BLOCK_TOKENS):
@@ -608,7 +623,7 @@ class PoolModel:
         pins, residents = [0] * pages.num_pages, [0] * pages.num_pages
         for context in self.contexts.values():
             for page in context.pages:
-                pins[page] += 1
+                pins[page] += page != PARKED
         for load in manager._loads.under_way.values():
             for block in load.blocks:
                 pins[block.page] += 1
@@ -648,6 +663,9 @@ class PoolModel:
         for block in loading:
             if block.extent is None:
                 pins[block.slot] += 1
+        for context in self.contexts.values():
+            for pinned in context.in_slots.values():
+                pins[pinned.slot] += 1
         for order in manager.tiers.encoder._under_way.values():
             for _, slot, _ in order.blocks:
                 pins[slot] += 1

@@ -89,6 +89,11 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             {},
             ["selector.name", "set model.tensor_parallel to 1", "selector.name to none"],
         ),
+        (
+            {"cache.larger_than_hbm": "true", "cache.dram_gib": "0", "model.exact": "on", "cache.mode": "prefix"},
+            {},
+            ["cache.larger_than_hbm: needs cache.mode attentionstore, cache.dram_gib above 0, model.exact auto or off"],
+        ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.sizes import Sizes, automatic_sizes, coding_bytes, dram_warnings
+from cache.requests.parking import chunk_pages
+from engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, dram_warnings, parking_pages
 
 DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30
@@ -55,6 +56,14 @@ def window(model: Model, found: Sizes) -> int:
     """Tokens of the window that is served: what fits into HBM, whole pages less the one that may be copied from."""
     pages = found.hbm // model.kv_bytes_per_token // BLOCK_TOKENS
     return max(0, min(model.window_tokens, (pages - 1) * BLOCK_TOKENS))
+
+
+@given(num_pages=st.integers(LEAST_PAGES + 1, 10**6), page_size=st.sampled_from([32, 64, 256]))
+def test_a_context_larger_than_hbm_leaves_half_of_it_and_gets_on(num_pages: int, page_size: int) -> None:
+    ring, most = parking_pages(num_pages, page_size)
+    assert 1 <= ring <= max(1, 512 // page_size)
+    assert num_pages - ring >= 2 * most
+    assert most >= chunk_pages(most) + 1 + 2, "a chunk may begin inside of a page, behind one that is still being saved"
 
 
 def table(gpu: bool) -> str:

@@ -1,0 +1,198 @@
+"""Lets a context run that HBM cannot hold: its older blocks are parked, which means that they have no page and are read
+from their DRAM slots (docs/decisions/0024-parked-blocks.md)."""
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+
+from cache.blocks.context import PARKED, RunningContext, SlotBlock
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.match import Match
+from cache.blocks.table import BlockRow
+from cache.tiers.hierarchy import Hierarchy
+
+_PATIENCE_S = 30.0  # for slots or saves: both come in milliseconds, unless pinned sessions fill DRAM or a disk stands
+
+
+def chunk_pages(most_pages: int) -> int:
+    """Return how many pages a chunk of a context with at most so many may fill. It may begin inside of a page, and the
+    chunk before it may still be being saved."""
+    return max(1, (most_pages - 2) // 2)
+
+
+class Parking:
+    """Single-threaded, part of the CacheManager. One context that HBM cannot hold has room at a time, so that no two
+    wait for each other's slots."""
+
+    def __init__(self, *, tiers: Hierarchy, most_pages: int) -> None:
+        """most_pages: that such a context has, if blocks can be parked in time; 0: every context has to fit."""
+        self.now = -math.inf
+        """Time of the last plan. Set by whoever plans."""
+        self._tiers = tiers
+        self._table, self._pages, self._hbm, self._dram = tiers.table, tiers.pages, tiers.hbm, tiers.dram
+        self._most_pages, self._chunk_pages = most_pages, chunk_pages(most_pages)
+        self._per_page = tiers.hbm.page_size // BLOCK_TOKENS
+        # The pages that a context's first rows are copied from may be needed beside its own.
+        self._whole_tokens = (tiers.pages.num_pages - self._per_page) * tiers.hbm.page_size
+        self._owner: RunningContext | None = None  # the one that has room
+        self._waiting: tuple[RunningContext, float] | None = None  # who waits for slots or saves, and since when
+        self._hopeless: dict[str, None] = {}  # requests that have waited for too long, until `take_hopeless`
+
+    def needs(self, num_tokens: int) -> bool:
+        """Whether HBM cannot hold a context of so many tokens, and may park a part of it."""
+        return self._most_pages > 0 and num_tokens > self._whole_tokens
+
+    def concerns(self, context: RunningContext, num_tokens: int) -> bool:
+        """Whether `grow` is to make the room for so many more rows of a context with pages."""
+        return self._most_pages > 0 and (context is self._owner or self.needs(context.computed + num_tokens))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether such a context has room. What it saves is wanted soon: its pages are given up by that."""
+        return self._owner is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a context with pages waits for slots or saves. It sits out steps until then."""
+        return self._waiting is not None and self._waiting[0] is self._owner
+
+    def take_hopeless(self) -> list[str]:
+        """Return the requests that have waited for too long since the last call. They cannot go on."""
+        hopeless, self._hopeless = list(self._hopeless), {}
+        return hopeless
+
+    # --- waiting contexts ---------------------------------------------------------------------------------------------
+
+    def fetch(self, context: RunningContext) -> None:
+        """Order what a waiting context has on disk or in Redis to come to DRAM, where parked blocks are read; once."""
+        if context.was_fetched or context.skips_disk or not self.needs(len(context.token_ids)):
+            return
+        context.was_fetched = True
+        self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
+
+    def usable(self, match: Match) -> Match:
+        """Return as much of a match as such a context can stand on: blocks that no slot has need pages, and a chunk
+        has to fit beside them."""
+        room = self._most_pages - self._chunk_pages - 1
+        for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
+            room -= any(row.slot is None for row in match.rows[start : start + self._per_page])
+            if room < 0:
+                return match.first(start)
+        return match
+
+    def begin(self, context: RunningContext, match: Match, pages_needed: int) -> set[int] | None:
+        """Pin a waiting context's slots, and take others for what it computes next. Returns the numbers of those of its
+        pages that are parked from the start; None if it has to wait, which changes nothing."""
+        if self._owner is not None:
+            return None
+        for block, row in enumerate(match.rows):
+            self._pin(context, block, row)
+        partial = None if match.partial is None else match.partial.slot
+        if partial is not None:
+            self._dram.pin(partial)  # it may not leave for the slots that are taken
+        has_slots = self._take_slots(context, match.num_tokens, pages_needed)
+        if partial is not None:
+            self._dram.unpin(partial)
+        excess = max(0, pages_needed - self._most_pages)
+        full = range(len(match.rows) // self._per_page)
+        parked = set(islice((page for page in full if self._is_in_slots(context, page)), excess))
+        if not has_slots or len(parked) < excess:
+            self.withdraw(context)
+            self._wait(context)
+            return None
+        self._owner, self._waiting = context, None
+        return parked
+
+    def withdraw(self, context: RunningContext) -> None:
+        """Undo `begin`, because HBM has no room."""
+        for slot in context.slots.values():
+            self._dram.give_back(slot)
+        context.slots = {}
+        self._unpin(context)
+
+    # --- running contexts ---------------------------------------------------------------------------------------------
+
+    def grow(self, context: RunningContext, num_tokens: int) -> bool:
+        """Give a context room for so many more rows, of which HBM cannot hold all. Returns False if there is none
+        yet."""
+        if context is not self._owner and self._owner is not None:
+            return False
+        self._owner = context  # it may have begun as a small one
+        total = self._hbm.num_pages(context.computed + num_tokens)
+        if total <= len(context.pages):
+            return True
+        for block in range(context.sealed):
+            row = self._table.get(context.keys[block])
+            if row is not None:
+                self._pin(context, block, row)
+        self._park(context, total - context.pages.count(PARKED) - self._most_pages)
+        if not self._take_slots(context, context.computed, total):
+            return self._wait(context)
+        if self._hbm.grow(context, num_tokens):
+            self._waiting = None
+            return True
+        is_saving = self._dram.is_saving
+        return self._wait(context) if any(is_saving(key) for key in context.keys[: context.sealed]) else False
+
+    def _park(self, context: RunningContext, count: int) -> None:
+        """Give up to `count` pages up, the first ones first."""
+        for index, page in enumerate(context.pages):
+            if count <= 0:
+                return
+            if page != PARKED and self._is_in_slots(context, index):
+                self._pages.unpin(page)
+                context.pages[index] = PARKED
+                count -= 1
+
+    def _is_in_slots(self, context: RunningContext, page: int) -> bool:
+        """Whether all blocks of a context's `page`th page can be read from slots."""
+        blocks = range(page * self._per_page, (page + 1) * self._per_page)
+        return all(block in context.in_slots and block not in context.published for block in blocks)
+
+    def _pin(self, context: RunningContext, block: int, row: BlockRow) -> None:
+        if row.slot is not None and block not in context.in_slots:
+            self._dram.pin(row.slot)
+            context.in_slots[block] = SlotBlock(row.key, row.slot, self._hbm.position_of(row, block))
+
+    def _take_slots(self, context: RunningContext, computed: int, num_pages: int) -> bool:
+        """Take slots for the blocks that begin behind the `computed` rows, up to the end of the context's pages. What
+        was taken is kept if there are not enough."""
+        for block in range(-(-computed // BLOCK_TOKENS), num_pages * self._per_page):
+            if block not in context.slots and block not in context.unsaved:
+                slot = self._dram.take_slot(None)
+                if slot is None:
+                    return False
+                context.slots[block] = slot
+        return True
+
+    def _wait(self, context: RunningContext) -> bool:
+        if self._waiting is None or self._waiting[0] is not context:
+            self._waiting = context, self.now
+        elif self.now - self._waiting[1] > _PATIENCE_S:
+            self._hopeless[context.request_id] = None
+        return False
+
+    def lost(self, context: RunningContext, keys: Iterable[BlockKey]) -> None:
+        """Forget copies in DRAM that were not what they should be when a step read them."""
+        wrong = {key: block for block, (key, _, _) in context.in_slots.items()}
+        for key in keys:
+            row = self._table.get(key)
+            if row is not None and row.slot == context.in_slots[wrong[key]].slot:
+                self._dram.drop_slot(row)
+                if row.is_nowhere:
+                    self._table.forget(row)
+            self._tiers.stats.load_failures["checksum"] += 1
+        context.miss_reason, context.was_fetched = "load_failed", False
+
+    def leave(self, context: RunningContext) -> None:
+        """Unpin a context's slots, because it gives its pages back."""
+        self._unpin(context)
+        if self._waiting is not None and self._waiting[0] is context:
+            self._waiting = None
+
+    def _unpin(self, context: RunningContext) -> None:
+        for _, slot, _ in context.in_slots.values():
+            self._dram.unpin(slot)
+        context.in_slots = {}
+        if self._owner is context:
+            self._owner = None

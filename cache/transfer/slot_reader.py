@@ -1,0 +1,41 @@
+"""Brings blocks of sealed slots to pages of HBM for the step that reads them there, again in every layer."""
+
+from collections.abc import Sequence
+
+from cache.blocks.keys import BlockKey
+from cache.moves import BlockLoad
+from cache.storage.slab import Slab
+from cache.storage.throttle import Throttle
+from cache.transfer.key_rotations import KeyRotations
+from cache.transfer.layer_source import SlotSource
+from cache.transfer.loader import Loader, PagePool
+
+
+class SlotReader:
+    """Of some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockLoad],
+        *,
+        slab: Slab,
+        pool: PagePool,
+        rotations: KeyRotations,
+        throttle: Throttle,
+    ) -> None:
+        """blocks: with the pages that they are brought to. rotations: the engine thread's. throttle: of the link."""
+        self._num_blocks, self._slab, self._pool = len(blocks), slab, pool
+        self._rotations, self._throttle = rotations, throttle
+        self._source = SlotSource(blocks, slab)
+        self._loader = Loader(source=self._source, pool=pool)
+
+    def bring(self, layer: int) -> list[BlockKey]:
+        """Write a layer of the blocks to their pages. Returns those that are not what they were when their slots were
+        sealed; if there is one, what the pages hold is worth nothing."""
+        if self._source.unsealed:
+            return self._source.unsealed
+        failed: dict[BlockKey, str] = {}
+        passed = self._throttle.book(self._num_blocks * self._slab.segment_bytes[layer])
+        self._loader.place(layer, failed, self._rotations, together=self._pool.has_team)
+        self._throttle.wait(passed)
+        return list(failed)

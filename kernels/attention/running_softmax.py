@@ -1,0 +1,66 @@
+"""Attention of one sequence over its context in pieces, which need not be in memory at the same time."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.ragged_batch import AttentionParams
+
+_QUERIES = 256  # at a time: with pieces of 512 rows and 32 heads, logits take 16 MB
+
+
+class RunningSoftmax:
+    """Merges pieces by their largest logits and the sums of their exponentials, in fp32: every row counts as in one
+    piece, but for the order of sums. Supports all that `AttentionParams` can ask for but a selection, which is ignored:
+    all rows are read."""
+
+    def __init__(self, q: Tensor, first: int, params: AttentionParams, v_dim: int) -> None:
+        """q [queries, heads, k_dim]: of the context's rows from `first` on."""
+        queries, heads, _ = q.shape
+        self._q, self._first, self._params = q.transpose(0, 1), first, params
+        self._most = q.new_full((heads, queries, 1), float("-inf"), dtype=torch.float32)
+        self._sum = q.new_zeros((heads, queries, 1), dtype=torch.float32)
+        self._out = q.new_zeros((heads, queries, v_dim), dtype=torch.float32)
+
+    def sees(self, first_row: int, last_row: int) -> bool:
+        """Whether any query sees any of these rows of the context."""
+        queries, window = self._q.shape[1], self._params.window
+        return first_row < self._first + queries and (window is None or self._first - last_row < window)
+
+    def add(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Attend to some rows of the context, each given once. rows [n] int64: which; k [n, kv_heads, k_dim], v [n,
+        kv_heads, v_dim]."""
+        kv_heads = k.shape[1]
+        keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # both [kv_heads, ...]
+        for start in range(0, self._q.shape[1], _QUERIES):
+            part = slice(start, start + _QUERIES)
+            q = self._q[:, part].float()
+            heads, queries, _ = q.shape
+            logits = q.reshape(kv_heads, -1, q.shape[2]) @ keys * self._params.scale
+            logits = self._masked(logits.view(heads, queries, -1), self._first + start, rows)
+            most = torch.maximum(self._most[:, part], logits.amax(-1, keepdim=True))
+            shift = most.masked_fill(most == float("-inf"), 0.0)  # of queries that have seen no row yet
+            before, weights = (self._most[:, part] - shift).exp(), (logits - shift).exp()
+            self._most[:, part] = most
+            self._sum[:, part] = self._sum[:, part] * before + weights.sum(-1, keepdim=True)
+            mixed = (weights.view(kv_heads, -1, weights.shape[2]) @ values).view(heads, queries, -1)
+            self._out[:, part] = self._out[:, part] * before + mixed
+
+    def _masked(self, logits: Tensor, first: int, rows: Tensor) -> Tensor:
+        """logits [heads, queries, rows]; first: the first query's row."""
+        if self._params.softcap is not None:
+            logits = self._params.softcap * torch.tanh(logits / self._params.softcap)
+        at = torch.arange(first, first + logits.shape[1], device=rows.device)[:, None]
+        hidden = rows > at
+        if self._params.window is not None:
+            hidden |= at - rows >= self._params.window
+        return logits.masked_fill(hidden, float("-inf"))
+
+    def result(self) -> Tensor:
+        """Return [queries, heads, v_dim] fp32. Every query has seen a row: its own, at least."""
+        total = self._sum
+        if self._params.sinks is not None:
+            sinks = self._params.sinks.float()[:, None, None]
+            most = torch.maximum(self._most, sinks)
+            kept = (self._most - most).exp()
+            return (self._out * kept / (total * kept + (sinks - most).exp())).transpose(0, 1)
+        return (self._out / total).transpose(0, 1)
