@@ -124,6 +124,10 @@ class Fleet:
         fields = {"boot": "1", "url": self.replicas[name].url, "fingerprint": MODEL, "model": "m", "state": "ready"}
         self.directory.beats[name] = Heartbeat(**{"replica": name, "load": LOAD, **fields, **changes}), age_s
 
+    def miss(self, name: str) -> None:
+        """Let the directory know nothing of a replica; the gateway knows it after `refresh`."""
+        del self.directory.beats[name]
+
     async def stream(self, body: Any = CHAT, path: str = "/v1/chat/completions", **headers: str):
         """Return status, headers and body of a streamed answer; the body is what came until it broke, if it did."""
         data = bytearray()

@@ -166,7 +166,7 @@ async def test_an_overload_of_all_reaches_the_client_at_once():
 
 async def test_a_turn_that_all_refuse_waits_for_the_replica_that_follows_one_that_drains():
     async with fleet(a=refuse, b=one_answer) as whole:
-        whole.hear("b", age_s=60.0)
+        whole.miss("b")
         await whole.refresh()
         streaming = asyncio.create_task(whole.stream())
         await until(lambda: whole.replicas["a"].asked)
@@ -188,10 +188,11 @@ async def test_other_errors_are_answers():
 
 async def test_a_turn_waits_a_moment_for_replicas_whose_beats_are_late():
     async with fleet(a=one_answer) as whole:
-        whole.hear("a", age_s=60.0)
+        whole.miss("a")
         await whole.refresh()
         streaming = asyncio.create_task(whole.stream())
         await asyncio.sleep(0.3)
+        assert whole.replicas["a"].asked == []
         whole.hear("a")
         await whole.refresh()
         answer, data, _ = await streaming
