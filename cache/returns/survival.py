@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 _EDGES_S = (
@@ -89,6 +89,9 @@ class ReturnModel:
 
     def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
         """Return the chance of a return in each bin from this one on, given that none came before."""
+        return list(self._hazards(known, gap_s, age_bin))
+
+    def _hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> Iterator[float]:
         weights = self._weights
         common = sum([weights[place] for place in known])
         odds = self._bins[age_bin:]
@@ -99,7 +102,7 @@ class ReturnModel:
             log_gap = math.log2(gap_s)
             odds = [own + near for own, near in zip(odds, self._by_distance(log_gap)[age_bin:], strict=True)]
         exp = math.exp  # called thousands of times a second when many sessions are due
-        return [1.0 / (1.0 + exp(-(common + own))) for own in odds]
+        return (1.0 / (1.0 + exp(-(common + own))) for own in odds)
 
     def _by_distance(self, log_gap: float) -> list[float]:
         """Return for each bin the weight of its distance from the session's own last gap."""
@@ -111,10 +114,10 @@ class ReturnModel:
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
         """Return what keeping a session earns that has just entered a bin (see `best_rate`); 0 after the last bin."""
-        return best_rate(self.hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
+        return best_rate(self._hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 
-def best_rate(hazards: Sequence[float], widths_s: Sequence[float], least_s: float) -> float:
+def best_rate(hazards: Iterable[float], widths_s: Iterable[float], least_s: float) -> float:
     """Return the expected hits per second of space: the maximum, over all times to give up from `least_s` on, of
     (chance to have come by then) / (mean time held). 0 if the bins end before `least_s`.
 
@@ -126,13 +129,15 @@ def best_rate(hazards: Sequence[float], widths_s: Sequence[float], least_s: floa
     # little data.
     best = won = held_s = passed_s = 0.0
     left = 1.0
-    for hazard, width_s in zip(hazards, widths_s, strict=True):
+    for hazard, width_s in zip(hazards, widths_s, strict=False):  # most hazards need not be made
         won += left * hazard
         held_s += left * (1.0 - hazard / 2) * width_s
         left *= 1.0 - hazard
         passed_s += width_s
         if passed_s >= least_s and won > best * held_s:
             best = won / held_s
+        if best * held_s >= 1.0:
+            break  # even if all others come from here on
     return best
 
 

@@ -38,6 +38,19 @@ def test_it_is_a_rate(hazards, times):
     assert slower == pytest.approx(best_rate(chances, widths, 0.0) / times)
 
 
+@given(hazards=st.lists(st.tuples(CHANCES, WIDTHS), min_size=1), least_s=st.floats(0.0, 300.0))
+def test_no_later_time_to_give_up_is_better(hazards, least_s):
+    best = won = held_s = passed_s = 0.0
+    left = 1.0
+    for hazard, width_s in hazards:
+        won, held_s = won + left * hazard, held_s + left * (1 - hazard / 2) * width_s
+        left, passed_s = left * (1 - hazard), passed_s + width_s
+        if passed_s >= least_s:
+            best = max(best, won / held_s)
+    found = best_rate([hazard for hazard, _ in hazards], [width_s for _, width_s in hazards], least_s)
+    assert found == pytest.approx(best)
+
+
 def told(rng, model, num_sessions, chance_of, age_bin):
     """Sessions that come back in one bin, or never, with a chance that depends on what is known of them."""
     for _ in range(num_sessions):
