@@ -189,7 +189,8 @@ class Engine:
         """Run one batch. When it raises, call `fail_all`."""
         clock = StepClock(now)
         refused = self._intake.queue_compiled(now) if self._intake.held else []
-        refused += self._fail_hopeless()
+        if self._cache.parking.hopeless:
+            refused += self._fail_hopeless()
         schedule = self._schedule(now)
         self._move(schedule)
         if not schedule.chunks:

@@ -34,31 +34,31 @@ class Parking:
         self._per_page = tiers.hbm.page_size // BLOCK_TOKENS
         # The pages that a context's first rows are copied from may be needed beside its own.
         self._whole_tokens = (tiers.pages.num_pages - self._per_page) * tiers.hbm.page_size
-        self._owner: RunningContext | None = None  # the one that has room
+        # Read in every step, and so without a call.
+        self.is_on = most_pages > 0
+        """Whether HBM need not hold a context."""
+        self.owner: RunningContext | None = None
+        """The one that has room. What it saves is wanted soon: its pages are given up by that."""
+        self.hopeless: dict[str, None] = {}
+        """Requests that have waited for too long, until `take_hopeless`."""
         self._waiting: tuple[RunningContext, float] | None = None  # who waits for slots or saves, and since when
-        self._hopeless: dict[str, None] = {}  # requests that have waited for too long, until `take_hopeless`
 
     def needs(self, num_tokens: int) -> bool:
         """Whether HBM cannot hold a context of so many tokens, and may park a part of it."""
-        return self._most_pages > 0 and num_tokens > self._whole_tokens
+        return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RunningContext, num_tokens: int) -> bool:
         """Whether `grow` is to make the room for so many more rows of a context with pages."""
-        return self._most_pages > 0 and (context is self._owner or self.needs(context.computed + num_tokens))
-
-    @property
-    def is_used(self) -> bool:
-        """Whether such a context has room. What it saves is wanted soon: its pages are given up by that."""
-        return self._owner is not None
+        return context is self.owner or self.needs(context.computed + num_tokens)
 
     @property
     def waits(self) -> bool:
         """Whether a context with pages waits for slots or saves. It sits out steps until then."""
-        return self._waiting is not None and self._waiting[0] is self._owner
+        return self._waiting is not None and self._waiting[0] is self.owner
 
     def take_hopeless(self) -> list[str]:
         """Return the requests that have waited for too long since the last call. They cannot go on."""
-        hopeless, self._hopeless = list(self._hopeless), {}
+        hopeless, self.hopeless = list(self.hopeless), {}
         return hopeless
 
     # --- waiting contexts ---------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Parking:
     def begin(self, context: RunningContext, match: Match, pages_needed: int) -> set[int] | None:
         """Pin a waiting context's slots, and take others for what it computes next. Returns the numbers of those of its
         pages that are parked from the start; None if it has to wait, which changes nothing."""
-        if self._owner is not None:
+        if self.owner is not None:
             return None
         for block, row in enumerate(match.rows):
             self._pin(context, block, row)
@@ -100,7 +100,7 @@ class Parking:
             self.withdraw(context)
             self._wait(context)
             return None
-        self._owner, self._waiting = context, None
+        self.owner, self._waiting = context, None
         return parked
 
     def withdraw(self, context: RunningContext) -> None:
@@ -115,9 +115,9 @@ class Parking:
     def grow(self, context: RunningContext, num_tokens: int) -> bool:
         """Give a context room for so many more rows, of which HBM cannot hold all. Returns False if there is none
         yet."""
-        if context is not self._owner and self._owner is not None:
+        if context is not self.owner and self.owner is not None:
             return False
-        self._owner = context  # it may have begun as a small one
+        self.owner = context  # it may have begun as a small one
         total = self._hbm.num_pages(context.computed + num_tokens)
         if total <= len(context.pages):
             return True
@@ -169,7 +169,7 @@ class Parking:
         if self._waiting is None or self._waiting[0] is not context:
             self._waiting = context, self.now
         elif self.now - self._waiting[1] > _PATIENCE_S:
-            self._hopeless[context.request_id] = None
+            self.hopeless[context.request_id] = None
         return False
 
     def lost(self, context: RunningContext, keys: Iterable[BlockKey]) -> None:
@@ -194,5 +194,5 @@ class Parking:
         for _, slot, _ in context.in_slots.values():
             self._dram.unpin(slot)
         context.in_slots = {}
-        if self._owner is context:
-            self._owner = None
+        if self.owner is context:
+            self.owner = None

@@ -71,7 +71,7 @@ class SchedulerView:
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         context = self._running[request_id]
-        if self._parking.concerns(context, num_tokens):
+        if self._parking.is_on and self._parking.concerns(context, num_tokens):
             return self._parking.grow(context, num_tokens)
         return self._hbm.grow(context, num_tokens)
 
