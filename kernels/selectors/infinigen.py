@@ -37,14 +37,14 @@ class InfinigenSelector:
 
     def __init__(self, inputs: SelectorInputs) -> None:
         self._share = inputs.share
-        self._skews = [skew(layer) for layer in inputs.moments]
+        self.skews = [skew(layer) for layer in inputs.moments]  # by layer
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
         """See KvSelector."""
         rows = {}
         for at, context in enumerate(candidates.contexts):
             keys = context_keys(kv, candidates.table[at], context)
-            weight = skewed_weights(queries[at], keys, self._skews[layer])
+            weight = skewed_weights(queries[at], keys, self.skews[layer])
             rows[at] = strongest(weight, how_many(weight, most_rows(context, self._share)))
         return as_selection(candidates, rows)
 

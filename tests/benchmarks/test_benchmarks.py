@@ -17,7 +17,8 @@ WITH_SMALL_FORM = [name for name in NAMES if "quick=Quick(" in TEXTS[name]]
 NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "truncation": ["--data", "d"],
           "eviction_limit": ["--trace", "t"], "coded_capacity": ["--trace", "t"], "other_tree": ["--other", "p"],
           "keeping": ["--data", "d"], "codecs": ["--data", "d"], "sparsity": ["--data", "d"],
-          "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"]}  # fmt: skip
+          "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"],
+          "pool": ["--data", "d"]}  # fmt: skip
 
 
 @pytest.fixture(params=NAMES)

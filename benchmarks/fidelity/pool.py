@@ -1,0 +1,214 @@
+"""What a pool costs that has no room for all KV, by who leaves it: benchmarks/results/pool*.json.
+
+    python -m benchmarks.fidelity.pool --data DIR [--model smollm2] [--texts N] [--rooms 0.8 0.6]
+
+InfiniGen (arXiv 2406.19707, section 4.4) keeps the KV of a context in a pool of main memory. When that is full, a row
+leaves it for every new one, for each layer and KV head by itself, and does not come back:
+
+    counter     the row that was chosen the fewest times; when a count is at its greatest, all are halved
+    lru         the row that was chosen the longest ago
+    fifo        the oldest row
+
+Text: books, chats and WikiText-2. A history is computed as a prompt is, then tokens are decoded one by one, and read
+what `infinigen` chooses of the rows that are in the pool. A pool of 0.8 has room for 80 % of the whole text's rows; one
+of 1 has room for all, and is what the others are compared with: perplexity, and KL in nats a token. Neither end of the
+context is kept as the server's selectors keep it (docs/selectors.md), for whoever left the first rows would be spared.
+The first layer is read whole, as there.
+
+Held: with room for 80 %, counting raises perplexity by at most 1 %, and first in, first out by more than that.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.fidelity.selectors import SIDE_BY_SIDE, Counting, Reader, Scores, long_texts
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.models import model_directory, name_of, result_name
+from kernels.attention.ragged_batch import KvPages, Selection
+from kernels.selectors.infinigen import InfinigenSelector, how_many, skewed_weights
+from kernels.selectors.selector import Candidates, Selecting, as_selection, context_keys, most_rows
+
+POLICIES = ("counter", "lru", "fifo")
+MOST_COUNT = 255  # of a counter of eight bits
+ROOM, MOST_CHANGE = 0.8, 0.01
+
+
+class Pool:
+    """Which rows of one layer of one text are in the pool, for each KV head by itself."""
+
+    def __init__(self, policy: str, *, kv_heads: int, rows: int, room: int) -> None:
+        """policy: of POLICIES. rows: of the whole text. room: rows of a head that fit, at least one."""
+        self.policy, self.room = policy, room
+        self.is_in = torch.zeros(kv_heads, rows, dtype=torch.bool)
+        self.counts = torch.zeros(kv_heads, rows, dtype=torch.int64)
+        self.chosen_at = torch.zeros(kv_heads, rows, dtype=torch.int64)
+        self._ages = torch.arange(rows).expand(kv_heads, rows)
+        self._len = 0
+
+    def grow(self, context: int) -> None:
+        """Take the rows up to `context` in, the newest last. Rows leave until the others fit."""
+        for row in range(self._len, context):
+            self.is_in[:, row] = True
+            self.chosen_at[:, row] = row
+            if row >= self.room:
+                self.is_in[torch.arange(len(self.is_in)), self._leaving(row)] = False
+        self._len = context
+
+    def note(self, chosen: Tensor) -> None:
+        """Note what was chosen for the newest row, [kv_heads, rows] indices."""
+        self.chosen_at.scatter_(1, chosen, self._len)
+        self.counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+        full = self.counts.amax(1) >= MOST_COUNT
+        self.counts[full] //= 2
+
+    def _leaving(self, newest: int) -> Tensor:
+        """Return who leaves, [kv_heads]: never the newest row, and of equals the oldest."""
+        worth = {"counter": self.counts, "lru": self.chosen_at, "fifo": self._ages}[self.policy][:, :newest]
+        return worth.masked_fill(~self.is_in[:, :newest], torch.iinfo(torch.int64).max).argmin(1)
+
+
+class PooledSelector:
+    """Chooses as InfiniGen does, of what is in the pools. Sequence i of a step is text i; no step leaves one out."""
+
+    name = "pooled"
+    index_bytes_per_token = 0
+    looks_ahead = True
+
+    def __init__(self, inner: InfinigenSelector, *, share: float, policy: str, rows: int, room: int) -> None:
+        self._inner, self._share = inner, share
+        self._policy, self._rows, self._room = policy, rows, room
+        self._pools: dict[tuple[int, int], Pool] = {}  # (text, layer) -> its pool
+
+    def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
+        """See KvSelector."""
+        rows = {}
+        for at, context in enumerate(candidates.contexts):
+            keys = context_keys(kv, candidates.table[at], context)
+            pool = self._pool(candidates.sequences[at], layer, keys.shape[1])
+            pool.grow(context)
+            weight = skewed_weights(queries[at], keys, self._inner.skews[layer])
+            weight = weight.masked_fill(~pool.is_in[:, :context], -torch.inf)
+            weight -= weight.amax(1, keepdim=True)
+            weight[:, -1] = torch.inf
+            most = min(how_many(weight, most_rows(context, self._share)), self._room)
+            chosen = weight.topk(most, dim=1).indices.sort(1).values
+            pool.note(chosen)
+            rows[at] = chosen.int()
+        return as_selection(candidates, rows)
+
+    def _pool(self, text: int, layer: int, kv_heads: int) -> Pool:
+        if (pool := self._pools.get((text, layer))) is None:
+            pool = Pool(self._policy, kv_heads=kv_heads, rows=self._rows, room=self._room)
+            self._pools[text, layer] = pool
+        return pool
+
+
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    reader = Reader(arguments)
+    encode = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode
+    counting = reader.selectors()["infinigen"].selector
+    assert isinstance(counting, Counting)
+    assert isinstance(counting.inner, InfinigenSelector)
+    inner = counting.inner
+    history, length = arguments.history, arguments.history + arguments.scored
+    texts = list(long_texts(arguments, encode, length + 1))
+    arms = {f"{policy} {room:g}": (policy, room) for room in arguments.rooms for policy in POLICIES}
+    scores = {name: Scores() for name in arms}
+    groups = [texts[at : at + SIDE_BY_SIDE] for at in range(0, len(texts), SIDE_BY_SIDE)]
+    for group in run.track(groups, "texts"):
+        reader.begin(None)
+        for text, ids in enumerate(group):
+            reader.prompt(text, ids[:history], 0)
+
+        def decoded(policy: str, room: float, group: Sequence[list[int]] = group) -> list[Tensor]:
+            selector = PooledSelector(
+                inner, share=arguments.share, policy=policy, rows=length, room=max(1, int(room * length))
+            )
+            return _decoded(reader, group, history, Selecting(selector, 0))
+
+        whole = decoded("fifo", 1.0)
+        for name, (policy, room) in arms.items():
+            for plain, found, ids in zip(whole, decoded(policy, room), group, strict=True):
+                scores[name].add(plain, found, torch.tensor(ids[history + 1 :]))
+    pools = {name: one.summary() for name, one in scores.items()}
+    return {
+        "settings": {
+            "model": name_of(arguments.model), "share": arguments.share, "texts": len(texts), "history": history,
+            "scored": arguments.scored,
+        },
+        "pools": pools, "held": _held(pools),
+    }  # fmt: skip
+
+
+def _decoded(reader: Reader, group: Sequence[list[int]], history: int, selecting: Selecting) -> list[Tensor]:
+    """Return by text the log probabilities [scored, vocab] behind its tokens after a history, decoded one by one."""
+    reader.begin(selecting)
+    found: list[list[Tensor]] = [[] for _ in group]
+    for place in range(history, len(group[0]) - 1):
+        ids = {text: tokens[place] for text, tokens in enumerate(group)}
+        for text, row in enumerate(reader.decode(ids, dict.fromkeys(ids, place)).float().log_softmax(-1)):
+            found[text].append(row)
+    return [torch.stack(rows) for rows in found]
+
+
+def _held(pools: dict[str, dict[str, float]]) -> dict[str, bool]:
+    counter, fifo = pools.get(f"counter {ROOM:g}"), pools.get(f"fifo {ROOM:g}")
+    if counter is None or fifo is None:
+        return {}
+    return {
+        f"room for {ROOM:.0%}: counting costs at most {MOST_CHANGE:.0%} of perplexity": (
+            counter["perplexity_change"] <= MOST_CHANGE
+        ),
+        f"room for {ROOM:.0%}: first in, first out costs more": fifo["perplexity_change"] > MOST_CHANGE,
+    }
+
+
+def show(console: Console, result: Any) -> None:
+    settings = result["settings"]
+    title = f"{settings['model']}, {settings['texts']} texts, {settings['scored']} tokens behind {settings['history']}"
+    table = Table(title=title)
+    for heading in ("who leaves, room", "perplexity", "KL, nats", "same choice"):
+        table.add_column(heading, justify="left" if heading.startswith("who") else "right")
+    for name, row in result["pools"].items():
+        table.add_row(
+            name, f"{row['perplexity_change']:+.2%} ± {row['perplexity_error']:.2%}",
+            f"{row['kl']:.5f} ± {row['kl_error']:.5f}", f"{row['same_choice']:.1%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="directory of the texts")
+    parser.add_argument("--model", type=model_directory, default="smollm2", help="bundled, smollm2 or a directory")
+    parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--history", type=int, default=1024, help="tokens before those that are decoded")
+    parser.add_argument("--scored", type=int, default=512, help="tokens that are decoded")
+    parser.add_argument("--rooms", type=float, nargs="+", default=[0.8, 0.6], help="shares of a text's rows")
+    parser.add_argument("--share", type=float, default=0.2, help="of the rows that may be read, the paper's greatest")
+    parser.add_argument("--threads", type=int, help="of torch")
+
+
+EXPERIMENT = Experiment(
+    name=lambda arguments: result_name("pool", arguments.model),
+    about=__doc__,
+    measure=measure,
+    show=show,
+    options=options,
+    quick=Quick(
+        {"texts": 1, "scored": 64, "history": 192, "rooms": [ROOM]},
+        (Figure("KL of counting, room for 80 %", lambda r: r["pools"]["counter 0.8"]["kl"], 2.5),),
+        holds=False,
+    ),
+)
+
+if __name__ == "__main__":
+    raise SystemExit(EXPERIMENT.main())
