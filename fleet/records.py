@@ -15,6 +15,7 @@ MAX_HEAD_BYTES = 1 << 20
 MAX_ROW_BYTES = 4 << 20  # one answer of a transcript, with the prompt before it
 MAX_ROWS = 4096  # of one session
 MAX_TRANSCRIPT_BYTES = 24 << 20  # of one session; a longer conversation is tokenized anew by who adopts it
+FIRST_EPOCH = 1  # older than any that a directory gives out: of copies that were begun before one was heard of
 MAX_CHAINS = 64  # of one commit, and of one session: those of its last answers
 
 State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]

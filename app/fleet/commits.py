@@ -17,7 +17,7 @@ from engine.messages import Head
 from fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
 from fleet.keys import SessionName
 from fleet.outbox import Unsent
-from fleet.records import MAX_ROWS, Commit, Outcome
+from fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome
 
 UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 
@@ -100,7 +100,7 @@ class Commits:
         try:
             async with held.lock:
                 held.tokens, held.ttl_s = tokens, ttl_s
-                held.begun = held.begun or held.epoch or self._last_epoch()
+                held.begun = held.begun or held.epoch or max(FIRST_EPOCH, self._last_epoch())
                 await self._send(name, held, ends_turn=True, chains=chains)
         finally:
             held.running = max(0, held.running - 1)

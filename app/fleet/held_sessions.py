@@ -16,7 +16,7 @@ class HeldSession:
     epoch: int = 0  # of its claim; 0: none
     turn: int = 0  # the last one that it has
     branches: int = 0  # fenced turns, of which it has the answers too
-    begun: int = 0  # epoch at which its copy was begun
+    begun: int = 0  # epoch at which its copy was begun; 0: it has none
     exported: int = 0  # id of the recorded answer up to which the directory has all
     tokens: int = 0
     redis_tokens: int = 0

@@ -33,7 +33,7 @@ from hypothesis.stateful import (
 
 from fleet.directory import Directory, DirectoryFlushed
 from fleet.keys import SessionName
-from fleet.records import Commit, Forgotten, Outcome
+from fleet.records import FIRST_EPOCH, Commit, Forgotten, Outcome
 from tests.fleet.test_directory import MODEL, SECRET, heartbeat
 from tests.redis_servers import RedisServer, redis_server
 
@@ -180,7 +180,7 @@ class Histories(RuleBasedStateMachine):
         replica = self.replicas[who]
         _, turn = replica.claimed.get(name, (0, 0))
         # What it has a copy of was begun then; a session that is new to it begins now, after all that it has heard.
-        since = replica.begun.get(name, replica.since)
+        since = replica.begun.get(name, max(FIRST_EPOCH, replica.since))
         replica.life.setdefault(name, self.lives[name] if self.knows_all(replica, name) else 0)
         replica.begun.setdefault(name, since)
         self.turns.append((who, self.commit_of(who, name, epoch=0, turn=turn, since=since)))
@@ -356,6 +356,28 @@ def test_no_history_breaks_the_promises_of_the_directory(server: RedisServer) ->
                 print_blob=True,
             ),
         )
+    finally:
+        for directory in directories.values():
+            loop.run_until_complete(directory.close())
+        loop.close()
+
+
+def test_a_copy_of_before_the_first_epoch_is_older_than_every_deletion(server: RedisServer) -> None:
+    loop = asyncio.new_event_loop()
+    directories = {name: Directory(url=server.url, secret=SECRET, deadline_s=60.0, replica=name) for name in REPLICAS}
+    machine = type("Histories", (Histories,), {"loop": loop, "directories": directories})()
+    name = SESSIONS[0]
+    try:
+        machine.begin()
+        machine.forget("a", name)
+        machine.flush()  # and with it the deletion, of which b has not heard
+        machine.beat("b")
+        machine.begin_turn_without_redis("b", name)  # of a copy that may be older than the deletion
+        machine.claim("b", name)
+        machine.beat("a")
+        machine.commit(*machine.turns[-1])
+        machine.settle()
+        machine.redis_is_as_the_model_says()
     finally:
         for directory in directories.values():
             loop.run_until_complete(directory.close())
