@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fidelity.pool import MOST_COUNT, POLICIES, Pool
+from benchmarks.fidelity.pool import MOST_COUNT, POLICIES, RECENT, Pool
 
 
 def rows_in(pool: Pool) -> list[list[int]]:
@@ -36,6 +36,16 @@ def test_who_was_chosen_most_often_stays():
     assert rows_in(pool) == [[0, 1, 4]]
 
 
+def test_the_newest_stay_until_they_could_be_chosen():
+    pool = Pool("counter32", kv_heads=1, rows=40, room=36)
+    pool.grow(36)
+    pool.note(torch.tensor([[0, 1, 3]]))
+    pool.grow(40)
+    assert 0 <= RECENT < 36
+    gone = sorted(set(range(40)) - set(rows_in(pool)[0]))
+    assert gone == [2, 4, 5, 6]
+
+
 def test_counts_are_halved_at_the_greatest():
     pool = Pool("counter", kv_heads=1, rows=4, room=4)
     pool.grow(3)
@@ -47,9 +57,9 @@ def test_counts_are_halved_at_the_greatest():
 
 @given(
     policy=st.sampled_from(POLICIES),
-    room=st.integers(1, 12),
+    room=st.integers(RECENT + 2, RECENT + 12),
     heads=st.integers(1, 3),
-    draws=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=20),
+    draws=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=RECENT + 24),
 )
 def test_a_pool_is_full_and_has_the_newest_row(policy, room, heads, draws):
     pool = Pool(policy, kv_heads=heads, rows=len(draws), room=room)
