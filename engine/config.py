@@ -6,6 +6,8 @@ units, and names, than their settings. Zero and None mean automatic: `engine.bui
 
 import msgspec
 
+WEIGHT_BUFFERS = 2  # of HBM, for layers whose weights pass through it: one is computed with while the other is filled
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # local directory, GGUF file or hub id
@@ -72,6 +74,13 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.1  # of a context's rows that are read
 
 
+class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model's weights lie."""
+
+    offload: str = "none"  # none | dram: the layers' weights pass through HBM while the model runs
+    hbm_layers: int = 0  # layers whose weights stay in HBM all the same
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
@@ -81,3 +90,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int  # most of one step; 0: automatic
     tenant_secret: bytes  # keys every block hash
     selector: SelectorConfig = SelectorConfig()
+    weights: WeightsConfig = WeightsConfig()

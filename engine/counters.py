@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cache.manager import CacheManager
 from cache.transfer.transfer import Transfer
 from engine.messages import SchedulerState, Stats, WaitingInfo
+from engine.model.offload.weight_stream import WeightStream
 from engine.step.verify import Verifier
 from scheduler.queues.window import ShuffledWindow
 from scheduler.scheduler import Scheduler
@@ -25,7 +26,13 @@ class Counters:
 
 
 def collect(
-    counters: Counters, *, scheduler: Scheduler, cache: CacheManager, transfer: Transfer, verifier: Verifier | None
+    counters: Counters,
+    *,
+    scheduler: Scheduler,
+    cache: CacheManager,
+    transfer: Transfer,
+    verifier: Verifier | None,
+    weights: WeightStream | None,
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
     gauges, stats = cache.gauges(), cache.stats
@@ -52,6 +59,8 @@ def collect(
         moved_seconds=dict(stats.moved_seconds),
         load_wait_seconds=transfer.waited_s,
         load_seconds=counters.load_seconds,
+        weight_bytes=0 if weights is None else weights.copied_bytes,
+        weight_wait_seconds=0.0 if weights is None else weights.waited_s,
         evictions={"hbm": stats.evicted_blocks, **stats.evictions},
         refused=dict(stats.refused),
         load_failures=dict(stats.load_failures),

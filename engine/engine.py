@@ -452,6 +452,8 @@ class Engine:
             self._transfer.wait(0.05)
             self.poll(time.monotonic())
         self._transfer.close(max(0.0, end - time.monotonic()))
+        if self._compute.runner.weights is not None:
+            self._compute.runner.weights.close()
 
     def stats(self) -> Stats:
         return collect(
@@ -460,6 +462,7 @@ class Engine:
             cache=self._cache,
             transfer=self._transfer,
             verifier=self._verifier,
+            weights=self._compute.runner.weights,
         )
 
 

@@ -184,7 +184,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     selector: str = "none"  # chooses what decoding reads of long contexts
     fingerprint: str  # hex
     warnings: tuple[str, ...]
-    memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk, coding if anything is coded -> bytes
+    memory_plan: dict[str, int] = {}  # weights, weights_dram, hbm, dram, staging, disk, coding -> bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -318,6 +318,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     moved_bytes: dict[str, int] = {}  # direction (`cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
     load_wait_seconds: float = 0.0  # of load time that no computation hid
+    weight_bytes: int = 0  # of weights that were copied from DRAM to HBM
+    weight_wait_seconds: float = 0.0  # of that time, what no computation hid
     load_seconds: float = 0.0
     evictions: dict[str, int] = {}  # tier -> blocks that left it
     refused: dict[str, int] = {}  # tier -> blocks it had no room for

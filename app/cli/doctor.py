@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape
+from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape, weights_by_place
 from app.cli.finding import Finding, Level
 from app.cli.redis_findings import look_at_redis
 from app.settings.settings import GIB, MIB, Settings
@@ -214,8 +214,10 @@ def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Itera
     else:
         sizes = expected.sizes
         parts = {"KV in DRAM": sizes.dram, "staging": sizes.staging}
+        in_hbm, in_dram = weights_by_place(settings, expected.shape)
+        parts = {"weights in DRAM": in_dram, **parts}
         if expected.on_cpu:
-            parts = {"weights": expected.shape.weights, "KV in HBM": sizes.hbm, **parts}
+            parts = {"weights": in_hbm, "KV in HBM": sizes.hbm, **parts}
         wanted = sum(parts.values())
         found += f"; taken as needed: {', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items() if size)}"
         hbm_tokens, dram_tokens = expected.tokens(sizes.hbm), expected.tokens(sizes.dram)

@@ -8,6 +8,7 @@ from pathlib import Path
 from app.settings.settings import GIB, MIB, Settings
 from engine.build.resources import Memory, disk_room
 from engine.build.sizes import Sizes, automatic_sizes
+from engine.config import WEIGHT_BUFFERS
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -17,6 +18,8 @@ class ModelShape:
     weights: int  # in bytes
     kv_bytes_per_token: int
     window_tokens: int
+    num_layers: int = 1
+    layer_weights: int = 0  # in bytes, of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,12 @@ class Expected:
 def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device_memory: int | None) -> Expected:
     """device_memory: bytes of the accelerator; None: the model runs on the CPU."""
     cache = settings.cache
+    in_hbm, in_dram = weights_by_place(settings, shape)
     automatic = automatic_sizes(
         memory=memory.available,
-        device_memory=None if device_memory is None else max(0, device_memory - shape.weights),
+        device_memory=None if device_memory is None else max(0, device_memory - in_hbm),
         disk=_disk_room(settings),
-        weights=shape.weights,
+        weights=in_dram + (in_hbm if device_memory is None else 0),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         window_tokens=shape.window_tokens,
         hbm_tokens=cache.hbm_tokens,
@@ -49,6 +53,13 @@ def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device
     disk = automatic.disk if cache.disk_gib == "auto" else int(cache.disk_gib * GIB)
     staging = (cache.staging_mib * MIB or automatic.staging) if dram or disk else 0
     return Expected(shape, Sizes(hbm=automatic.hbm, dram=dram, staging=staging, disk=disk), device_memory is None)
+
+
+def weights_by_place(settings: Settings, shape: ModelShape) -> tuple[int, int]:
+    """Return the bytes of weights in HBM, with the buffers for those that pass through it, and in DRAM."""
+    passing = max(0, shape.num_layers - settings.weights.hbm_layers) if settings.weights.offload == "dram" else 0
+    in_dram = passing * shape.layer_weights
+    return shape.weights - in_dram + (WEIGHT_BUFFERS * shape.layer_weights if passing else 0), in_dram
 
 
 def _disk_room(settings: Settings) -> int:
@@ -72,6 +83,15 @@ def model_shape(directory: Path, itemsize: int, max_context: int) -> ModelShape 
         stored = ITEMSIZE.get(config.get("dtype") or config.get("torch_dtype"), itemsize)
         files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         window = text["max_position_embeddings"]
-        return ModelShape(files * itemsize // stored, int(kv_bytes), min(window, max_context or window))
+        weights = files * itemsize // stored
+        tables = 1 if config.get("tie_word_embeddings") else 2  # embedding and head
+        table_bytes = tables * text.get("vocab_size", 0) * text.get("hidden_size", 0) * itemsize
+        return ModelShape(
+            weights=weights,
+            kv_bytes_per_token=int(kv_bytes),
+            window_tokens=min(window, max_context or window),
+            num_layers=text["num_hidden_layers"],
+            layer_weights=max(0, weights - table_bytes) // text["num_hidden_layers"],
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None

@@ -11,9 +11,10 @@ from engine.build.resources import memory
 from engine.messages import ModelInfo
 
 ON_DEVICE = ("weights", "hbm")  # parts of the plan that use this machine's memory only if the model runs on it
-IN_MEMORY = (*ON_DEVICE, "dram", "staging", "coding")
+IN_MEMORY = (*ON_DEVICE, "weights_dram", "dram", "staging", "coding")
 NAMES = {
     "weights": "weights",
+    "weights_dram": "weights in DRAM",
     "hbm": "KV in HBM",
     "dram": "KV in DRAM",
     "staging": "staging",

@@ -76,6 +76,8 @@ def _totals(stats: Stats) -> Iterator[Metric]:
         ("aborted_requests", "Requests whose client left.", stats.aborted),
         ("kv_load_seconds", "Time that loads of KV into HBM took.", stats.load_seconds),
         ("kv_load_wait_seconds", "Part of it that no computation hid.", stats.load_wait_seconds),
+        ("weight_copy_bytes", "Weights copied from DRAM to HBM.", stats.weight_bytes),
+        ("weight_wait_seconds", "Time that layers waited for their weights.", stats.weight_wait_seconds),
         ("truncated_tokens", "History tokens dropped because a window was full.", stats.truncated_tokens),
         ("recalled_tokens", "Dropped tokens brought back because a message was about them.", stats.recalled_tokens),
         ("verified_loads", "Loads compared with a recompute.", stats.verified_loads),

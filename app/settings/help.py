@@ -26,6 +26,7 @@ SECTIONS = {
     "scheduler": "who runs next",
     "engine": "how it runs",
     "selector": "what is read of long contexts",
+    "weights": "where they lie",
     "server": "who may ask, and where",
     "fleet": "several servers as one",
     "limits": "how much of anything, refused before work is done",

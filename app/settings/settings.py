@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.settings.hints import describe, nearest
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig, WeightsConfig
 from model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
@@ -24,7 +24,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
 REDIS_URL = r"^((rediss?|unix)://\S+)?$"
 GIB = 1 << 30
 MIB = 1 << 20
-Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig)
+Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig, WeightsConfig)
 
 
 class SettingsError(Exception):
@@ -412,6 +412,19 @@ class SelectorSettings(_Section):
     share: float = Field(0.1, gt=0, le=1, description="of a context's tokens that are read, in each layer and KV head")
 
 
+class WeightSettings(_Section):
+    """Where the model's weights lie: for models that do not fit into HBM."""
+
+    offload: Literal["none", "dram"] = Field(
+        "none",
+        description="dram: the layers' weights stay in memory, and pass through HBM in every step, each while the "
+        "layers before it compute",
+    )
+    hbm_layers: int = Field(
+        0, ge=0, le=4096, description="of the layers, how many have their weights in HBM all the same"
+    )
+
+
 class Settings(_Section, BaseSettings):
     """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
 
@@ -422,6 +435,7 @@ class Settings(_Section, BaseSettings):
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
     selector: SelectorSettings = SelectorSettings()
+    weights: WeightSettings = WeightSettings()
     server: ServerSettings = ServerSettings()
     fleet: FleetSettings = FleetSettings()
     limits: LimitSettings = LimitSettings()
@@ -471,6 +485,19 @@ class Settings(_Section, BaseSettings):
         missing = [setting for setting, is_met in needed.items() if not is_met]
         if self.cache.larger_than_hbm and missing:
             raise ValueError(f"cache.larger_than_hbm: needs {', '.join(missing)}")
+        return self
+
+    @model_validator(mode="after")
+    def _offloads_weights_that_nobody_else_needs(self) -> "Settings":
+        needed = {
+            "cache.codec other than activation": self.cache.codec != "activation",
+            "selector.name other than infinigen": self.selector.name != "infinigen",
+            "model.exact auto or off": self.model.exact != "on",
+            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
+        }
+        missing = [setting for setting, is_met in needed.items() if not is_met]
+        if self.weights.offload != "none" and missing:
+            raise ValueError(f"weights.offload: needs {', '.join(missing)}")
         return self
 
     @model_validator(mode="after")
@@ -527,6 +554,7 @@ class Settings(_Section, BaseSettings):
                 max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             ),
             selector=_told(SelectorConfig, self.selector),
+            weights=_told(WeightsConfig, self.weights),
             device=self.engine.device,
             threads=self.engine.threads,
             step_tokens=self.engine.step_tokens,

@@ -48,6 +48,8 @@ def build_engine(config: EngineConfig) -> Engine:
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)
         build_selector(config, loaded, probed, warm.runner, num_pages=room.num_pages, max_context=room.max_context)
+    if loaded.offloaded is not None:
+        warm.runner.weights = loaded.offloaded.stream
     info = _model_info(config, loaded, probed, room, tiers, warm)
     if BLOCK_SCORERS[config.cache.block_scorer]().needs == "attention":
         backend = warm.runner.backend
@@ -237,7 +239,8 @@ def _model_info(
             *_tier_warnings(config.cache, tiers, hbm_tokens, room.max_context),
         ),
         memory_plan={
-            "weights": loaded.weight_bytes,
+            "weights": loaded.hbm_weight_bytes,
+            **({"weights_dram": loaded.dram_weight_bytes} if loaded.offloaded is not None else {}),
             "hbm": hbm_tokens * kv_bytes,
             "dram": dram_tokens * stored_bytes + coded_dram_bytes,
             "staging": (tiers.num_slots - tiers.dram_slots) * stored_bytes * BLOCK_TOKENS,

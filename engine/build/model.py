@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.storage.throttle import Throttle
 from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
 from engine.build.resources import memory
 from engine.codec.activation import watch_inputs
@@ -19,6 +21,7 @@ from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
+from engine.model.offload.offloaded_weights import OffloadedWeights
 from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
@@ -41,6 +44,8 @@ class LoadedModel:
     dtype: torch.dtype
     parameters: int
     free_bytes: int  # of memory, before the weights: these are a mapped file first and copies of it later
+    link: Throttle  # from DRAM to HBM, for all that passes it
+    offloaded: OffloadedWeights | None = None  # None: all weights are where they are computed with
     rank: int = 0  # which part of the model this is
     num_ranks: int = 1
 
@@ -50,8 +55,19 @@ class LoadedModel:
         return self.module.config.get_text_config()  # type: ignore[operator,union-attr]
 
     @property
-    def weight_bytes(self) -> int:
-        return self.parameters * self.dtype.itemsize
+    def hbm_weight_bytes(self) -> int:
+        """Of the weights that stay in HBM, and of the buffers through which the others pass."""
+        all_bytes = self.parameters * self.dtype.itemsize
+        return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
+
+    @property
+    def dram_weight_bytes(self) -> int:
+        return 0 if self.offloaded is None else self.offloaded.dram_bytes
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """All weights by name, wherever they are, before any is packed."""
+        return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -109,9 +125,36 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
 
         join_ranks(device, rank, num_ranks, rendezvous)
     free = memory().available
-    module = load_model(path, dtype, device, num_ranks)
+    is_offloaded = config.weights.offload == "dram"
+    module = load_model(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
     parameters = sum(p.numel() for p in module.parameters())
-    return LoadedModel(module, path, device, dtype, parameters, free, rank, num_ranks)
+    link = Throttle(bytes_per_s=config.cache.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
+    offloaded = _offloaded(module, config.weights.hbm_layers, device, link) if is_offloaded else None
+    return LoadedModel(
+        module=module,
+        path=path,
+        device=device,
+        dtype=dtype,
+        parameters=parameters,
+        free_bytes=free,
+        link=link,
+        offloaded=offloaded,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: Throttle) -> OffloadedWeights:
+    """Raises ModelRefused."""
+    num_layers: int = module.config.get_text_config().num_hidden_layers  # type: ignore[operator,union-attr]
+    if hbm_layers >= num_layers:
+        raise ModelRefused(
+            f"weights.hbm_layers {hbm_layers} leaves none of {num_layers} layers to weights.offload: set that to none"
+        )
+    try:
+        return OffloadedWeights(module, num_layers=num_layers, hbm_layers=hbm_layers, device=device, throttle=link)
+    except ValueError as error:
+        raise ModelRefused(f"weights.offload cannot move this model's layers one by one: {error}") from error
 
 
 def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
@@ -130,13 +173,14 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
         raise ModelRefused("model.exact is on, but in bf16 its kernels run whole layers only: model.tensor_parallel 1")
     if exact_kernels:
         backend = _exact_attention()
-    digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
+    digest = fingerprint(module, weights_digest(loaded.weights), backend.name)  # of the weights before they are packed
     subject = Subject(module, backend, page_size, found)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
     lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None
     if device.type == "cpu" and loaded.num_ranks == 1:
-        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
+        leave = frozenset[nn.Module]() if loaded.offloaded is None else loaded.offloaded.modules
+        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, leave))
     if codec.projection is not None:
         watch_inputs(subject, codec.projection)
     if lookahead is not None:

@@ -32,6 +32,7 @@ class Room:
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
     """Raises ModelRefused."""
     device, warnings = loaded.device, list[str]()
+    on_cpu = device.type == "cpu"
     if not probed.found.decouplable:
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
     projection_bytes = 0 if probed.codec.projection is None else probed.codec.projection.weight_bytes
@@ -41,7 +42,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
         memory=loaded.free_bytes,
         device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         disk=_disk_room(config.cache, loaded.num_ranks),
-        weights=loaded.weight_bytes + projection_bytes,
+        weights=loaded.dram_weight_bytes + (loaded.hbm_weight_bytes if on_cpu else 0) + projection_bytes,
         kv_bytes_per_token=probed.kv_bytes_per_token,
         stored_bytes_per_token=probed.stored_bytes_per_token,
         window_tokens=window,

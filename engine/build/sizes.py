@@ -64,12 +64,12 @@ def automatic_sizes(
     coding: int = 0,
 ) -> Sizes:
     """Sizes for a model. memory: bytes that were available before its load; device_memory: of the accelerator, what
-    is free behind the weights, None if the model runs on the CPU; disk: what cache files may take at most; hbm_tokens:
-    what somebody set, or 0; stored_bytes_per_token: of rows below HBM, None: the same as in it; coding: see
-    `coding_bytes`."""
+    is free behind the weights, None if the model runs on the CPU; weights: bytes of memory, not of the accelerator's,
+    that they take; disk: what cache files may take at most; hbm_tokens: what somebody set, or 0;
+    stored_bytes_per_token: of rows below HBM, None: the same as in it; coding: see `coding_bytes`."""
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
-    free = max(0, memory - weights) if on_cpu else memory
+    free = max(0, memory - weights)
     window = window_tokens * kv_bytes_per_token
     if hbm_tokens:
         hbm = hbm_tokens * kv_bytes_per_token

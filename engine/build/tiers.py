@@ -115,7 +115,6 @@ def build_tiers(
         projection=probed.codec.projection,
     )
     redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
-    gbps = cache.dram_gbps / loaded.num_ranks
     transfer = make_transfer(
         pages=pages,
         slab=slab,
@@ -124,8 +123,10 @@ def build_tiers(
         coded=CodedSlab(codec, num_slots=coded_slots) if codec is not None else None,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
-        dram_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        save_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        dram_throttle=loaded.link,
+        save_throttle=Throttle(
+            bytes_per_s=cache.dram_gbps / loaded.num_ranks * _GB, clock=time.monotonic, sleep=time.sleep
+        ),
         synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )

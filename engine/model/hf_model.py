@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from cache.transfer.capture import SavedRows
 from engine.model.batch import BatchInput
+from engine.model.offload.weight_stream import WeightStream
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.attention.watched import WatchedAttention
 from kernels.cpu.available import decode_kernels, use_torch_threads
@@ -291,6 +292,7 @@ class ModelRunner:
         self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
         self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
+        self.weights: WeightStream | None = None  # through which layers' weights come to HBM; None: they are there
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
         if pages[0].k.device.type == "cpu" and decode_kernels() is not None:

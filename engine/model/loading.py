@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,11 @@ def rope_limit(config: Any) -> int | None:
     return min(limits)
 
 
-def weights_digest(model: nn.Module) -> bytes:
-    """Hash the names, shapes and bytes of all weights, which tell checkpoints of one architecture apart. Reads the
-    weights once, at memory speed; must be called before they are packed."""
+def weights_digest(weights: Mapping[str, Any]) -> bytes:
+    """Hash the names, shapes and bytes of all of a model's weights, which tell checkpoints of one architecture apart.
+    Reads the weights once, at memory speed; must be called before they are packed."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(weights.items()):
         data = _own_part(tensor).detach().cpu().contiguous()
         digest.update(typed_fields(name, str(tuple(data.shape)), str(data.dtype)))
         digest.update(memoryview(data.flatten().view(torch.uint8).numpy()))

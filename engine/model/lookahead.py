@@ -1,13 +1,14 @@
 """Guesses a layer's queries from what the layer before begins with, for selectors that look ahead (InfiniGen)."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.model.decoder_layers import decoder_layers
 from engine.model.hf_model import Step, current_step, is_in_step
 from engine.model.probe import ProbeResult, RopeSource
 from kernels.selectors.selector import LOG2_E
@@ -40,7 +41,7 @@ class Lookahead:
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
         """Raises ValueError for layers of a kind whose queries it cannot guess."""
         self._guesses: list[_Guess] = []
-        for number, layer in enumerate(_layers(model, len(found.shapes))):
+        for number, layer in enumerate(decoder_layers(model, len(found.shapes))):
             attention: Any = getattr(layer, "self_attn", None)
             projection: Any = getattr(attention, "q_proj", None)
             norm: Any = getattr(layer, "input_layernorm", None)
@@ -62,7 +63,7 @@ class Lookahead:
 
     def watch(self, model: nn.Module) -> None:
         """Let every layer but the last guess for the next one, in steps that want it."""
-        for number, layer in enumerate(_layers(model, len(self._guesses))[:-1]):
+        for number, layer in enumerate(decoder_layers(model, len(self._guesses))[:-1]):
             layer.register_forward_pre_hook(self._hook(number + 1), with_kwargs=True)
 
     def _hook(self, layer: int) -> Callable[..., None]:
@@ -76,11 +77,3 @@ class Lookahead:
             step.selection.guesses[layer] = self._guesses[layer](hidden[0, candidates.tokens], positions)
 
         return guess
-
-
-def _layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
-    """Return a model's layers. Raises ValueError if there is no list of so many modules."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"there is no list of {count} layers")

@@ -4,7 +4,7 @@ Anything unusual in a layer (another norm, a scale, no rotation) makes its repla
 it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,22 @@ class Optimised:
 
 
 @torch.inference_mode()
-def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> Optimised:
+def optimise_for_cpu(
+    model: nn.Module,
+    probed: ProbeResult,
+    backend: AttentionBackend,
+    exact: bool,
+    leave: Collection[nn.Module] = (),
+) -> Optimised:
     """Replace modules in place: whole decoder layers of the known kind, else known parts of them. Embeddings keep their
     own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
-    RuntimeError if there are none."""
+    RuntimeError if there are none. leave: modules that stay as they are."""
     done = Optimised()
     pack = next(model.parameters()).dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
-        done.layers = _replace_layers(model, probed, backend, exact)
-    for module in list(model.modules()):
+        done.layers = _replace_layers(model, probed, backend, exact, leave)
+    for module in _but(model, leave):
         for name, child in list(module.named_children()):
             if pack and not exact and _is_gated_mlp(child):
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
@@ -66,7 +72,7 @@ def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBa
                 weight: Tensor = child.weight  # type: ignore[assignment]
                 replacement = RmsNorm(weight, child.variance_epsilon)  # type: ignore[arg-type]
                 done.norms += _replace(module, name, weight.shape[0], replacement)
-    for module in list(model.modules()):
+    for module in _but(model, leave):
         done.fused += sum(_fuse(module, names, linear) for names in _SIBLINGS)
         for name, child in list(module.named_children()):
             if pack and type(child) is nn.Linear:
@@ -102,7 +108,13 @@ def _fuse(module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, T
     return True
 
 
-def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> int:
+def _but(model: nn.Module, leave: Collection[nn.Module]) -> list[nn.Module]:
+    return [module for module in model.modules() if module not in leave]
+
+
+def _replace_layers(
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool, leave: Collection[nn.Module]
+) -> int:
     """Replace the decoder layers of the known kind, in place; returns how many."""
     replaced = 0
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -112,7 +124,7 @@ def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBac
     for container in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
-            if index is None or not _is_known(layer, probed, index):
+            if index is None or layer in leave or not _is_known(layer, probed, index):
                 continue
             ours = DecoderLayer(layer, index, probed.params[index], exact)
             if _same_answer(ours, layer, index, probed, backend, positions):

@@ -143,6 +143,21 @@ def test_with_a_gpu_the_weights_are_elsewhere(tmp_path: Path, monkeypatch: pytes
     assert "less than the 445,9" in memory_of(tmp_path, monkeypatch, 64, h100).advice
 
 
+def test_offloaded_weights_are_counted_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory", lambda: Memory(64 * GIB, 56 * GIB))
+    model = {"source": str(llama_8b(tmp_path / "m")), "dtype": "bfloat16"}
+    small = {"name": "RTX 4090", "gib": 23.5, "capability": [8, 9]}
+
+    def look_at(devices: list[dict[str, Any]], **weights: Any) -> str:
+        found = look(tmp_path, {"devices": devices}, model=model, weights=weights)["memory"].found
+        return found.split("taken as needed: ")[1]
+
+    assert look_at([small]).startswith("KV in DRAM 19.6")
+    assert look_at([small], offload="dram").startswith("weights in DRAM 15.0, KV in DRAM 14.4")
+    assert look_at([small], offload="dram", hbm_layers=16).startswith("weights in DRAM 7.5, KV in DRAM 17.0")
+    assert look_at([], offload="dram").startswith("weights 0.9, KV in HBM 6.0, weights in DRAM 15.0")
+
+
 def test_a_model_that_says_nothing_usual_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (llama_8b(tmp_path / "llama-8b") / "config.json").write_text('{"n_layer": 2}')
     assert memory_of(tmp_path, monkeypatch, 8).level is Level.OK

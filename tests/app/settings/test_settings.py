@@ -94,6 +94,11 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             {},
             ["cache.larger_than_hbm: needs cache.mode attentionstore, cache.dram_gib above 0, model.exact auto or off"],
         ),
+        (
+            {"weights.offload": "dram", "cache.codec": "activation", "selector.name": "infinigen"},
+            {},
+            ["weights.offload: needs cache.codec other than activation, selector.name other than infinigen"],
+        ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )

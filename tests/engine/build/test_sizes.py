@@ -45,7 +45,7 @@ def sizes(model: Model, ram_gib: float, gpu: bool) -> Sizes:
         memory=int(ram_gib * GIB * FREE_RAM),
         device_memory=int(GPU_GIB * GIB) - weights if gpu else None,
         disk=FREE_DISK_GIB * GIB,
-        weights=weights,
+        weights=0 if gpu else weights,
         kv_bytes_per_token=model.kv_bytes_per_token,
         window_tokens=model.window_tokens,
         hbm_tokens=0,
@@ -132,7 +132,7 @@ def test_all_of_it_fits_and_dram_holds_at_least_hbm(
     assert min(found.hbm, found.dram, found.staging, found.disk) >= 0
     assert found.disk <= disk / 2
     assert found.staging <= 4 * GIB
-    free = memory if device is not None else max(0, memory - weights)
+    free = max(0, memory - weights)
     if device is not None:
         assert found.dram + found.staging <= free / 2
         assert hbm_tokens or found.hbm <= device

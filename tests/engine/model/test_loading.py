@@ -197,7 +197,7 @@ def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None
 
 
 def test_equal_weights_have_equal_digests() -> None:
-    assert weights_digest(tiny_model(seed=3)) == weights_digest(tiny_model(seed=3))
+    assert weights_digest(tiny_model(seed=3).state_dict()) == weights_digest(tiny_model(seed=3).state_dict())
 
 
 def test_one_changed_weight_is_another_model() -> None:
@@ -206,7 +206,7 @@ def test_one_changed_weight_is_another_model() -> None:
         changed = copied(model)
         flat = changed.state_dict()[name].view(-1)
         flat[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
-        assert weights_digest(changed) != weights_digest(model), name
+        assert weights_digest(changed.state_dict()) != weights_digest(model.state_dict()), name
 
 
 def test_exchanged_weights_are_another_model() -> None:
@@ -215,7 +215,7 @@ def test_exchanged_weights_are_another_model() -> None:
     exchanged = copied(model)
     exchanged.model.layers[0].mlp.up_proj.weight.copy_(second)
     exchanged.model.layers[1].mlp.up_proj.weight.copy_(first)
-    assert weights_digest(exchanged) != weights_digest(model)
+    assert weights_digest(exchanged.state_dict()) != weights_digest(model.state_dict())
 
 
 def test_another_dtype_is_another_model() -> None:
@@ -224,7 +224,7 @@ def test_another_dtype_is_another_model() -> None:
     for model in (bf16, fp16):
         for parameter in model.parameters():
             parameter.zero_()
-    assert weights_digest(bf16) != weights_digest(fp16)
+    assert weights_digest(bf16.state_dict()) != weights_digest(fp16.state_dict())
 
 
 def test_the_fingerprint_names_weights_config_dtype_and_backend() -> None:

@@ -1,0 +1,13 @@
+"""Finds the decoder layers of a transformers model."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
+    """Return a model's layers. Raises ValueError if there is no list of so many modules."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ValueError(f"there is no list of {count} layers")
