@@ -23,7 +23,18 @@ from torch import Tensor
 from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
 from kernels.cpu.available import use_torch_threads
-from kernels.cpu.transform import HEAD_WORDS, LARGEST_DEVIATION, LEAST_DEVIATION, ROWS, TILE, Layer, Scratch, Tables
+from kernels.cpu.transform import (
+    HEAD_WORDS,
+    LANES,
+    LARGEST_DEVIATION,
+    LEAST_DEVIATION,
+    ROWS,
+    TILE,
+    TOGETHER,
+    Layer,
+    Scratch,
+    Tables,
+)
 from kernels.views import Fp32
 
 _VERSION = 1  # of how rows become bytes; another one, when that changes in a way that the tables do not show
@@ -163,17 +174,22 @@ class TransformCodec:
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
         kept: dict[tuple[int, int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
-        words = self.segment_bytes[layer] // 2 + 2 * ROWS
+        words = self.segment_bytes[layer] // 2 + 3 * ROWS
         rooms = kept.get((n, m, count))
-        if rooms is None or rooms.words.shape[1] < words:
+        if rooms is None or rooms.words.shape[2] < words:
             rooms = kept[n, m, count] = Scratch(
                 rows=np.zeros((count, ROWS, n + m), np.float32),
                 # Whole tiles of components are written, the ones past n before V's are.
-                components=np.zeros((count, max(n + m, width), ROWS), np.float32),
+                components=np.zeros((count, TOGETHER, max(n + m, width), ROWS), np.float32),
                 product=np.zeros((count, ROWS, width), np.float32),
                 deviations=np.zeros((count, n + m), np.int64),
-                words=np.zeros((count, max(words, 2 * ROWS)), np.uint32),
-                states=np.zeros((count, compiled.LANES), np.uint32),
+                words=np.zeros((count, TOGETHER, words), np.uint32),
+                states=np.zeros((count, TOGETHER, LANES), np.uint32),
+                places=np.zeros((count, TOGETHER), np.int64),
+                chosen=np.zeros((count, TOGETHER, 3), np.int64),
+                live=np.zeros((count, TOGETHER), np.int64),
+                coarser=np.zeros((count, TOGETHER), np.int64),
+                finer=np.zeros((count, TOGETHER), np.float32),
             )
         return rooms
 

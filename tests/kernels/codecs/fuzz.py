@@ -1,14 +1,17 @@
-"""Decodes arbitrary bytes and encodes arbitrary rows while numba checks every index, until the time is over.
+"""Decodes arbitrary bytes and encodes arbitrary rows, until the time is over: half of it while numba checks every
+index, half of it with the vectors that do not know how, on segments that end where memory does.
 
     python -m tests.kernels.codecs.fuzz [--seconds 600] [--first SEED]
 
 Compiled kernels check no index of their own accord, so a segment of somebody else's making must not lead them outside
-of their arrays. What is found is printed with its seed; `--first SEED --seconds 0` does that one again. The products of
-`_multiply_tile` work on pointers and are not checked: of what they are told, only how many components are not zero
-depends on the bytes, and that is checked here.
+of their arrays. What is found is printed with its seed; `--first SEED --seconds 0` does that one again. What works on
+pointers cannot be checked: there a segment's last byte is the last one before a page that nobody may read, so a read
+behind it ends the process, which is told with the seeds it was at.
 """
 
 import argparse
+import ctypes
+import mmap
 import os
 import secrets
 import sys
@@ -25,15 +28,37 @@ DTYPES = (torch.bfloat16, torch.float32)
 GUARD = 7.0
 
 
-def check_indices() -> None:
-    """Start this program again with numba's checks, unless they are on. Kernels are compiled anew for that: those in
-    numba's cache check nothing."""
-    if os.environ.get("NUMBA_BOUNDSCHECK") == "1":
-        return
+def run_both_ways(first: int, seconds: float) -> int:
+    """Run this program with numba's checks, then without. Kernels are compiled anew for the checks: those in numba's
+    cache check nothing. Returns 0 if neither found anything."""
+    words = [sys.executable, "-m", "tests.kernels.codecs.fuzz", "--first", str(first), "--seconds", str(seconds / 2)]
     with tempfile.TemporaryDirectory(prefix="reprise-fuzz-") as cache:
-        environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
-        words = [sys.executable, "-m", "tests.kernels.codecs.fuzz", *sys.argv[1:]]
-        raise SystemExit(os.spawnvpe(os.P_WAIT, sys.executable, words, environment))
+        checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
+        for way, environment in (("indices", checks), ("pages", {"NUMBA_BOUNDSCHECK": "0"})):
+            done = os.spawnvpe(os.P_WAIT, sys.executable, [*words, "--way", way], {**os.environ, **environment})
+            if done:
+                print(f"{way}, from seed {first} on: {'signal' if done < 0 else 'status'} {abs(done)}")
+                return 1
+    return 0
+
+
+class GuardedPages:
+    """Memory whose last byte is followed by a page that nobody may read or write. Keep it as long as its tensors."""
+
+    def __init__(self) -> None:
+        self._size = 1 << 22
+        self._memory = mmap.mmap(-1, self._size + mmap.PAGESIZE)
+        self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        if protect(self._whole.data_ptr() + self._size, mmap.PAGESIZE, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def at_the_end(self, data: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of bytes to the end of the memory."""
+        place = self._whole[self._size - data.numel() : self._size].view(data.shape)
+        place.copy_(data)
+        return place
 
 
 def notices_reads_outside(codec: Any) -> bool:
@@ -52,7 +77,7 @@ def notices_reads_outside(codec: Any) -> bool:
 
 def segments_of(rng: np.random.Generator, codec: Any, layer: int, kind: str) -> torch.Tensor:
     """Return a few segments of some kind, uint8."""
-    blocks, size = int(rng.integers(1, 4)), codec.segment_bytes[layer]
+    blocks, size = int(rng.integers(1, 8)), codec.segment_bytes[layer]
     if kind == "noise":
         data = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
     elif kind == "few values":
@@ -81,7 +106,7 @@ def raw_of(rng: np.random.Generator, codec: Any, layer: int, blocks: int, kind: 
     return torch.from_numpy(numbers).to(codec.dtype)
 
 
-def one(seed: int, codecs: list[Any], done: Counter[str]) -> None:
+def one(seed: int, codecs: list[Any], done: Counter[str], pages: GuardedPages) -> None:
     """Decode or encode something that follows from the seed."""
     rng = np.random.default_rng(seed)
     codec = codecs[int(rng.integers(len(codecs)))]
@@ -89,7 +114,7 @@ def one(seed: int, codecs: list[Any], done: Counter[str]) -> None:
     if rng.random() < 0.2:
         kind = str(rng.choice(["any bits", "any size"]))
         raw = raw_of(rng, codec, layer, 2, kind)
-        segments = torch.zeros(2, codec.segment_bytes[layer], dtype=torch.uint8)
+        segments = pages.at_the_end(torch.zeros(2, codec.segment_bytes[layer], dtype=torch.uint8))
         taken = codec.encode(layer, raw, segments)
         back = torch.empty_like(raw)
         codec.decode(layer, segments, back)
@@ -98,7 +123,7 @@ def one(seed: int, codecs: list[Any], done: Counter[str]) -> None:
         done[f"encoded, {kind}"] += 1
         return
     kind = str(rng.choice(["noise", "few values", "damaged", "other words behind"]))
-    segments = segments_of(rng, codec, layer, kind)
+    segments = pages.at_the_end(segments_of(rng, codec, layer, kind))
     room = torch.full((len(segments) + 2, 32 * len(codec.layers[layer].classes)), GUARD, dtype=codec.dtype)
     codec.decode(layer, segments, room[1:-1])
     if not (bool((room[0] == GUARD).all()) and bool((room[-1] == GUARD).all())):
@@ -114,26 +139,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--first", type=int, help="seed; the others follow it")
+    parser.add_argument("--way", choices=("indices", "pages"), help="one of both only, as this program starts itself")
     arguments = parser.parse_args()
-    check_indices()
+    first = secrets.randbelow(1 << 40) if arguments.first is None else arguments.first
+    if arguments.way is None:
+        return run_both_ways(first, arguments.seconds)
     from tests.kernels.codecs.test_transform import SHAPES, codec_for
 
     codecs = [codec_for(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-    if not notices_reads_outside(codecs[0]):
+    if arguments.way == "indices" and not notices_reads_outside(codecs[0]):
         print("indices are not checked: nothing would be found")
         return 2
-    first = secrets.randbelow(1 << 40) if arguments.first is None else arguments.first
+    pages = GuardedPages()
     done: Counter[str] = Counter()
     end = time.monotonic() + arguments.seconds
     for seed in count(first):
         try:
-            one(seed, codecs, done)
+            one(seed, codecs, done, pages)
         except Exception as error:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return 1
         if time.monotonic() >= end:
             break
-    print(f"seeds {first} to {seed}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(done.items())))
+    print(
+        f"{arguments.way}: seeds {first} to {seed}: "
+        + ", ".join(f"{number:,} {what}" for what, number in sorted(done.items()))
+    )
     return 0
 
 

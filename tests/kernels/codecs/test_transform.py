@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 
 from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+from kernels.cpu import transform as compiled
 
 ROWS = 32
 SHAPES = [(3, 64, 64), (1, 80, 80), (2, 24, 40), (4, 64, 64)]  # heads, k_dim, v_dim
@@ -129,6 +130,70 @@ def test_a_team_of_threads_decodes_the_same(blocks):
     segments, back = coded(codec, raw), torch.empty_like(raw)
     codec.decode(0, segments, back, together=True)
     assert torch.equal(back, decoded(codec, segments, raw))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["encoded", "noise", "damaged", *(f"zeros, {words} short" for words in range(16))])
+def test_vectors_decode_what_single_numbers_do(shape, kind):
+    """Where there are vectors; elsewhere both are the same."""
+    codec, blocks = codec_for(shape, k_step=0.1), compiled.TOGETHER - (kind == "noise")
+    layer, rng = codec.layers[0], np.random.default_rng(len(kind))
+    segments = coded(codec, blocks_of(*rows_like_keys(*shape, blocks * ROWS, 3))).numpy().view(np.uint16)
+    if kind == "noise":
+        segments = rng.integers(0, 1 << 16, segments.shape, dtype=np.uint16)
+    elif kind.startswith("zeros"):  # every state takes a word each time, up to a last word at any distance
+        size = segments.shape[1] - int(kind.split()[1])
+        segments = np.full_like(segments, 0xFFFF)[:, :size]
+        segments[:] = 0
+    elif kind == "damaged":
+        segments[:, rng.integers(0, segments.shape[1], 40)] ^= rng.integers(0, 1 << 16, 40, dtype=np.uint16)
+    n, last = len(layer.k_mean), segments.shape[1] - 1
+    together, alone = codec._room(0), TransformCodec(codec.layers, segment_bytes=codec.segment_bytes, dtype=codec.dtype)
+    compiled._decode_numbers(segments, 0, blocks, last, n, codec._tables, layer, together)
+    room = alone._room(0)
+    for side in range(blocks):
+        words = segments[side]
+        pairs = words[1 : compiled.HEAD_WORDS].astype(np.uint32).reshape(-1, 2)
+        room.states[side] = pairs[:, 0] | pairs[:, 1] << 16
+        room.places[side] = compiled.HEAD_WORDS + (ROWS * layer.heads + 1) // 2
+        for c in range(len(layer.classes)):
+            quarters = compiled._quarters(compiled._coarser(words), c >= n)
+            table, low = compiled.class_of(layer.classes[c], quarters)
+            room.components[side, c] = 0
+            for group in range(compiled.GROUPS if table >= 0 else 0):
+                compiled._decode_group(words, last, codec._tables, room, side, table, low, c, group)
+    for mine, other in ((room.components, together.components), (room.states, together.states)):
+        np.testing.assert_array_equal(mine[:blocks], other[:blocks])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("outliers", [False, True])
+def test_vectors_encode_what_single_numbers_do(shape, outliers):
+    codec = codec_for(shape, k_step=0.2)
+    layer, blocks, rng = codec.layers[0], compiled.TOGETHER, np.random.default_rng(1)
+    n, size = len(layer.k_mean), 4 * ROWS * len(layer.classes)  # bytes: two words for each number
+    both = [TransformCodec(codec.layers, segment_bytes=[size] * 2, dtype=codec.dtype)._room(0) for _ in range(2)]
+    numbers = rng.standard_normal(both[0].components.shape) * 2.0 ** rng.integers(-2, 3, both[0].components.shape[1:])
+    if outliers:
+        numbers[rng.random(numbers.shape) < 0.002] *= 5000
+    for scratch in both:
+        scratch.components[:] = numbers
+        scratch.coarser[:] = range(blocks)
+    together, alone = both
+    assert compiled._encode_numbers(blocks, size // 2, n, codec._tables, layer, together)
+    alone.states[:] = 1 << 15
+    alone.places[:] = 0
+    for side in range(blocks):
+        for c in reversed(range(len(layer.classes))):
+            quarters = compiled._quarters(side, c >= n)
+            table, low = compiled.class_of(layer.classes[c], quarters)
+            alone.finer[side] = 2.0 ** (-quarters / 4)
+            for group in reversed(range(compiled.GROUPS if table >= 0 else 0)):
+                compiled._encode_group(codec._tables, alone, side, table, low, c, group)
+        used = alone.places[side]
+        assert used == together.places[side] > 0
+        np.testing.assert_array_equal(alone.words[side, :used], together.words[side, :used])
+    np.testing.assert_array_equal(alone.states, together.states)
 
 
 def test_the_name_tells_apart_whatever_reads_bytes_differently():
