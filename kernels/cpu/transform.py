@@ -9,12 +9,15 @@ A segment, as uint16 words in little-endian order:
     then             the coder's words, in the order in which decoding reads them, and zeros
 
 Component by component, 32 rows at a time; row r belongs to lane r mod LANES. With AVX-512 the eight lanes of a block
-are decoded as one vector, and two blocks at a time, so that their chains of dependent instructions overlap. Import this
-through `kernels.codecs.transform`.
+are one vector, and TOGETHER blocks are coded at the same time, so that their chains of dependent instructions overlap;
+elsewhere, and where a number is escaped, the lanes take turns. The bytes are the same. Import this through
+`kernels.codecs.transform`.
 """
 
 import functools
+import inspect
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +43,7 @@ LEAST_DEVIATION, LARGEST_DEVIATION = LEAST_CLASS - 12, LARGEST_CLASS + 12  # qua
 ROWS = 32  # of a block
 LANES = 8
 GROUPS = ROWS // LANES
-TOGETHER = 4  # blocks that are decoded at the same time
+TOGETHER = 4  # blocks that are coded at the same time
 FINEST, COARSEST = 8, 24
 """How much finer and coarser than calibrated a block's steps may be, in eighths of an octave. A block that needs even
 coarser ones is unlike anything calibrated, and is not coded."""
@@ -82,10 +85,10 @@ class Layer(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's own room for one block."""
+    """A thread's own room for the blocks that it codes at the same time, its sides."""
 
     rows: Fp32  # [ROWS, n + m]
-    components: Fp32  # [TOGETHER, n + m, ROWS], in steps; encoding uses the first
+    components: Fp32  # [TOGETHER, n + m, ROWS], in steps
     product: Fp32  # [ROWS, width], or its like
     deviations: Int64  # [n + m], in quarter octaves
     words: Words  # [TOGETHER, words]: streams while they are made, from their end; 3 * ROWS longer than they may be
@@ -100,308 +103,300 @@ class Scratch(NamedTuple):
 TILE = 8, 32  # rows and columns of a product that are summed in registers
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 _VEC, _WORDS = (ir.VectorType(kind, 16) for kind in (_F32, _I32))
-_LANES_F32, _LANES_I32 = (ir.VectorType(kind, LANES) for kind in (_F32, _I32))
+_LANES_F32, _LANES_I32, _LANES_F64 = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, ir.DoubleType()))
 
 
-@intrinsic
+# --- vectors ----------------------------------------------------------------------------------------------------------
+
+
+class _Emit:
+    """Emits vector code into a function that numba compiles. Offsets count elements."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, base: Any, *offsets: Any) -> Any:
+        """Return base + the sum of offsets."""
+        for offset in offsets:
+            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
+        return base
+
+    def times(self, x: Any, count: int) -> Any:
+        return self.b.mul(x, _I64(count))
+
+    def load(self, pointer: Any, kind: Any = _VEC) -> Any:
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=_bytes(kind))
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=_bytes(value.type))
+
+    def splat(self, scalar: Any, kind: Any = _VEC) -> Any:
+        if isinstance(scalar, (int, float)):
+            return ir.Constant(kind, [scalar] * kind.count)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
+        return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count))
+
+    def shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes)))
+
+    def variable(self, value: Any) -> Any:
+        """Create what loops may change."""
+        place = cgutils.alloca_once_value(self.b, value)
+        self.b.store(value, place)  # each time that this is come by, not only at the function's begin
+        return place
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
+
+    def load_widened(self, pointer: Any) -> Any:
+        """Load 16 numbers of fp32 or bf16 as fp32, by what `pointer` points to."""
+        kind = pointer.type.pointee
+        whole = self.load(pointer, ir.VectorType(kind, 16))
+        if kind.width == 16:
+            whole = self.b.shl(self.b.zext(whole, _WORDS), self.splat(16, _WORDS))
+        return self.b.bitcast(whole, _VEC)
+
+    def store_rounded(self, x: Any, pointer: Any) -> None:
+        """Store 16 numbers as fp32, or rounded to bf16, ties to even, by what `pointer` points to."""
+        b, whole = self.b, self.b.bitcast(x, _WORDS)
+        if pointer.type.pointee.width == 16:
+            even = b.and_(b.lshr(whole, self.splat(16, _WORDS)), self.splat(1, _WORDS))
+            whole = b.add(b.add(whole, self.splat(0x7FFF, _WORDS)), even)
+            whole = b.trunc(b.lshr(whole, self.splat(16, _WORDS)), ir.VectorType(_I16, 16))
+        self.store(whole, pointer)
+
+    def transposed(self, rows: Sequence[Any]) -> list[Any]:
+        """Exchange rows and lanes of 16 vectors, by squares that are twice as large each time."""
+        rows = list(rows)
+        for side in (1, 2, 4, 8):
+            upper = [lane - side + 16 if lane & side else lane for lane in range(16)]
+            lower = [lane + 16 if lane & side else lane + side for lane in range(16)]
+            for i in range(16):
+                if not i & side:
+                    pair = rows[i], rows[i + side]
+                    rows[i], rows[i + side] = self.shuffle(*pair, upper), self.shuffle(*pair, lower)
+        return rows
+
+    def gather(self, kind: Any, table: Any, indices: Any) -> Any:
+        """Load the elements of a table, of 32 bits, at the index of each of LANES lanes."""
+        name = "d.d" if kind is _LANES_I32 else "d.ps"
+        zeros, every = self.splat(0, kind), self.b.bitcast(self.splat(-1, _LANES_I32), kind)
+        base = self.b.bitcast(table, _I8.as_pointer())
+        return self.call(f"llvm.x86.avx2.gather.{name}.256", kind, zeros, base, indices, every, _I8(4))
+
+    def count(self, lanes: Any) -> Any:
+        """Count the lanes that are true."""
+        bits = ir.IntType(lanes.type.count)
+        found = self.call(f"llvm.ctpop.i{bits.width}", bits, self.b.bitcast(lanes, bits))
+        return self.b.zext(found, _I64)
+
+    def none(self, lanes: Any) -> Any:
+        return self.b.icmp_unsigned("==", self.b.bitcast(lanes, _I8), _I8(0))
+
+
+def _bytes(kind: Any) -> int:
+    """Return the size of an element of a vector."""
+    return 4 if kind.element is _F32 else int(kind.element.width) // 8
+
+
+def _vectors(gives: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Turn an emitter of vector code into a function for compiled code, which returns the numba type `gives`. The
+    emitter receives an array argument as its pointer."""
+
+    def made(emit: Callable[..., Any]) -> Any:
+        def typed(_: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                values = [
+                    context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
+                    for kind, arg in zip(signature.args, args, strict=True)
+                ]
+                result = emit(_Emit(builder), *values)
+                return context.get_dummy_value() if gives is None else result
+
+            wanted = [types.int64 if isinstance(kind, types.Integer) else kind for kind in kinds]
+            return (types.void if gives is None else gives)(*wanted), generate
+
+        typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return made
+
+
+@_vectors()
 def _multiply_tile(
-    _: Any,
-    x: types.Type,
-    x_at: types.Type,
-    x_step: types.Type,
-    y: types.Type,
-    y_at: types.Type,
-    y_step: types.Type,
-    count: types.Type,
-    out: types.Type,
-    out_at: types.Type,
-    out_step: types.Type,
-) -> Any:
+    e: _Emit,
+    x: ir.Value,
+    x_at: ir.Value,
+    x_step: ir.Value,
+    y: ir.Value,
+    y_at: ir.Value,
+    y_step: ir.Value,
+    count: ir.Value,
+    out: ir.Value,
+    out_at: ir.Value,
+    out_step: ir.Value,
+) -> None:
     """Set out[i, j] to the sum over c < count of x[c, i] * y[c, j], for a TILE of i and j. Arrays are fp32 of one axis,
     with the element at which a tile begins, and the elements from one row to the next."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        arrays = [context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 3, 7)]
-        (x, y, out), (_, x_at, x_step, _, y_at, y_step, count, _, out_at, out_step) = arrays, args
-        fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fma.v16f32")
-        zeros, mask = ir.Constant(_VEC, [0.0] * 16), ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
-        rows, vectors = range(TILE[0]), range(TILE[1] // 16)
-
-        def vector_at(base: Any, at: Any) -> Any:
-            return b.bitcast(b.gep(base, [at]), _VEC.as_pointer())
-
-        sums = [[cgutils.alloca_once_value(b, zeros) for _ in vectors] for _ in rows]
-        for row in sums:
-            for total in row:
-                b.store(zeros, total)
-        with cgutils.for_range(b, count) as loop:
-            x_row, y_row = (b.add(at, b.mul(step, loop.index)) for at, step in ((x_at, x_step), (y_at, y_step)))
-            columns = [b.load(vector_at(y, b.add(y_row, _I64(16 * v))), align=4) for v in vectors]
-            for i in rows:
-                one = b.load(b.gep(x, [b.add(x_row, _I64(i))]))
-                one = b.shuffle_vector(b.insert_element(ir.Constant(_VEC, ir.Undefined), one, _I64(0)), zeros, mask)
-                for v in vectors:
-                    b.store(b.call(fma, [one, columns[v], b.load(sums[i][v])]), sums[i][v])
+    rows, vectors = range(TILE[0]), range(TILE[1] // 16)
+    sums = [[e.variable(e.splat(0.0)) for _ in vectors] for _ in rows]
+    with cgutils.for_range(e.b, count) as loop:
+        x_row, y_row = (
+            e.at(base, at, e.b.mul(step, loop.index)) for base, at, step in ((x, x_at, x_step), (y, y_at, y_step))
+        )
+        columns = [e.load(e.at(y_row, 16 * v)) for v in vectors]
         for i in rows:
+            one = e.splat(e.b.load(e.at(x_row, i)))
             for v in vectors:
-                to = b.add(b.add(out_at, b.mul(out_step, _I64(i))), _I64(16 * v))
-                b.store(b.load(sums[i][v]), vector_at(out, to), align=4)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(x, size, size, y, size, size, size, out, size, size), generate
+                e.b.store(e.call("llvm.fma.v16f32", _VEC, one, columns[v], e.b.load(sums[i][v])), sums[i][v])
+    for i in rows:
+        for v in vectors:
+            e.store(e.b.load(sums[i][v]), e.at(out, out_at, e.times(out_step, i), 16 * v))
 
 
-def _store_rounded(b: Any, x: Any, pointer: Any) -> None:
-    """Store fp32 numbers as they are, or rounded to bf16, ties to even, by what `pointer` points to."""
-    kind = pointer.type.pointee
-    whole = b.bitcast(x, _WORDS)
-    if kind.width == 16:
-        half, one, sixteen = (ir.Constant(_WORDS, [number] * 16) for number in (0x7FFF, 1, 16))
-        even = b.and_(b.lshr(whole, sixteen), one)
-        whole = b.trunc(b.lshr(b.add(b.add(whole, half), even), sixteen), ir.VectorType(_I16, 16))
-    b.store(whole, b.bitcast(pointer, whole.type.as_pointer()), align=kind.width // 8)
-
-
-def _splat(b: Any, scalar: Any) -> Any:
-    one = b.insert_element(ir.Constant(_VEC, ir.Undefined), scalar, _I32(0))
-    return b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * 16))
-
-
-@intrinsic
+@_vectors()
 def _store_k(
-    _: Any,
-    product: types.Type,
-    at: types.Type,
-    means: types.Type,
-    scale: types.Type,
-    count: types.Type,
-    raw: types.Type,
-    raw_at: types.Type,
-) -> Any:
+    e: _Emit,
+    product: ir.Value,
+    at: ir.Value,
+    means: ir.Value,
+    scale: ir.Value,
+    count: ir.Value,
+    raw: ir.Value,
+    raw_at: ir.Value,
+) -> None:
     """Store mean + scale * product of a row, of the first numbers as far as they fill vectors."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        product, means, raw = (context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 2, 5))
-        _, at, _, scale, count, _, raw_at = args
-        factor = _splat(b, scale)
-
-        def load(base: Any, offset: Any) -> Any:
-            return b.load(b.bitcast(b.gep(base, [offset]), _VEC.as_pointer()), align=4)
-
-        with cgutils.for_range(b, b.sdiv(count, _I64(16))) as loop:
-            j = b.mul(loop.index, _I64(16))
-            x = b.fadd(load(means, j), b.fmul(factor, load(product, b.add(at, j))))
-            _store_rounded(b, x, b.gep(raw, [b.add(raw_at, j)]))
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(product, size, means, types.float32, size, raw, size), generate
+    factor = e.splat(scale)
+    with cgutils.for_range(e.b, e.b.sdiv(count, _I64(16))) as loop:
+        j = e.times(loop.index, 16)
+        x = e.b.fadd(e.load(e.at(means, j)), e.b.fmul(factor, e.load(e.at(product, at, j))))
+        e.store_rounded(x, e.at(raw, raw_at, j))
 
 
-@intrinsic
+@_vectors()
 def _store_v_tile(
-    _: Any,
-    numbers: types.Type,
-    at: types.Type,
-    scales: types.Type,
-    scales_at: types.Type,
-    means: types.Type,
-    means_at: types.Type,
-    raw: types.Type,
-    raw_at: types.Type,
-    raw_step: types.Type,
-) -> Any:
+    e: _Emit,
+    numbers: ir.Value,
+    at: ir.Value,
+    scales: ir.Value,
+    scales_at: ir.Value,
+    means: ir.Value,
+    means_at: ir.Value,
+    raw: ir.Value,
+    raw_at: ir.Value,
+    raw_step: ir.Value,
+) -> None:
     """Store mean + scale * number of 16 components and 16 rows, a row after the other. Each component's numbers are
     ROWS apart from the next one's; scales are the rows', means the components'."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        arrays = [context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 2, 4, 6)]
-        (numbers, scales, means, raw), (_, at, _, scales_at, _, means_at, _, raw_at, raw_step) = arrays, args
-
-        def load(base: Any, offset: Any) -> Any:
-            return b.load(b.bitcast(b.gep(base, [offset]), _VEC.as_pointer()), align=4)
-
-        factors, rows = load(scales, scales_at), []
-        for i in range(16):
-            mean = _splat(b, b.load(b.gep(means, [b.add(means_at, _I64(i))])))
-            rows.append(b.fadd(mean, b.fmul(factors, load(numbers, b.add(at, _I64(i * ROWS))))))
-        for r, row in enumerate(_transposed(b, rows)):
-            _store_rounded(b, row, b.gep(raw, [b.add(raw_at, b.mul(raw_step, _I64(r)))]))
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(numbers, size, scales, size, means, size, raw, size, size), generate
+    factors, columns = e.load(e.at(scales, scales_at)), []
+    for i in range(16):
+        mean = e.splat(e.b.load(e.at(means, means_at, i)))
+        columns.append(e.b.fadd(mean, e.b.fmul(factors, e.load(e.at(numbers, at, i * ROWS)))))
+    for r, row in enumerate(e.transposed(columns)):
+        e.store_rounded(row, e.at(raw, raw_at, e.times(raw_step, r)))
 
 
-@intrinsic
+@_vectors()
 def _spread_tile(
-    _: Any,
-    raw: types.Type,
-    raw_at: types.Type,
-    raw_step: types.Type,
-    means: types.Type,
-    means_at: types.Type,
-    out: types.Type,
-    at: types.Type,
-) -> Any:
+    e: _Emit,
+    raw: ir.Value,
+    raw_at: ir.Value,
+    raw_step: ir.Value,
+    means: ir.Value,
+    means_at: ir.Value,
+    out: ir.Value,
+    at: ir.Value,
+) -> None:
     """The way back: store the numbers of 16 rows less their means as components, each ROWS apart from the next one."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        raw, means, out = (context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 3, 5))
-        _, raw_at, raw_step, _, means_at, _, at = args
-        mean, rows = b.load(b.bitcast(b.gep(means, [means_at]), _VEC.as_pointer()), align=4), []
-        for r in range(16):
-            row = _load_widened(b, b.gep(raw, [b.add(raw_at, b.mul(raw_step, _I64(r)))]))
-            rows.append(b.fsub(row, mean))
-        for i, column in enumerate(_transposed(b, rows)):
-            b.store(column, b.bitcast(b.gep(out, [b.add(at, _I64(i * ROWS))]), _VEC.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(raw, size, size, means, size, out, size), generate
+    mean = e.load(e.at(means, means_at))
+    rows = [e.b.fsub(e.load_widened(e.at(raw, raw_at, e.times(raw_step, r))), mean) for r in range(16)]
+    for i, column in enumerate(e.transposed(rows)):
+        e.store(column, e.at(out, at, i * ROWS))
 
 
-@intrinsic
-def _row_energies(
-    _: Any, numbers: types.Type, at: types.Type, count: types.Type, out: types.Type, out_at: types.Type
-) -> Any:
+@_vectors()
+def _row_energies(e: _Emit, numbers: ir.Value, at: ir.Value, count: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
     """Store the sums of the squares of `count` components of 16 rows."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        numbers, out = (context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 3))
-        _, at, count, _, out_at = args
-        total = cgutils.alloca_once_value(b, ir.Constant(_VEC, [0.0] * 16))
-        b.store(ir.Constant(_VEC, [0.0] * 16), total)
-        with cgutils.for_range(b, count) as loop:
-            place = b.gep(numbers, [b.add(at, b.mul(loop.index, _I64(ROWS)))])
-            x = b.load(b.bitcast(place, _VEC.as_pointer()), align=4)
-            b.store(b.fadd(b.load(total), b.fmul(x, x)), total)
-        b.store(b.load(total), b.bitcast(b.gep(out, [out_at]), _VEC.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(numbers, size, size, out, size), generate
+    total = e.variable(e.splat(0.0))
+    with cgutils.for_range(e.b, count) as loop:
+        x = e.load(e.at(numbers, at, e.times(loop.index, ROWS)))
+        e.b.store(e.b.fadd(e.b.load(total), e.b.fmul(x, x)), total)
+    e.store(e.b.load(total), e.at(out, out_at))
 
 
-@intrinsic
+@_vectors()
 def _scale_rows(
-    _: Any, numbers: types.Type, at: types.Type, count: types.Type, scales: types.Type, scales_at: types.Type
-) -> Any:
+    e: _Emit, numbers: ir.Value, at: ir.Value, count: ir.Value, scales: ir.Value, scales_at: ir.Value
+) -> None:
     """Multiply `count` components of 16 rows by the rows' scales."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        numbers, scales = (context.make_array(signature.args[i])(context, b, args[i]).data for i in (0, 3))
-        _, at, count, _, scales_at = args
-        factors = b.load(b.bitcast(b.gep(scales, [scales_at]), _VEC.as_pointer()), align=4)
-        with cgutils.for_range(b, count) as loop:
-            place = b.bitcast(b.gep(numbers, [b.add(at, b.mul(loop.index, _I64(ROWS)))]), _VEC.as_pointer())
-            b.store(b.fmul(b.load(place, align=4), factors), place, align=4)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(numbers, size, size, scales, size), generate
+    factors = e.load(e.at(scales, scales_at))
+    with cgutils.for_range(e.b, count) as loop:
+        place = e.at(numbers, at, e.times(loop.index, ROWS))
+        e.store(e.b.fmul(e.load(place), factors), place)
 
 
-@intrinsic
-def _energy(_: Any, numbers: types.Type, at: types.Type) -> Any:
+@_vectors(types.float32)
+def _energy(e: _Emit, numbers: ir.Value, at: ir.Value) -> ir.Value:
     """Return the sum of the squares of ROWS numbers, added in one order on every machine."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        numbers = context.make_array(signature.args[0])(context, b, args[0]).data
-        parts = []
-        for half in range(0, ROWS, 16):
-            x = b.load(b.bitcast(b.gep(numbers, [b.add(args[1], _I64(half))]), _VEC.as_pointer()), align=4)
-            parts.append(b.fmul(x, x))
-        total = functools.reduce(b.fadd, parts)
-        for count in (8, 4, 2, 1):
-            kind = ir.VectorType(_I32, count)
-            lower, upper = (ir.Constant(kind, list(range(at, at + count))) for at in (0, count))
-            total = b.fadd(b.shuffle_vector(total, total, lower), b.shuffle_vector(total, total, upper))
-        return b.extract_element(total, _I64(0))
-
-    return types.float32(numbers, types.int64), generate
+    vectors = [e.load(e.at(numbers, at, half)) for half in range(0, ROWS, 16)]
+    total = functools.reduce(e.b.fadd, [e.b.fmul(x, x) for x in vectors])
+    for count in (8, 4, 2, 1):
+        total = e.b.fadd(e.shuffle(total, total, range(count)), e.shuffle(total, total, range(count, 2 * count)))
+    return e.b.extract_element(total, _I64(0))
 
 
-def _load_widened(b: Any, pointer: Any) -> Any:
-    """Load 16 numbers of fp32 or bf16 as fp32, by what `pointer` points to."""
-    kind = pointer.type.pointee
-    whole = b.load(b.bitcast(pointer, ir.VectorType(kind, 16).as_pointer()), align=kind.width // 8)
-    if kind.width == 16:
-        whole = b.shl(b.zext(whole, _WORDS), ir.Constant(_WORDS, [16] * 16))
-    return b.bitcast(whole, _VEC)
+# --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def _transposed(b: Any, rows: list[Any]) -> list[Any]:
-    """Exchange rows and lanes of 16 vectors, by squares that are twice as large each time."""
-    rows = list(rows)
-    for side in (1, 2, 4, 8):
-        upper = [lane if not lane & side else lane - side + 16 for lane in range(16)]
-        lower = [lane + side if not lane & side else lane + 16 for lane in range(16)]
-        for i in range(16):
-            if not i & side:
-                pair = rows[i], rows[i + side]
-                rows[i], rows[i + side] = (
-                    b.shuffle_vector(*pair, ir.Constant(_WORDS, lanes)) for lanes in (upper, lower)
-                )
-    return rows
-
-
-class _Stream:
+class _Reader:
     """Emits the decoding of one stream, a number of each lane at a time."""
 
     def __init__(
-        self, b: Any, words: Any, entries: Any, values: Any, states: Any, place: Any, out: Any, low: Any, last: Any
+        self, e: _Emit, words: Any, entries: Any, values: Any, states: Any, place: Any, out: Any, low: Any, last: Any
     ) -> None:
         """Pointers to a segment's words, to its table, to the lanes' states, to the place of the next word, and to
         where numbers go; how many low bits are stored as they are, None for 0; and the last word."""
-        self.b, self._words, self._entries, self._values, self._out, self._last = b, words, entries, values, out, last
-        self._low = None if low is None else b.trunc(low, _I32)
-        self._states, self._places = b.bitcast(states, _LANES_I32.as_pointer()), place
-        self._state = cgutils.alloca_once_value(b, b.load(self._states, align=4))
-        self._place = cgutils.alloca_once_value(b, b.load(self._places))
+        self._e, self._words, self._entries, self._values, self._out, self._last = e, words, entries, values, out, last
+        self._low = None if low is None else e.b.trunc(low, _I32)
+        self._states, self._places = states, place
+        self._state, self._place = e.variable(e.load(states, _LANES_I32)), e.variable(e.b.load(place))
 
-    def look(self) -> Any:
+    def look(self, group: Any) -> Any:
         """Look the lanes' symbols up. Returns whether `take` may go on: none is escaped, and there are words."""
-        b = self.b
-        self._x = b.load(self._state)
-        slots = b.and_(self._x, _lanes(_MASK))
-        self._entry = _gathered(b, _LANES_I32, self._entries, slots)
+        e, b = self._e, self._e.b
+        self._group, self._x = group, b.load(self._state)
+        self._entry = e.gather(_LANES_I32, self._entries, b.and_(self._x, _lanes(_MASK)))
         self._symbol = b.and_(self._entry, _lanes(0xFF))
-        is_escaped = b.icmp_unsigned("==", self._symbol, _lanes(ESCAPE))
-        none = b.icmp_unsigned("==", b.bitcast(is_escaped, _I8), _I8(0))
+        is_plain = e.none(b.icmp_unsigned("==", self._symbol, _lanes(ESCAPE)))
         # All of the words may be taken, and then the place is that of a word still.
         end = b.add(b.load(self._place), _I64(LANES if self._low is None else 2 * LANES))
-        return b.and_(none, b.icmp_signed("<=", end, self._last))
+        return b.and_(is_plain, b.icmp_signed("<=", end, self._last))
 
-    def take(self, group: Any) -> None:
+    def take(self) -> None:
         """Store a group's numbers, and go on to the next states."""
-        b = self.b
+        e, b = self._e, self._e.b
         frequency = b.and_(b.lshr(self._entry, _lanes(8)), _lanes(0xFFF))
         x = b.add(b.mul(frequency, b.lshr(self._x, _lanes(PROBABILITY_BITS))), b.lshr(self._entry, _lanes(20)))
         is_short = b.icmp_unsigned("<", x, _lanes(_LEAST_STATE))
         x = b.select(is_short, b.shl(x, _lanes(16)), x)
-        value = _gathered(b, _LANES_F32, self._values, self._symbol)
+        number = e.gather(_LANES_F32, self._values, self._symbol)
         if self._low is None:
             b.store(b.or_(x, self._next_words(is_short)), self._state)
-            number = value
         else:
-            number = b.select(b.icmp_signed("==", self._low, _I32(0)), value, self._take_low(x, is_short))
-        out = b.gep(self._out, [b.mul(group, _I64(LANES))])
-        b.store(number, b.bitcast(out, _LANES_F32.as_pointer()), align=4)
+            number = b.select(b.icmp_signed("==", self._low, _I32(0)), number, self._take_low(x, is_short))
+        e.store(number, e.at(self._out, e.times(self._group, LANES)))
 
     def _take_low(self, x: Any, is_short: Any) -> Any:
         """Go on from states that may lack their first word. A state takes another word when it is short again without
         its low bits; the first word does not change whether it is, as it is less than what the low bits leave. Returns
         the numbers."""
-        b = self.b
-        low, one = _splat_lanes(b, _LANES_I32, self._low), _lanes(1)
+        e, b = self._e, self._e.b
+        low, one = e.splat(self._low, _LANES_I32), _lanes(1)
         is_short_again = b.icmp_unsigned("<", b.lshr(x, low), _lanes(_LEAST_STATE))
-        turns = ir.Constant(_WORDS, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)])
-        words = self._next_words(b.shuffle_vector(is_short, is_short_again, turns))
-        first, again = (
-            b.shuffle_vector(words, words, ir.Constant(_LANES_I32, list(range(odd, 2 * LANES, 2)))) for odd in (0, 1)
-        )
+        turns = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+        words = self._next_words(e.shuffle(is_short, is_short_again, turns))
+        first, again = (e.shuffle(words, words, range(odd, 2 * LANES, 2)) for odd in (0, 1))
         x = b.or_(x, first)
         rest = b.and_(x, b.sub(b.shl(one, low), one))
         x = b.lshr(x, low)
@@ -410,233 +405,174 @@ class _Stream:
         return b.sitofp(b.add(whole, rest), _LANES_F32)
 
     def _next_words(self, takes: Any) -> Any:
-        """The next words of the stream, one for each that takes one, and 0 for the others."""
-        b, count = self.b, takes.type.count
-        place, bits = b.load(self._place), ir.IntType(count)
-        taken = b.call(_declared(b, f"llvm.ctpop.i{count}", bits, [bits]), [b.bitcast(takes, bits)])
-        b.store(b.add(place, b.zext(taken, _I64)), self._place)
-        pointer = b.bitcast(b.gep(self._words, [place]), ir.VectorType(_I16, count).as_pointer())
+        """Return the next words of the stream, one for each lane that takes one, and 0 for the others."""
+        e, count, place = self._e, takes.type.count, self._e.b.load(self._place)
+        e.b.store(e.b.add(place, e.count(takes)), self._place)
         kind = ir.VectorType(_I32, count)
-        expand = _declared(b, f"llvm.x86.avx512.mask.expand.v{count}i32", kind, [kind, kind, takes.type])
-        return b.call(expand, [b.zext(b.load(pointer, align=2), kind), ir.Constant(kind, [0] * count), takes])
+        words = e.b.zext(e.load(e.at(self._words, place), ir.VectorType(_I16, count)), kind)
+        return e.call(f"llvm.x86.avx512.mask.expand.v{count}i32", kind, words, e.splat(0, kind), takes)
 
     def keep(self) -> None:
         """Store states and place."""
-        self.b.store(self.b.load(self._state), self._states, align=4)
-        self.b.store(self.b.load(self._place), self._places)
-
-
-def _lanes(value: int) -> Any:
-    return ir.Constant(_LANES_I32, [value] * LANES)
-
-
-def _splat_lanes(b: Any, kind: Any, scalar: Any) -> Any:
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
-    return b.shuffle_vector(one, one, _lanes(0))
-
-
-def _gathered(b: Any, kind: Any, table: Any, indices: Any) -> Any:
-    """Load the elements of a table, of 32 bits, at each lane's index."""
-    name, pointer = "d.d" if kind is _LANES_I32 else "d.ps", _I8.as_pointer()
-    function = _declared(b, f"llvm.x86.avx2.gather.{name}.256", kind, [kind, pointer, _LANES_I32, kind, _I8])
-    zeros, every = ir.Constant(kind, [0] * LANES), b.bitcast(_lanes(-1), kind)
-    return b.call(function, [zeros, b.bitcast(table, pointer), indices, every, _I8(4)])
-
-
-def _declared(b: Any, name: str, result: Any, kinds: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(b.module, ir.FunctionType(result, kinds), name)
-
-
-def _vector_decoder(name: str, has_low: bool) -> Any:
-    """Make what decodes the numbers of a component with vectors, with or without low bits."""
-
-    def typed(
-        _: Any,
-        segments: types.Type,
-        row: types.Type,
-        last: types.Type,
-        entries: types.Type,
-        values: types.Type,
-        states: types.Type,
-        places: types.Type,
-        components: types.Type,
-        side_size: types.Type,
-        chosen: types.Type,
-        component: types.Type,
-        group: types.Type,
-    ) -> Any:
-        def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            made = {i: context.make_array(signature.args[i])(context, b, args[i]) for i in (0, 3, 4, 5, 6, 7, 9)}
-            entries, values, states, places, components, chosen = (made[i].data for i in (3, 4, 5, 6, 7, 9))
-            _, row, last, *_, side_size, _, component, group = args
-            row_bytes = cgutils.unpack_tuple(b, made[0].strides, 2)[0]
-            streams = []
-            for number in range(TOGETHER):
-                side, table, low = (b.load(b.gep(chosen, [_I64(3 * number + i)])) for i in range(3))
-                words = b.bitcast(made[0].data, _I8.as_pointer())
-                words = b.bitcast(b.gep(words, [b.mul(b.add(row, side), row_bytes)]), _I16.as_pointer())
-                streams.append(
-                    _Stream(
-                        b,
-                        words=words,
-                        entries=b.gep(entries, [b.mul(table, _I64(1 << PROBABILITY_BITS))]),
-                        values=b.gep(values, [b.mul(table, _I64(SYMBOLS))]),
-                        states=b.gep(states, [b.mul(side, _I64(LANES))]),
-                        place=b.gep(places, [side]),
-                        out=b.gep(components, [b.add(b.mul(side, side_size), b.mul(component, _I64(ROWS)))]),
-                        low=low if has_low else None,
-                        last=last,
-                    )
-                )
-            at = cgutils.alloca_once_value(b, group)
-            ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
-            b.branch(ahead)
-            b.position_at_end(ahead)
-            b.cbranch(b.icmp_signed("<", b.load(at), _I64(GROUPS)), look, end)
-            b.position_at_end(look)
-            b.cbranch(functools.reduce(b.and_, [stream.look() for stream in streams]), take, end)
-            b.position_at_end(take)
-            for stream in streams:
-                stream.take(b.load(at))
-            b.store(b.add(b.load(at), _I64(1)), at)
-            b.branch(ahead)
-            b.position_at_end(end)
-            for stream in streams:
-                stream.keep()
-            return b.load(at)
-
-        size = types.int64
-        kinds = (segments, size, size, entries, values, states, places, components, size, chosen, size, size)
-        return size(*kinds), generate
-
-    typed.__name__ = name
-    return intrinsic(typed)
-
-
-_decode_plain, _decode_with_low = _vector_decoder("_decode_plain", False), _vector_decoder("_decode_with_low", True)
+        self._e.store(self._e.b.load(self._state), self._states)
+        self._e.b.store(self._e.b.load(self._place), self._places)
 
 
 class _Writer:
     """Emits the encoding of one stream, a number of each lane at a time. Low bits and escapes are not for it."""
 
     def __init__(
-        self, b: Any, words: Any, frequencies: Any, starts: Any, states: Any, place: Any, numbers: Any, finer: Any
+        self, e: _Emit, words: Any, frequencies: Any, starts: Any, states: Any, place: Any, numbers: Any, finer: Any
     ) -> None:
         """Pointers to the stream, to its table, to the lanes' states, to the count of words, and to the numbers, which
         are multiplied by `finer`."""
-        self.b, self._words, self._frequencies, self._starts, self._numbers = b, words, frequencies, starts, numbers
-        self._finer = _splat_lanes(b, _LANES_F32, finer)
-        self._states, self._places = b.bitcast(states, _LANES_I32.as_pointer()), place
-        self._state = cgutils.alloca_once_value(b, b.load(self._states, align=4))
-        self._place = cgutils.alloca_once_value(b, b.load(self._places))
+        self._e, self._words, self._frequencies, self._starts, self._numbers = e, words, frequencies, starts, numbers
+        self._finer, self._states, self._places = e.splat(finer, _LANES_F32), states, place
+        self._state, self._place = e.variable(e.load(states, _LANES_I32)), e.variable(e.b.load(place))
 
     def look(self, group: Any) -> Any:
-        """Round a group's numbers and look their symbols up. Returns whether none is escaped."""
-        b = self.b
-        at = b.bitcast(b.gep(self._numbers, [b.mul(group, _I64(LANES))]), _LANES_F32.as_pointer())
-        x = b.fmul(b.load(at, align=4), self._finer)
+        """Round a group's numbers and look their symbols up. Returns whether `take` may go on: none is escaped."""
+        e, b = self._e, self._e.b
+        x = b.fmul(e.load(e.at(self._numbers, e.times(group, LANES)), _LANES_F32), self._finer)
         for predicate, bound in (("<", -_ESCAPED), (">", _ESCAPED - 1)):
-            bounds = ir.Constant(_LANES_F32, [float(bound)] * LANES)
+            bounds = e.splat(float(bound), _LANES_F32)
             x = b.select(b.fcmp_ordered(predicate, x, bounds), bounds, x)
-        x = b.call(_declared(b, f"llvm.rint.v{LANES}f32", _LANES_F32, [_LANES_F32]), [x])
+        x = e.call(f"llvm.rint.v{LANES}f32", _LANES_F32, x)
         symbol = b.add(b.fptosi(x, _LANES_I32), _lanes(REACH))
         is_far = b.icmp_unsigned(">=", symbol, _lanes(ESCAPE))
         self._symbol = b.select(is_far, _lanes(ESCAPE), symbol)
-        self._frequency = _gathered(b, _LANES_I32, self._frequencies, self._symbol)
-        is_escaped = b.or_(is_far, b.icmp_unsigned("==", self._frequency, _lanes(0)))
-        return b.icmp_unsigned("==", b.bitcast(is_escaped, _I8), _I8(0))
+        self._frequency = e.gather(_LANES_I32, self._frequencies, self._symbol)
+        return e.none(b.or_(is_far, b.icmp_unsigned("==", self._frequency, _lanes(0))))
 
     def take(self) -> None:
         """Code a group's numbers, the last lane's first."""
-        b = self.b
+        e, b = self._e, self._e.b
         x, place = b.load(self._state), b.load(self._place)
         is_long = b.icmp_unsigned(">=", x, b.shl(self._frequency, _lanes(31 - PROBABILITY_BITS)))
-        backwards = ir.Constant(_LANES_I32, list(range(LANES))[::-1])
-        words, leaves = (b.shuffle_vector(v, v, backwards) for v in (b.and_(x, _lanes(0xFFFF)), is_long))
-        compress = _declared(
-            b, f"llvm.x86.avx512.mask.compress.v{LANES}i32", _LANES_I32, [_LANES_I32] * 2 + [leaves.type]
-        )
-        words = b.call(compress, [words, words, leaves])
-        b.store(words, b.bitcast(b.gep(self._words, [place]), _LANES_I32.as_pointer()), align=4)
-        count = b.call(_declared(b, "llvm.ctpop.i8", _I8, [_I8]), [b.bitcast(leaves, _I8)])
-        b.store(b.add(place, b.zext(count, _I64)), self._place)
+        backwards = range(LANES)[::-1]
+        words, leaves = (e.shuffle(v, v, backwards) for v in (b.and_(x, _lanes(0xFFFF)), is_long))
+        words = e.call(f"llvm.x86.avx512.mask.compress.v{LANES}i32", _LANES_I32, words, words, leaves)
+        e.store(words, e.at(self._words, place))  # those that are not the stream's are written over
+        b.store(b.add(place, e.count(leaves)), self._place)
         x = b.select(is_long, b.lshr(x, _lanes(16)), x)
         # Both are less than 2^31, and as doubles their quotient never rounds up to a whole number.
-        doubles = ir.VectorType(ir.DoubleType(), LANES)
-        quotient = b.fptosi(b.fdiv(b.sitofp(x, doubles), b.sitofp(self._frequency, doubles)), _LANES_I32)
+        quotient = b.fdiv(b.sitofp(x, _LANES_F64), b.sitofp(self._frequency, _LANES_F64))
+        quotient = b.fptosi(quotient, _LANES_I32)
         rest = b.sub(x, b.mul(quotient, self._frequency))
-        start = _gathered(b, _LANES_I32, self._starts, self._symbol)
+        start = e.gather(_LANES_I32, self._starts, self._symbol)
         b.store(b.add(b.add(b.shl(quotient, _lanes(PROBABILITY_BITS)), rest), start), self._state)
 
     def keep(self) -> None:
         """Store states and count."""
-        self.b.store(self.b.load(self._state), self._states, align=4)
-        self.b.store(self.b.load(self._place), self._places)
+        self._e.store(self._e.b.load(self._state), self._states)
+        self._e.b.store(self._e.b.load(self._place), self._places)
 
 
-@intrinsic
-def _encode_vectors(
-    _: Any,
-    words: types.Type,
-    frequencies: types.Type,
-    starts: types.Type,
-    states: types.Type,
-    places: types.Type,
-    components: types.Type,
-    side_size: types.Type,
-    chosen: types.Type,
-    finer: types.Type,
-    component: types.Type,
-    group: types.Type,
-) -> Any:
-    """Encode a component of the chosen sides from this group down to the first. Returns the group at which it stopped,
-    which it has left as it was: one in which a number is escaped, or -1."""
+def _lanes(value: int) -> Any:
+    return ir.Constant(_LANES_I32, [value] * LANES)
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        made = [context.make_array(signature.args[i])(context, b, args[i]) for i in (0, 1, 2, 3, 4, 5, 7, 8)]
-        words, frequencies, starts, states, places, components, chosen, finer = (array.data for array in made)
-        *_, component, group = args
-        side_size, words_size = args[6], cgutils.unpack_tuple(b, made[0].shape, 2)[1]
-        writers = []
+
+def _run_streams(e: _Emit, streams: Sequence[_Reader | _Writer], group: Any, step: int) -> Any:
+    """Go through the groups, up or down, as long as all streams may go on. Returns the group at which they stopped,
+    which they have left as it was, or the one behind the last."""
+    b, at = e.b, e.variable(group)
+    ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
+    b.branch(ahead)
+    b.position_at_end(ahead)
+    b.cbranch(b.icmp_unsigned("<", b.load(at), _I64(GROUPS)), look, end)  # unsigned: not below 0 either
+    b.position_at_end(look)
+    b.cbranch(functools.reduce(b.and_, [stream.look(b.load(at)) for stream in streams]), take, end)
+    b.position_at_end(take)
+    for stream in streams:
+        stream.take()
+    b.store(b.add(b.load(at), _I64(step)), at)
+    b.branch(ahead)
+    b.position_at_end(end)
+    for stream in streams:
+        stream.keep()
+    return b.load(at)
+
+
+def _decoder(name: str, has_low: bool) -> Any:
+    """Make what decodes a component with vectors, with or without low bits."""
+
+    def emit(
+        e: _Emit,
+        segments: ir.Value,
+        segment_words: ir.Value,
+        row: ir.Value,
+        last: ir.Value,
+        entries: ir.Value,
+        values: ir.Value,
+        states: ir.Value,
+        places: ir.Value,
+        components: ir.Value,
+        side_size: ir.Value,
+        chosen: ir.Value,
+        component: ir.Value,
+        group: ir.Value,
+    ) -> ir.Value:
+        readers = []
         for number in range(TOGETHER):
-            side, table = (b.load(b.gep(chosen, [_I64(3 * number + i)])) for i in range(2))
-            table_at = b.mul(table, _I64(SYMBOLS))
-            writers.append(
-                _Writer(
-                    b,
-                    words=b.gep(words, [b.mul(side, words_size)]),
-                    frequencies=b.gep(frequencies, [table_at]),
-                    starts=b.gep(starts, [table_at]),
-                    states=b.gep(states, [b.mul(side, _I64(LANES))]),
-                    place=b.gep(places, [side]),
-                    numbers=b.gep(components, [b.add(b.mul(side, side_size), b.mul(component, _I64(ROWS)))]),
-                    finer=b.load(b.gep(finer, [side])),
+            side, table, low = (e.b.load(e.at(chosen, 3 * number + i)) for i in range(3))
+            readers.append(
+                _Reader(
+                    e,
+                    words=e.at(segments, e.b.mul(e.b.add(row, side), segment_words)),
+                    entries=e.at(entries, e.times(table, 1 << PROBABILITY_BITS)),
+                    values=e.at(values, e.times(table, SYMBOLS)),
+                    states=e.at(states, e.times(side, LANES)),
+                    place=e.at(places, side),
+                    out=e.at(components, e.b.mul(side, side_size), e.times(component, ROWS)),
+                    low=low if has_low else None,
+                    last=last,
                 )
             )
-        at = cgutils.alloca_once_value(b, group)
-        ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
-        b.branch(ahead)
-        b.position_at_end(ahead)
-        b.cbranch(b.icmp_signed(">=", b.load(at), _I64(0)), look, end)
-        b.position_at_end(look)
-        b.cbranch(functools.reduce(b.and_, [writer.look(b.load(at)) for writer in writers]), take, end)
-        b.position_at_end(take)
-        for writer in writers:
-            writer.take()
-        b.store(b.sub(b.load(at), _I64(1)), at)
-        b.branch(ahead)
-        b.position_at_end(end)
-        for writer in writers:
-            writer.keep()
-        return b.load(at)
+        return _run_streams(e, readers, group, 1)
 
-    size = types.int64
-    kinds = (words, frequencies, starts, states, places, components, size, chosen, finer, size, size)
-    return size(*kinds), generate
+    emit.__name__ = name
+    return _vectors(types.int64)(emit)
+
+
+_decode_plain, _decode_with_low = _decoder("_decode_plain", False), _decoder("_decode_with_low", True)
+
+
+@_vectors(types.int64)
+def _encode_plain(
+    e: _Emit,
+    words: ir.Value,
+    stream_words: ir.Value,
+    frequencies: ir.Value,
+    starts: ir.Value,
+    states: ir.Value,
+    places: ir.Value,
+    components: ir.Value,
+    side_size: ir.Value,
+    chosen: ir.Value,
+    finer: ir.Value,
+    component: ir.Value,
+    group: ir.Value,
+) -> ir.Value:
+    writers = []
+    for number in range(TOGETHER):
+        side, table = (e.b.load(e.at(chosen, 3 * number + i)) for i in range(2))
+        writers.append(
+            _Writer(
+                e,
+                words=e.at(words, e.b.mul(side, stream_words)),
+                frequencies=e.at(frequencies, e.times(table, SYMBOLS)),
+                starts=e.at(starts, e.times(table, SYMBOLS)),
+                states=e.at(states, e.times(side, LANES)),
+                place=e.at(places, side),
+                numbers=e.at(components, e.b.mul(side, side_size), e.times(component, ROWS)),
+                finer=e.b.load(e.at(finer, side)),
+            )
+        )
+    return _run_streams(e, writers, group, -1)
 
 
 def _has_vectors() -> bool:
-    """Whether numba compiles for a processor with what `_Stream` and `_Writer` need; if it did not, LLVM would end the
+    """Whether numba compiles for a processor with what `_Reader` and `_Writer` need; if it did not, LLVM would end the
     process. Not where every index is to be checked, since those work on pointers."""
     if config.BOUNDSCHECK:  # type: ignore[attr-defined]
         return False
@@ -651,18 +587,18 @@ def _decode_groups(
     """Decode groups of a component for the chosen sides: what `_decode_group` does, eight lanes and TOGETHER sides at
     once. Returns the group at which it stopped: GROUPS, or one in which a number is escaped or a stream near its end,
     which it has left as it was."""
-    components = scratch.components
-    size = components.shape[1] * ROWS
+    # A shift: a division could raise, and what can raise is not inlined, which would make decoding half as fast.
+    size, sides = segments.strides[0] >> 1, scratch.components
     entries, values, states, places = tables.entries, tables.values, scratch.states, scratch.places
-    chosen = scratch.chosen
+    side_size, chosen = sides.shape[1] * ROWS, scratch.chosen
     stopped: int
     if has_low:
         stopped = _decode_with_low(
-            segments, row, last, entries, values, states, places, components, size, chosen, component, group
+            segments, size, row, last, entries, values, states, places, sides, side_size, chosen, component, group
         )
     else:
         stopped = _decode_plain(
-            segments, row, last, entries, values, states, places, components, size, chosen, component, group
+            segments, size, row, last, entries, values, states, places, sides, side_size, chosen, component, group
         )
     return stopped
 
@@ -672,12 +608,11 @@ def _encode_groups(tables: Tables, scratch: Scratch, component: int, group: int)
     """Encode groups of a component for the chosen sides, none of which stores low bits: what `_encode_group` does,
     eight lanes and TOGETHER sides at once. Returns the group at which it stopped, which it has left as it was: one in
     which a number is escaped, or -1."""
-    components = scratch.components
-    size = components.shape[1] * ROWS
+    words, sides, chosen, finer = scratch.words, scratch.components, scratch.chosen, scratch.finer
     frequencies, starts, states, places = tables.frequencies, tables.starts, scratch.states, scratch.places
-    words, chosen, finer = scratch.words, scratch.chosen, scratch.finer
-    stopped: int = _encode_vectors(
-        words, frequencies, starts, states, places, components, size, chosen, finer, component, group
+    size, side_size = words.shape[1], sides.shape[1] * ROWS
+    stopped: int = _encode_plain(
+        words, size, frequencies, starts, states, places, sides, side_size, chosen, finer, component, group
     )
     return stopped
 
