@@ -76,7 +76,7 @@ test-compose: setup  ## containers in a docker daemon of their own, and manifest
 	@$(BIN)/python -m pytest -m slow tests/docker tests/deploy $(ARGS)
 
 FUZZ_SECONDS ?= 600
-fuzz: setup  ## arbitrary bytes through the codec's kernels, with every index checked
+fuzz: setup  ## arbitrary bytes through the codec's kernels, with every index checked, or memory that ends behind them
 	@$(BIN)/python -m tests.kernels.codecs.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device

@@ -98,6 +98,94 @@ def selector_section(result: dict[str, Any], machine: str) -> list[str]:
     return [*lines, "", _held(result), "", machine, ""]
 
 
+def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) -> None:
+    """Left tokens decoded a second by context; right how many needles are found, by the share of rows that is read."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
+    for streams, style in ((1, "--"), (8, "-")):
+        rows = sorted((row for row in speed["rows"] if row["streams"] == streams), key=lambda row: row["context"])
+        for name, color in (("none", GREY), ("pairs", BLUE)):
+            rates = [row["tokens_per_s"][name] for row in rows]
+            label = f"{name}, {streams} at once"
+            left.plot([row["context"] for row in rows], rates, style, marker="o", color=color, label=label)
+    left.set(xlabel="tokens of context", ylabel="tokens decoded a second", xlim=(0, None), ylim=(0, None))
+    left.legend(frameon=False, fontsize=8)
+    needles = quality["needles"]
+    for name, found in needles["found"].items():
+        place = quality["read"].get(name, {"rows": 1.0})["rows"], found / needles["asked"]
+        right.plot(*place, "o", color=BLUE if name == "pairs" else GREY)
+        right.annotate(name, place, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    right.set(xlabel="share of the rows that is read", ylabel="needles found", xlim=(0, 1.1), ylim=(0, 1.05))
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def reading_section(result: dict[str, Any], machine: str) -> list[str]:
+    settings, needles = result["settings"], result["needles"]
+    lines = [
+        "## What reading a part changes",
+        "",
+        "![tokens decoded by context, needles found by share read](selectors.png)",
+        "",
+        f"SmolLM2-135M, {settings['scored']} tokens decoded behind each text, beside what reading everything says "
+        "next. `rounding` reads everything too, but computes them together: what bf16 alone does.",
+        "",
+        "| behind | texts | selector | rows read | KL, nats | same choice | perplexity |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for history, arms in result["texts"].items():
+        for name, row in arms.items():
+            if name != "texts":
+                read = result["read"].get(name, {"rows": 1.0})["rows"]
+                lines.append(
+                    f"| {int(history):,} | {arms['texts']} | {name} | {read:.1%} | {row['kl']:.5f} ± "
+                    f"{row['kl_error']:.5f} | {row['same_choice']:.1%} | {row['perplexity_change']:+.2%} ± "
+                    f"{row['perplexity_error']:.2%} |"
+                )
+    found = ", ".join(f"{name} {count}" for name, count in needles["found"].items())
+    asked = f"Of {needles['asked']} needles in books of {needles['context']:,} tokens, asked for one after the other: "
+    return [*lines, "", f"{asked}{found}.", "", _held(result), "", machine, ""]
+
+
+def activation_section(result: dict[str, Any], machine: str) -> list[str]:
+    lines = [
+        "## K and V made of activations",
+        "",
+        f"A turn of 8 tokens behind {result['tokens']:,}, of a random model of the 125 M shape whose heads have K and "
+        "V of their own; the disk has 0.15 GB/s. "
+        f"K and V are made in {result['share_of_recompute']:.3f} of a recompute.",
+        "",
+        "| history | turn, ms | loaded, MB | reused |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {row['turn_ms']:.0f} | {row['loaded_mb']:.1f} | {row['reused']:.0%} |"
+        for name, row in result["arms"].items()
+    ]
+    return [*lines, "", _held(result), "", machine, ""]
+
+
+def weight_section(result: dict[str, Any], machine: str) -> list[str]:
+    lines = [
+        "## Weights that pass through HBM",
+        "",
+        "Steps of 512 prompt tokens and of one decoded token, of a random model of the 125 M shape whose layers' "
+        "weights are copied over a link of so many GB/s in every step.",
+        "",
+        "| weights | copying, ms | prefill, ms | waited | decode, ms | waited |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in result["arms"].items():
+        cells = [f"{row['copying_ms']:.1f}" if row["bytes"] else ""]
+        for kind in ("prefill", "decode"):
+            cells += [f"{row[kind]['step_ms']:.0f}", f"{row[kind]['waited_ms']:.1f}" if row["bytes"] else ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, "", _held(result), "", machine, ""]
+
+
 def sections(
     load: Callable[[str], dict[str, Any] | None], machine: Callable[[dict[str, Any]], str], docs: Path
 ) -> list[str]:
@@ -106,9 +194,18 @@ def sections(
     if (quality := load("codecs_smollm2")) is not None:
         draw(quality, docs / "codecs.png")
         lines += section(quality, machine(quality))
-    for name, part in (("codec_speed_smollm2", speed_section), ("selectors_speed_smollm2", selector_section)):
-        if (result := load(name)) is not None:
-            lines += part(result, machine(result))
+    parts = {
+        "codec_speed_smollm2": speed_section,
+        "activations": activation_section,
+        "selectors_speed_smollm2": selector_section,
+        "selectors_smollm2": reading_section,
+        "weights": weight_section,
+    }
+    found = {name: result for name in parts if (result := load(name)) is not None}
+    if {"selectors_speed_smollm2", "selectors_smollm2"} <= found.keys():
+        draw_selectors(found["selectors_speed_smollm2"], found["selectors_smollm2"], docs / "selectors.png")
+    for name, result in found.items():
+        lines += parts[name](result, machine(result))
     return lines
 
 
