@@ -56,9 +56,10 @@ class BlockWriter:
         segments: contiguous bf16 [...], containing blocks of un-rotated keys [block_rows, kv_heads, k_dim], each
         followed by its values [block_rows, kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element where a block
         begins, the number of its rows to write, the slot (page * page_size + row) of the first row, whose page must
-        hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's segment.
-        cos, sin: contiguous bf16 [rows, R]; dims i and i + R / 2 turn together, dims from R on are copied. together:
-        use torch's team of threads, which must belong to the calling thread; only if `has_team`.
+        hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's segment, or
+        [0] where that was compared. cos, sin: contiguous bf16 [rows, R]; dims i and i + R / 2 turn together, dims from
+        R on are copied. together: use torch's team of threads, which must belong to the calling thread; only if
+        `has_team`.
         The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit. Returns bool [blocks]: True
         for blocks that were not written because their checksum differs. Raises ValueError for anything outside of
         segments, pool or tables, and RuntimeError for tensors that are not contiguous."""

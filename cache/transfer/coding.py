@@ -61,8 +61,6 @@ class Decoder:
         self._device = torch.device("cpu") if slab.projection is None else slab.projection.device
         self.raw = torch.empty(0)
         """[blocks, elements] of the layer that was decoded last."""
-        self.sums = np.zeros(0, np.uint64)
-        """Its checksums, by block, which `BlockWriter` wants; none where it lies on an accelerator."""
 
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
         """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
@@ -71,8 +69,6 @@ class Decoder:
         if self.raw.shape != shape:
             self.raw = torch.empty(shape, dtype=self._slab.dtype, device=self._device)
         self._decodes.decode(layer, segments, self.raw, together=together)
-        if self._device.type == "cpu":
-            self.sums = np.frombuffer(b"".join(sums_of(self.raw.view(torch.uint8))), ">u8").astype(np.uint64)
 
 
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:

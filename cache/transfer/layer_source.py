@@ -28,7 +28,7 @@ LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they 
 KEPT_BYTES = 64 << 20  # landing memory kept for the next load: touching fresh memory costs more than filling it
 _PIECE_BYTES = 2 << 20
 Sums = np.ndarray  # checksums as numbers, uint64
-_NO_SUMS = np.zeros((0, 0), np.uint64)
+_NO_SUMS, _COMPARED = np.zeros((0, 0), np.uint64), np.zeros(0, np.uint64)
 
 
 class LayerSource(Protocol):
@@ -49,7 +49,8 @@ class LayerSource(Protocol):
         ...
 
     def sums(self, layer: int) -> Sums:
-        """Return the checksums that a layer's segments must have: uint64 [blocks]."""
+        """Return the checksums that a layer's segments must have: uint64 [blocks], or [0] if `prepare` has compared
+        them."""
         ...
 
     def altered(self, layer: int) -> list[BlockKey]:
@@ -103,7 +104,7 @@ class DecodedSource(SlotSource):
         return self._decoder.raw, self._chosen
 
     def sums(self, layer: int) -> Sums:
-        return self._decoder.sums
+        return _COMPARED
 
     def altered(self, layer: int) -> list[BlockKey]:
         return []  # compared before they were decoded
@@ -245,7 +246,7 @@ class LandedSource(ABC):
 
     def sums(self, layer: int) -> Sums:
         if self._decoder is not None:
-            return self._decoder.sums
+            return _COMPARED
         sums: Sums = self._sums[layer]
         return sums
 

@@ -351,7 +351,7 @@ def _check_and_place(
     shape: tuple[int, int, int],
 ) -> None:
     size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
-    if _sumsum(segments, 2 * blocks[number, 0], size) != sums[number]:
+    if len(sums) and _sumsum(segments, 2 * blocks[number, 0], size) != sums[number]:
         wrong[number] = True
         return
     rest = (cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
@@ -379,10 +379,10 @@ def place(
     segments: bf16 memory as one stream, containing the blocks' un-rotated keys [block_rows, kv_heads, k_dim], each
     followed by their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where a block begins in it, how
     many of its rows are wanted, the slot (page * page_size + row) of the first of them, whose page holds them all, and
-    the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment; wrong bool [blocks]: set
-    for blocks with another checksum, which are not written; cos, sin: bf16 tables [rows, turns] as streams, turns even
-    and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; shape:
-    kv_heads, k_dim, v_dim. A segment must be longer than 240 bytes."""
+    the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment, or [0]: nothing is
+    verified; wrong bool [blocks]: set for blocks with another checksum, which are not written; cos, sin: bf16 tables
+    [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page,
+    row, head) in elements; shape: kv_heads, k_dim, v_dim. A segment must be longer than 240 bytes."""
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)

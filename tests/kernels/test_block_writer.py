@@ -111,6 +111,20 @@ def test_what_is_not_what_it_was_is_not_written(
 
 
 @needs_numba
+@settings(deadline=None, max_examples=20)
+@given(load=loads())
+def test_without_checksums_all_is_written(
+    load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor],
+) -> None:
+    ours, theirs, segments, blocks, cos, sin = load
+    found = write(block_writer(ours, ROWS), segments, blocks, cos, sin, sums=np.zeros(0, np.uint64))
+    assert not found.any()
+    write(block_writer(theirs, ROWS), segments, blocks, cos, sin)
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+
+
+@needs_numba
 def test_blocks_too_short_for_the_checksum_go_another_way() -> None:
     kernels = load_kernels()
     assert kernels is not None

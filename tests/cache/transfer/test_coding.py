@@ -41,7 +41,6 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
         assert coded.is_intact(layer, 3)
         decoder.decode(layer, coded.segments(layer)[[5, 3]], together=False)
         torch.testing.assert_close(decoder.raw, slab.segments(layer)[[1, 3]], rtol=0.07, atol=0.01)
-        assert decoder.sums.tolist() == [int.from_bytes(sums) for sums in sums_of(decoder.raw.view(torch.uint8))]
     coded.segment(1, 3)[0] ^= 1
     assert not coded.is_intact(1, 3)
 
@@ -74,6 +73,6 @@ def test_slots_of_activations_are_loaded_as_k_and_v_of_them() -> None:
         assert torch.equal(rows[chosen[1]], torch.cat([x[3:99], 2 * x[3:99]]))
         assert torch.equal(rows[chosen[0], :21], x[99:120])
         assert not rows[chosen[0], 21:96].any()
-        assert source.sums(layer).tolist() == [int.from_bytes(sums) for sums in sums_of(rows.view(torch.uint8))]
+        assert source.sums(layer).size == 0  # `prepare` has compared what lies there
     slab.segment(1, 2)[5] ^= 1
     assert source.prepare(1, together=False) == [blocks[1].key]
