@@ -13,7 +13,7 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
 MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
@@ -187,6 +187,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory_plan: dict[str, int] = {}  # weights, weights_dram, hbm, dram, staging, disk, coding -> bytes
 
 
+class Starting(msgspec.Struct, frozen=True, tag="starting"):
+    """A sign of life of an engine whose start takes long, as that of a calibration does."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     model: ModelInfo
 
@@ -337,7 +341,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
 
 
 ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Adopt | Shutdown
-FromEngine = Ready | Refused | Outputs | SessionReply | Head | Stats
+FromEngine = Starting | Ready | Refused | Outputs | SessionReply | Head | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_launch = msgspec.msgpack.Decoder(Launch).decode

@@ -214,7 +214,9 @@ class EngineSettings(_Section):
         le=1 << 20,
         description="most tokens of a step; 0: 512 on CPU, 4096 on CUDA, four times that while nobody decodes",
     )
-    start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest load of a model")
+    start_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="no sign of life of a load for this long: it is begun anew"
+    )
     hang_timeout_s: float = Field(
         300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
     )

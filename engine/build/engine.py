@@ -3,6 +3,7 @@
 import functools
 import random
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -34,16 +35,16 @@ from engine.step.verify import Verifier
 from kernels.attention.watched import WatchedAttention
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. Raises
-    ModelRefused with a message for people."""
+def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> Engine:
+    """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
+    called every now and then by what may take long. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
         from engine.build.shared import build_shared
 
         loaded, probed, room, tiers, warm = build_shared(config)
     else:
         loaded = load(config)
-        probed = probe_model(loaded, config)
+        probed = probe_model(loaded, config, go_on)
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
         warm = warm_up(config, loaded, probed, room, tiers)

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,9 @@ def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: T
         raise ModelRefused(f"weights.offload cannot move this model's layers one by one: {error}") from error
 
 
-def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
-    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. Raises
-    ModelRefused."""
+def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> ProbedModel:
+    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. go_on:
+    called every now and then. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
     backend, page_size, found = find_attention(module, device)
     log.debug(
@@ -174,7 +174,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig) -> ProbedModel:
     if exact_kernels:
         backend = _exact_attention()
     digest = fingerprint(module, weights_digest(loaded.weights), backend.name)  # of the weights before they are packed
-    subject = Subject(module, backend, page_size, found)
+    subject = Subject(module, backend, page_size, found, go_on)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
     lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None

@@ -6,7 +6,7 @@ all that follows anew, and that alone is 0.0015 nats a token on SmolLM2: more th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +72,7 @@ class Subject:
     backend: AttentionBackend
     page_size: int
     found: ProbeResult
+    go_on: Callable[[], None] = lambda: None  # called before every chunk of tokens that is computed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +138,7 @@ class HistoryCoder:
         return [(torch.cat(k).to(stored), torch.cat(v).to(stored)) for k, v in self._seen]
 
     def _run(self, token_ids: Tensor, start: int, *, logit_rows: int, listens: bool) -> Tensor:
+        self._subject.go_on()
         count = len(token_ids)
         meta = single_sequence_meta(self._device, start, count, self._subject.page_size)
         step = Step(meta, self._pages_of, self._subject.backend, self if listens else None)

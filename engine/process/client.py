@@ -28,6 +28,7 @@ from engine.messages import (
     SessionReply,
     SessionRequest,
     Shutdown,
+    Starting,
     Stats,
     Submit,
     ToEngine,
@@ -101,9 +102,9 @@ class _End(NamedTuple):
 class EngineClient:
     """Keeps one engine process alive and talks to it.
 
-    start_timeout_s bounds the loading of a model, hang_timeout_s the silence of an engine that is ready: it must exceed
-    the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo` gets what the
-    engine process writes to its stdout and stderr.
+    start_timeout_s bounds the silence of one that loads a model, hang_timeout_s the silence of an engine that is ready:
+    it must exceed the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo`
+    gets what the engine process writes to its stdout and stderr.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ class EngineClient:
         """Whether a restarted engine came back with other weights than the app has a tokenizer and transcripts for."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
-    def _handle(self, child: EngineChild, message: Ready | Outputs | SessionReply | Head | Stats) -> None:
+    def _handle(self, child: EngineChild, message: Starting | Ready | Outputs | SessionReply | Head | Stats) -> None:
         match message:
             case Outputs(outputs):
                 for output in outputs:
@@ -378,6 +379,8 @@ class EngineClient:
                     self.on_head(message)
             case Stats():
                 self.stats = message
+            case Starting():
+                pass  # that it was heard is all
             case Ready(model):
                 if self.state in (EngineState.LOADING, EngineState.RESTARTING) and not child.exited.is_set():
                     self._ready_s = asyncio.get_running_loop().time()

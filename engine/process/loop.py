@@ -36,6 +36,7 @@ from engine.messages import (
     SessionReply,
     SessionRequest,
     Shutdown,
+    Starting,
     Stats,
     Submit,
     ToEngine,
@@ -117,7 +118,9 @@ class StepEngine(Protocol):
         ...
 
 
-Builder = Callable[[EngineConfig], StepEngine | Refused]
+Builder = Callable[[EngineConfig, Callable[[], None]], StepEngine | Refused]
+"""Makes an engine. It calls the second argument every now and then, if that takes long, so that it does not pass for
+one that hangs."""
 
 
 class EngineLoop:
@@ -290,7 +293,7 @@ def _serve(build: Builder, launch: Launch, socket: "zmq.Socket[bytes]") -> int:
     if launch.wire_version != WIRE_VERSION:
         engine: StepEngine | Refused = Refused("the program was updated while it ran: restart the server")
     else:
-        engine = build(launch.config)
+        engine = build(launch.config, lambda: socket.send(encode(Starting())))
     if isinstance(engine, Refused):
         socket.send(encode(engine))
         return 0
@@ -321,12 +324,12 @@ def _give_up() -> None:
     os._exit(0)
 
 
-def _build(config: EngineConfig) -> StepEngine | Refused:
+def _build(config: EngineConfig, go_on: Callable[[], None]) -> StepEngine | Refused:
     from engine.build.engine import build_engine
     from engine.model.loading import ModelRefused
 
     try:
-        return build_engine(config)
+        return build_engine(config, go_on)
     except ModelRefused as refusal:
         return Refused(str(refusal))
 

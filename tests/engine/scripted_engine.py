@@ -7,6 +7,7 @@ id of a request is a script that tells the engine what to do with it.
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +347,7 @@ class ScriptedEngine:
         return ended
 
 
-def build(config: EngineConfig) -> StepEngine | Refused:
+def build(config: EngineConfig, go_on: Callable[[], None]) -> StepEngine | Refused:
     """What happens is the first word of the model's name; with a path behind it, it happens until that file exists, but
     for `refuse-while`, which is while it exists."""
     script, _, path = config.model.source.partition(" ")
@@ -363,6 +364,10 @@ def build(config: EngineConfig) -> StepEngine | Refused:
             raise RuntimeError("crashed while loading")
         case "hang":
             time.sleep(3600)
+        case "slow":
+            for _ in range(16):
+                time.sleep(0.25)
+                go_on()
         case "fast":
             return ScriptedEngine(step_s=0.0)
         case "hang-at-close":

@@ -1,5 +1,7 @@
 """Tests calibrating the transform codec on small models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,13 @@ def test_a_codec_keeps_to_its_budget_on_other_texts_too(dtype, budget):
     coder = HistoryCoder(subject, most_tokens=320)
     again = [measure(coder, text, 256, [(made.codec, "kv")])[0].mean_divergence for text in texts(20)]
     assert sum(again) / len(again) <= 2 * budget
+
+
+def test_it_tells_that_it_goes_on_before_every_chunk():
+    """Else a large model's calibration would pass for a hang."""
+    told = []
+    calibrate(replace(probed(), go_on=lambda: told.append(True)), budget=1e-4, learned=texts(0), scored=texts(10))
+    assert len(told) >= 3 + 3 * (1 + 1 + 2)  # histories learned; scored: the history, raw, and coded twice
 
 
 def test_a_smaller_budget_costs_bytes():

@@ -247,6 +247,11 @@ async def test_a_load_that_hangs_is_started_again(start: Start, tmp_path: Path) 
     assert client.restarts == 1
 
 
+async def test_a_load_that_is_slow_and_says_so_is_waited_for(start: Start) -> None:
+    client = await start("slow", start_timeout_s=2.0)  # takes 4 s, behind the start of a process
+    assert (client.state, client.restarts) == ("ready", 0)
+
+
 async def test_a_crash_while_loading_is_tried_again(start: Start, tmp_path: Path) -> None:
     client = await start(f"crash {tmp_path}/once")
     assert (client.state, client.restarts, client.failure) == ("ready", 1, None)
