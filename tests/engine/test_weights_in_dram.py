@@ -83,6 +83,27 @@ def test_layers_that_stay_in_hbm_are_made_faster_and_the_others_are_left(
     driver.close()
 
 
+def test_loads_are_verified_and_contexts_larger_than_hbm_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    tiers = {"cache_mode": "attentionstore", "dram_bytes": 100 * SLOT, "max_context": 1024}
+    small = make(path, hbm_tokens=288, larger_than_hbm=True, **tiers)
+    verified = make(path, hbm_tokens=1100, verify_rate=1.0, **tiers)
+    ample = Driver(path, hbm_tokens=8192, exact="off", **tiers)
+    history, other = random_ids(300, seed=1), random_ids(900, seed=2)
+    for turn in range(3):
+        answers = []
+        for driver in (small, verified, ample):
+            answers.append(driver.ask(f"{turn}", history, session="s", max_tokens=6, ignore_eos=True).token_ids)
+            if driver is verified:  # so that the next turn's history is loaded
+                driver.ask(f"other {turn}", other, session="t", max_tokens=1)
+        assert answers[0] == answers[1] == answers[2]
+        history = history + answers[0] + random_ids(60, seed=10 + turn)
+    stats = verified.engine.stats()
+    assert (stats.verified_loads > 0, stats.verify_mismatches) == (True, 0)
+    for driver in (small, verified, ample):
+        driver.close()
+
+
 def test_a_failed_copy_fails_the_requests_and_says_so(path: Path) -> None:
     driver = make(path)
     driver.ask("a", random_ids(20, seed=1), max_tokens=2)
