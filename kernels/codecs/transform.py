@@ -178,7 +178,7 @@ class TransformCodec:
         rooms = kept.get((n, m, count))
         if rooms is None or rooms.words.shape[2] < words:
             rooms = kept[n, m, count] = Scratch(
-                rows=np.zeros((count, ROWS, n + m), np.float32),
+                number=np.zeros((count, 1), np.float32),
                 # Whole tiles of components are written, the ones past n before V's are.
                 components=np.zeros((count, TOGETHER, max(n + m, width), ROWS), np.float32),
                 product=np.zeros((count, ROWS, width), np.float32),

@@ -12,6 +12,9 @@ Component by component, 32 rows at a time; row r belongs to lane r mod LANES. Wi
 are one vector, and TOGETHER blocks are coded at the same time, so that their chains of dependent instructions overlap;
 elsewhere, and where a number is escaped, the lanes take turns. The bytes are the same. Import this through
 `kernels.codecs.transform`.
+
+What emits vectors stands here and not beside that of the other kernels, because numba's disk cache notices changes only
+in the file of the compiled function.
 """
 
 import functools
@@ -87,7 +90,7 @@ class Layer(NamedTuple):
 class Scratch(NamedTuple):
     """A thread's own room for the blocks that it codes at the same time, its sides."""
 
-    rows: Fp32  # [ROWS, n + m]
+    number: Fp32  # [1], one of those that fill no vector
     components: Fp32  # [TOGETHER, n + m, ROWS], in steps
     product: Fp32  # [ROWS, width], or its like
     deviations: Int64  # [n + m], in quarter octaves
@@ -349,18 +352,29 @@ def _energy(e: _Emit, numbers: ir.Value, at: ir.Value) -> ir.Value:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _Stream:
+    """The lanes' states and the place in the words, which stay in registers until `keep`."""
+
+    def __init__(self, e: _Emit, words: Any, states: Any, place: Any) -> None:
+        """Pointers to the words, to the lanes' states, and to the place of the next word."""
+        self._e, self._words, self._states, self._places = e, words, states, place
+        self._state, self._place = e.variable(e.load(states, _LANES_I32)), e.variable(e.b.load(place))
+
+    def keep(self) -> None:
+        """Store states and place."""
+        self._e.store(self._e.b.load(self._state), self._states)
+        self._e.b.store(self._e.b.load(self._place), self._places)
+
+
+class _Reader(_Stream):
     """Emits the decoding of one stream, a number of each lane at a time."""
 
-    def __init__(
-        self, e: _Emit, words: Any, entries: Any, values: Any, states: Any, place: Any, out: Any, low: Any, last: Any
-    ) -> None:
-        """Pointers to a segment's words, to its table, to the lanes' states, to the place of the next word, and to
-        where numbers go; how many low bits are stored as they are, None for 0; and the last word."""
-        self._e, self._words, self._entries, self._values, self._out, self._last = e, words, entries, values, out, last
-        self._low = None if low is None else e.b.trunc(low, _I32)
-        self._states, self._places = states, place
-        self._state, self._place = e.variable(e.load(states, _LANES_I32)), e.variable(e.b.load(place))
+    def __init__(self, *stream: Any, entries: Any, values: Any, out: Any, low: Any, last: Any) -> None:
+        """stream: see `_Stream`; pointers to its table, and to where numbers go; how many low bits are stored as they
+        are, None for 0; and the last word."""
+        super().__init__(*stream)
+        self._entries, self._values, self._out, self._last = entries, values, out, last
+        self._low = None if low is None else self._e.b.trunc(low, _I32)
 
     def look(self, group: Any) -> Any:
         """Look the lanes' symbols up. Returns whether `take` may go on: none is escaped, and there are words."""
@@ -412,23 +426,15 @@ class _Reader:
         words = e.b.zext(e.load(e.at(self._words, place), ir.VectorType(_I16, count)), kind)
         return e.call(f"llvm.x86.avx512.mask.expand.v{count}i32", kind, words, e.splat(0, kind), takes)
 
-    def keep(self) -> None:
-        """Store states and place."""
-        self._e.store(self._e.b.load(self._state), self._states)
-        self._e.b.store(self._e.b.load(self._place), self._places)
 
-
-class _Writer:
+class _Writer(_Stream):
     """Emits the encoding of one stream, a number of each lane at a time. Low bits and escapes are not for it."""
 
-    def __init__(
-        self, e: _Emit, words: Any, frequencies: Any, starts: Any, states: Any, place: Any, numbers: Any, finer: Any
-    ) -> None:
-        """Pointers to the stream, to its table, to the lanes' states, to the count of words, and to the numbers, which
-        are multiplied by `finer`."""
-        self._e, self._words, self._frequencies, self._starts, self._numbers = e, words, frequencies, starts, numbers
-        self._finer, self._states, self._places = e.splat(finer, _LANES_F32), states, place
-        self._state, self._place = e.variable(e.load(states, _LANES_I32)), e.variable(e.b.load(place))
+    def __init__(self, *stream: Any, frequencies: Any, starts: Any, numbers: Any, finer: Any) -> None:
+        """stream: see `_Stream`; pointers to its table, and to the numbers, which are multiplied by `finer`."""
+        super().__init__(*stream)
+        self._frequencies, self._starts, self._numbers = frequencies, starts, numbers
+        self._finer = self._e.splat(finer, _LANES_F32)
 
     def look(self, group: Any) -> Any:
         """Round a group's numbers and look their symbols up. Returns whether `take` may go on: none is escaped."""
@@ -461,11 +467,6 @@ class _Writer:
         rest = b.sub(x, b.mul(quotient, self._frequency))
         start = e.gather(_LANES_I32, self._starts, self._symbol)
         b.store(b.add(b.add(b.shl(quotient, _lanes(PROBABILITY_BITS)), rest), start), self._state)
-
-    def keep(self) -> None:
-        """Store states and count."""
-        self._e.store(self._e.b.load(self._state), self._states)
-        self._e.b.store(self._e.b.load(self._place), self._places)
 
 
 def _lanes(value: int) -> Any:
@@ -518,11 +519,11 @@ def _decoder(name: str, has_low: bool) -> Any:
             readers.append(
                 _Reader(
                     e,
-                    words=e.at(segments, e.b.mul(e.b.add(row, side), segment_words)),
+                    e.at(segments, e.b.mul(e.b.add(row, side), segment_words)),
+                    e.at(states, e.times(side, LANES)),
+                    e.at(places, side),
                     entries=e.at(entries, e.times(table, 1 << PROBABILITY_BITS)),
                     values=e.at(values, e.times(table, SYMBOLS)),
-                    states=e.at(states, e.times(side, LANES)),
-                    place=e.at(places, side),
                     out=e.at(components, e.b.mul(side, side_size), e.times(component, ROWS)),
                     low=low if has_low else None,
                     last=last,
@@ -559,11 +560,11 @@ def _encode_plain(
         writers.append(
             _Writer(
                 e,
-                words=e.at(words, e.b.mul(side, stream_words)),
+                e.at(words, e.b.mul(side, stream_words)),
+                e.at(states, e.times(side, LANES)),
+                e.at(places, side),
                 frequencies=e.at(frequencies, e.times(table, SYMBOLS)),
                 starts=e.at(starts, e.times(table, SYMBOLS)),
-                states=e.at(states, e.times(side, LANES)),
-                place=e.at(places, side),
                 numbers=e.at(components, e.b.mul(side, side_size), e.times(component, ROWS)),
                 finer=e.b.load(e.at(finer, side)),
             )
@@ -700,11 +701,11 @@ def decode_together(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, rooms: Scratch, raw: Bits
 ) -> None:
     """Like `decode`, with all threads of the team. rooms: arrays of as many rooms as there are parts of the work."""
-    blocks, parts = len(segments), len(rooms.rows)
+    blocks, parts = len(segments), len(rooms.components)
     for part in prange(parts):
         first, stop = blocks * part // parts, blocks * (part + 1) // parts
         room = Scratch(
-            rooms.rows[part],
+            rooms.number[part],
             rooms.components[part],
             rooms.product[part],
             rooms.deviations[part],
@@ -822,8 +823,8 @@ def _store_keys(
     for r in range(ROWS):
         _store_k(product, r * width, layer.k_mean, scale, n, raw, r * n)
         for j in range(n - n % 16, n):
-            scratch.rows[0, j] = layer.k_mean[j] + scale * scratch.product[r, j]
-            _to_bits(scratch.rows[0, j : j + 1], shift, raw[r * n + j : r * n + j + 1])
+            scratch.number[0] = layer.k_mean[j] + scale * scratch.product[r, j]
+            _to_bits(scratch.number, shift, raw[r * n + j : r * n + j + 1])
 
 
 @compiled()
@@ -846,8 +847,8 @@ def _store_values(
         for i in range(tiled, last):
             for r in range(ROWS):
                 at = ROWS * n + r * m + i
-                scratch.rows[0, 0] = layer.v_mean[i] + scales[r] * components[n + i, r]
-                _to_bits(scratch.rows[0, :1], shift, raw[at : at + 1])
+                scratch.number[0] = layer.v_mean[i] + scales[r] * components[n + i, r]
+                _to_bits(scratch.number, shift, raw[at : at + 1])
 
 
 @compiled()
@@ -908,8 +909,8 @@ def _spread(
     for i in range(count - count % 16, count):
         for r in range(ROWS):
             place = first + r * step + i
-            _to_floats(raw[place : place + 1], shift, scratch.rows[0, :1])
-            out[at + i * ROWS + r] = scratch.rows[0, 0] - means[i]
+            _to_floats(raw[place : place + 1], shift, scratch.number)
+            out[at + i * ROWS + r] = scratch.number[0] - means[i]
 
 
 @compiled()
