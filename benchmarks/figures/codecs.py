@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.figures.panels import save_panels
 from benchmarks.harness.result_files import BLUE, GREY
 
 BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
@@ -31,12 +32,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
         right.plot(bits_by_layer(result, name), marker="o", markersize=3, color=BLUE, alpha=shade, label=name)
     right.set(xlabel="layer", ylabel="bits a number (raw: 16)", ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, (left, right), out)
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
@@ -115,12 +111,7 @@ def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) ->
         right.plot(*place, "o", color=BLUE if name == "pairs" else GREY)
         right.annotate(name, place, xytext=(5, 4), textcoords="offset points", fontsize=8)
     right.set(xlabel="share of the rows that is read", ylabel="needles found", xlim=(0, 1.1), ylim=(0, 1.05))
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, (left, right), out)
 
 
 def reading_section(result: dict[str, Any], machine: str) -> list[str]:

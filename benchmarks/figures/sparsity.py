@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.figures.panels import save_panels
 from benchmarks.harness.result_files import BLUE, GREY
 
 
@@ -25,12 +26,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
         right.plot(row["bytes_of_raw"], row["kl"], "o", color=colour)
         right.annotate(name, (row["bytes_of_raw"], row["kl"]), xytext=(5, 3), textcoords="offset points", fontsize=8)
     right.set(xlabel="bytes, times raw", ylabel="KL, nats a token", yscale="log", xlim=(0, 1), title=title)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, (left, right), out)
 
 
 def section(results: dict[str, dict[str, Any]], machines: list[str]) -> list[str]:
