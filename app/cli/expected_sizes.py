@@ -18,8 +18,8 @@ class ModelShape:
     weights: int  # in bytes
     kv_bytes_per_token: int
     window_tokens: int
-    num_layers: int = 1
-    layer_weights: int = 0  # in bytes, of one of them
+    num_layers: int
+    layer_weights: int  # in bytes, of one of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, sel
 from engine.build.resources import memory
 from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
@@ -128,7 +128,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     is_offloaded = config.weights.offload == "dram"
     module = load_model(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
     parameters = sum(p.numel() for p in module.parameters())
-    link = Throttle(bytes_per_s=config.cache.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
+    link = dram_link(config.cache, num_ranks)
     offloaded = _offloaded(module, config.weights.hbm_layers, device, link) if is_offloaded else None
     return LoadedModel(
         module=module,
@@ -142,6 +142,11 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
         rank=rank,
         num_ranks=num_ranks,
     )
+
+
+def dram_link(config: CacheConfig, num_ranks: int) -> Throttle:
+    """One direction of the link between DRAM and HBM, with a rank's part of its cap."""
+    return Throttle(bytes_per_s=config.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
 
 
 def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: Throttle) -> OffloadedWeights:

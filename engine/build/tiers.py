@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from cache.storage.key_likeness import KeyLikeness
 from cache.storage.large_pages import LargePages
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
-from cache.storage.throttle import Throttle
 from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
-from engine.build.model import LoadedModel, ProbedModel
+from engine.build.model import LoadedModel, ProbedModel, dram_link
 from engine.build.resources import memory
 from engine.build.room import Room
 from engine.build.sizes import Sizes
@@ -124,9 +122,7 @@ def build_tiers(
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=loaded.link,
-        save_throttle=Throttle(
-            bytes_per_s=cache.dram_gbps / loaded.num_ranks * _GB, clock=time.monotonic, sleep=time.sleep
-        ),
+        save_throttle=dram_link(cache, loaded.num_ranks),
         synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )

@@ -45,17 +45,9 @@ class OffloadedWeights:
         for layer in self._layers.values():
             layer.hook(self.stream, self._link)
 
-    @property
-    def num_layers(self) -> int:
-        """Whose weights are in DRAM."""
-        return len(self._layers)
-
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights in DRAM, by their names in the model."""
         return {name: tensor for layer in self._layers.values() for name, tensor in layer.tensors()}
-
-    def close(self) -> None:
-        self.stream.close()
 
     def _copy(self, number: int, buffer: int) -> None:
         memory = self._layers[number].memory
