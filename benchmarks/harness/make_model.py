@@ -37,11 +37,13 @@ class ModelShape:
 SHAPES = {
     "125m": ModelShape(768, 12, 12, 4, 64, 2048, 16_384, 4096),
     "tiny": ModelShape(64, 2, 4, 2, 16, 128, 4608, 1024),
+    "1b": ModelShape(2048, 16, 32, 8, 64, 8192, 128_256, 32_768),  # Llama-3.2-1B's, with a head of its own
+    "8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256, 32_768),  # Llama-3.1-8B's
 }
 
 
-def random_llama(shape: ModelShape, seed: int) -> LlamaForCausalLM:
-    """In bfloat16; transformers' own initialisation but for the norms."""
+def random_llama(shape: ModelShape, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
+    """In bfloat16; transformers' own initialisation but for the norms. device: where it is drawn, which changes it."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -57,7 +59,8 @@ def random_llama(shape: ModelShape, seed: int) -> LlamaForCausalLM:
         eos_token_id=2,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config)
+    with torch.device(device or "cpu"):
+        model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -79,11 +82,12 @@ def write_tokenizer(source: Path, out: Path, vocab: int, context: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def make_model(out: Path, shape: ModelShape, seed: int) -> int:
-    """Write the model directory `out`, replacing it whole; returns the number of parameters."""
+def make_model(out: Path, shape: ModelShape, seed: int, device: torch.device | None = None) -> int:
+    """Write the model directory `out`, replacing it whole; returns the number of parameters. device: see
+    `random_llama`."""
     fresh = out.with_name(out.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
-    model = random_llama(shape, seed)
+    model = random_llama(shape, seed, device)
     model.save_pretrained(fresh)
     write_tokenizer(BUNDLED, fresh, shape.vocab, shape.context)
     shutil.rmtree(out, ignore_errors=True)

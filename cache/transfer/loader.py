@@ -1,6 +1,7 @@
 """Copies a load's blocks into pages, layer by layer and checked, out of slots or landing memory."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -62,8 +63,7 @@ class Loader:
     def _place_by_torch(self, layer: int, rotations: KeyRotations) -> None:
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
-        memory, chosen = self._source.segments(layer)
-        segments = memory.index_select(0, chosen.to(memory.device))
+        segments = _brought(*self._source.segments(layer), self._pool.device)
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
@@ -72,12 +72,10 @@ class Loader:
         write_rows(pages.v, slots, v)
 
     def _wanted(self, rows: Tensor) -> Tensor:
-        """Return the wanted rows of all blocks, on the pages' device: [blocks, 32, ...] -> [rows, ...]."""
+        """Return the wanted rows of all blocks: [blocks, 32, ...] -> [rows, ...]."""
         if all(count == BLOCK_TOKENS for count in self._num_rows):
-            rows = rows.flatten(0, 1)
-        else:
-            rows = torch.cat([block[:count] for block, count in zip(rows, self._num_rows, strict=True)])
-        return rows.to(self._pool.device, non_blocking=True)
+            return rows.flatten(0, 1)
+        return torch.cat([block[:count] for block, count in zip(rows, self._num_rows, strict=True)])
 
     def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
         """Return the pool row and the position of every wanted row: the same tensors for all layers, so that
@@ -88,3 +86,17 @@ class Loader:
             both = (torch.from_numpy(np.repeat(first, counts) + within) for first in (slots, positions))
             self._rows = next(both).to(self._pool.device), next(both).to(self._pool.device)
         return self._rows
+
+
+def _brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
+    """Return the chosen segments on a device, [chosen, elements]. What lies side by side in the host's memory goes to
+    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it."""
+    if device.type == "cpu" or memory.is_cuda:
+        return memory.index_select(0, chosen.to(memory.device)).to(device)
+    brought = torch.empty(len(chosen), memory.shape[1], dtype=memory.dtype, device=device)
+    numbers = chosen.numpy()
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    for start, stop in pairwise(starts):
+        first = int(numbers[start])
+        brought[start:stop].copy_(memory[first : first + stop - start], non_blocking=True)
+    return brought

@@ -18,14 +18,33 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
         if capture.ready is not None:
             capture.ready.synchronize()
     targets = slab.parts(layers)
-    sources = [capture.step.parts for capture in captures]
+    sources = [on_host(capture.step.parts) for capture in captures]
     pieces = [
         (step, piece.batch_row, piece.slot, piece.slot_row, piece.num_rows)
         for step, capture in enumerate(captures)
         for piece in capture.pieces
     ]
-    if sources[0][0].is_cuda or not copy_into_blocks(targets, sources, np.array(pieces)):
+    if not copy_into_blocks(targets, sources, np.array(pieces)):
         _place_by_index(targets, sources, captures)
+
+
+def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return rows in memory that kernels for processors can read: the same, or copies out of CUDA's that are there on
+    return. These are made together, in page-locked memory, as fast as the link is."""
+    if not parts[0].is_cuda:
+        return parts
+    memories: dict[int, Tensor] = {}  # what parts share is copied once
+    copies = []
+    for part in parts:
+        storage = part.untyped_storage()
+        memory = memories.get(storage.data_ptr())
+        if memory is None:
+            whole = torch.empty(0, dtype=part.dtype, device=part.device).set_(storage)
+            memory = torch.empty(whole.shape, dtype=part.dtype, pin_memory=True)
+            memories[storage.data_ptr()] = memory.copy_(whole, non_blocking=True)
+        copies.append(memory.as_strided(part.size(), part.stride(), part.storage_offset()))
+    torch.cuda.current_stream(parts[0].device).synchronize()
+    return copies
 
 
 def _place_by_index(
@@ -39,13 +58,13 @@ def _place_by_index(
         parts = [step[number] for step in sources]
         chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
         source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-        as_words(target).index_put_((slots, places), as_words(source.to(target.device)))
+        as_words(target).index_put_((slots, places), as_words(source))
 
 
 def _wanted_rows(capture: CapturedRows) -> Tensor | None:
     """Indices of the rows of a step that are to be saved; None for all of them."""
     rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
-    return None if len(rows) == capture.step.num_rows else rows.to(capture.step.parts[0].device)
+    return None if len(rows) == capture.step.num_rows else rows
 
 
 def as_words(rows: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The first steps of an engine, run before it is composed: what they take, and what they prove."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from engine.build.tiers import Tiers
 from engine.config import EngineConfig
 from engine.model.exactness import TOKENS as PROOF_TOKENS
 from engine.model.exactness import Exactness, Proof
+from engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
 from engine.model.hf_model import ModelRunner
 from engine.model.loading import ModelRefused
 from engine.model.warm_up import WarmUp
@@ -45,6 +47,14 @@ def warm_up(
     shown: dict[str, Any] = {"sink": sink}
     if probed.codec.projection is not None and sink is not None:
         shown = {"sink": None, "inputs": sink.write_input}
+    if device.type == "cuda" and make_runner is ModelRunner and isinstance(probed.backend, PlanMaker):
+        make_runner = functools.partial(
+            GraphRunner,
+            scratch_page=room.num_pages,
+            max_context=room.max_context,
+            planner=probed.backend,
+            capture=CaptureOnCuda(),
+        )
     runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, **shown)
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)

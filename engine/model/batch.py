@@ -1,6 +1,6 @@
 """Turns the chunks of a step into flat tensors, with block tables that persist between steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
 import numpy as np
@@ -31,6 +31,24 @@ class BatchInput:
     positions: Tensor  # [tokens] int64
     logit_rows: Tensor  # [rows whose logits are wanted, in order of items] int64, indices into the batch
     meta: AttentionMeta
+
+    def to(self, device: torch.device) -> "BatchInput":
+        """The same on a device, itself if it is there."""
+        if self.token_ids.device == device:
+            return self
+        meta = self.meta
+        return BatchInput(
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            logit_rows=self.logit_rows.to(device, non_blocking=True),
+            meta=replace(
+                meta,
+                query_start=meta.query_start.to(device, non_blocking=True),
+                context_len=meta.context_len.to(device, non_blocking=True),
+                block_table=meta.block_table.to(device, non_blocking=True),
+                slots=meta.slots.to(device, non_blocking=True),
+            ),
+        )
 
 
 class BlockTables:

@@ -275,6 +275,9 @@ def prepare(model: nn.Module) -> nn.Module:
 class ModelRunner:
     """One model on one device, with its KV pool. Made and called by one thread, that of the engine's loop."""
 
+    takes_host_batches = False
+    """Whether batches of tensors on the host are taken, and cost less than others."""
+
     def __init__(
         self,
         *,

@@ -97,7 +97,9 @@ class StepCompute:
         """One forward pass. `capture` follows, and once only."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [self._item(chunk, choice) for chunk, choice in zip(chunks, found, strict=True)]
-        batch = build_batch(items, self.tables, self._cache.page_size, self._device)
+        on_host = self.runner.takes_host_batches and self._parked is None
+        device = torch.device("cpu") if on_host else self._device
+        batch = build_batch(items, self.tables, self._cache.page_size, device)
         jobs = {i.request_id: job for i in items if (job := self._cache.requests.context(i.request_id).job) is not None}
         arrival = None
         if jobs:
@@ -116,6 +118,10 @@ class StepCompute:
             logits = self.runner.forward(batch, arrival, saved)
         finally:
             self.runner.stand_in = None
+        if self._device.type == "cuda":
+            # Without this, a step that draws no token is only ordered when `run` returns. Its blocks would be committed
+            # and found before they are written, and other streams would save them or write to pages it still uses.
+            torch.cuda.current_stream(self._device).synchronize()
         if reads_parked and self._parked is not None:
             for request_id, keys in self._parked.take_lost().items():
                 self._cache.lost(request_id, keys)

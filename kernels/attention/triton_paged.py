@@ -11,7 +11,9 @@ along its keys into ranges of fixed length, whose results a second kernel merges
 depend on the batch, so neither does the result of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,8 +225,10 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format."""
+    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format. kind: of its
+    layers, (query heads to a kv head, window)."""
 
+    kind: tuple[int, int | None]
     rows: int
     items: Tensor
     merges: Tensor
@@ -242,6 +246,20 @@ class TritonPagedAttention:
         self._interpreted = not isinstance(_attend, triton.JITFunction)
         if not self._interpreted and not torch.cuda.is_available():
             raise BackendUnavailable("Triton needs a CUDA device, or TRITON_INTERPRET=1 to interpret its kernels")
+
+    @staticmethod
+    def num_items(context_lens: Sequence[int]) -> int:
+        """Return how many ranges of keys a step has at most in which every sequence has one query row."""
+        return sum(-(-length // _SPLIT) for length in context_lens) + len(context_lens)  # windows begin anywhere
+
+    @staticmethod
+    def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
+        """Return plans for further such steps, of the kinds of layers that this step's `scratch` has met."""
+        return {
+            key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
+            for key, launches in scratch.items()
+            if key.startswith("triton/")
+        }
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See AttentionBackend. q, k and v have the same dtype and dense heads; pages may have any strides. Raises
@@ -323,7 +341,7 @@ def _plan(meta: AttentionMeta, group: int, window: int | None, device: torch.dev
     """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
-    decode_rows = max(_DECODE_ROWS, triton.next_power_of_2(group))
+    decode_rows = _decode_rows(group)
     decoding = (query_lens > 0) & (query_lens * group <= decode_rows)
     prefilling = (query_lens > 0) & ~decoding
     launches = []
@@ -332,11 +350,26 @@ def _plan(meta: AttentionMeta, group: int, window: int | None, device: torch.dev
         (prefilling, max(_PREFILL_ROWS, decode_rows), None),
     ):
         if chosen.any():
-            launches.append(_launch(query_lens, context_lens, chosen.nonzero()[0], group, window, rows, split, device))
+            work = _work(query_lens, context_lens, chosen.nonzero()[0], group, window, rows, split)
+            items, merges = (torch.from_numpy(table).to(device) for table in (work.items, work.merges))
+            launches.append(_Launch((group, window), rows, items, merges, work.parts))
     return launches
 
 
-def _launch(
+def _decode_rows(group: int) -> int:
+    return max(_DECODE_ROWS, int(triton.next_power_of_2(group)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a `_Launch` does, on the host."""
+
+    items: NDArray[np.int32]
+    merges: NDArray[np.int32]
+    parts: int
+
+
+def _work(
     query_lens: NDArray[np.int64],
     context_lens: NDArray[np.int64],
     sequences: NDArray[np.int64],
@@ -344,8 +377,7 @@ def _launch(
     window: int | None,
     rows: int,
     split: int | None,
-    device: torch.device,
-) -> _Launch:
+) -> _Work:
     """Cut the queries of these sequences into blocks of at most `rows`, and their keys into ranges of `split`."""
     step = rows // group
     blocks = -(-query_lens[sequences] // step)
@@ -369,12 +401,45 @@ def _launch(
     )
     parts = np.where(divided, ranges, 0)
     merges = np.stack((first_token, tokens, np.cumsum(parts) - parts, parts), axis=1)[divided]
-    return _Launch(
-        rows=rows,
-        items=torch.from_numpy(items.astype(np.int32)).to(device),
-        merges=torch.from_numpy(merges.astype(np.int32)).to(device),
-        parts=int(parts.sum()),
-    )
+    return _Work(items.astype(np.int32), merges.astype(np.int32), int(parts.sum()))
+
+
+class DecodePlan:
+    """The work of steps in which every sequence has one query row, in tables of a fixed size: what a captured graph
+    reads, filled anew before every replay. What is not needed of a table does nothing. One for each kind of layer of a
+    step (group of query heads, window)."""
+
+    def __init__(self, *, kind: tuple[int, int | None], most_items: int, most_sequences: int) -> None:
+        """most_items: ranges of keys, see `TritonPagedAttention.num_items`."""
+        self._group, self._window = kind
+        self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
+
+    def launch(self, device: torch.device) -> list[_Launch]:
+        """Return what the kernels read, empty; the tables of the host are copied to it by `fill`."""
+        items, merges = (torch.zeros_like(table, device=device) for table in (self._items, self._merges))
+        items[:, 6] = -1  # a part would be written
+        kind = self._group, self._window
+        return [_Launch(kind, _decode_rows(self._group), items, merges, self._items.shape[0])]
+
+    def fill(self, launches: Sequence[_Launch], context_lens: Sequence[int]) -> None:
+        """Plan a step for these contexts. The step before must be over, because its tables are overwritten."""
+        lens = np.array(context_lens, dtype=np.int64)
+        rows = _decode_rows(self._group)
+        work = _work(np.ones_like(lens), lens, np.arange(len(lens)), self._group, self._window, rows, _SPLIT)
+        for host, device, table in (
+            (self._items, launches[0].items, work.items),
+            (self._merges, launches[0].merges, work.merges),
+        ):
+            array = host.numpy()
+            array[: len(table)] = table
+            array[len(table) :] = 0
+            if host is self._items:
+                array[len(table) :, 6] = -1
+            device.copy_(host, non_blocking=True)
+
+
+def _pinned(rows: int, width: int) -> Tensor:
+    return torch.zeros(rows, width, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 
 def _counting(counts: NDArray[np.int64]) -> NDArray[np.int64]:

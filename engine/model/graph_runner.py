@@ -1,0 +1,237 @@
+"""Replays decode steps on CUDA as graphs: one launch for a step, where Python needs 1,000 and more.
+
+The model is captured as it is, with whatever transformers' code and ours does; at a replay no Python of it runs. So all
+that changes from step to step lies in tensors of a fixed size (`_Inputs`), which are filled before. A graph serves
+steps of up to so many sequences and ranges of keys; both are rounded up to a power of two, and rows that are over write
+to a page that nobody has.
+
+A graph is captured when a step first needs it. That step is computed eagerly on the same padded tensors, then again by
+the graph: unless both give the same logits to the bit, and what a model does can be captured at all, no graphs are
+used, and the log says why.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from cache.transfer.capture import Captured, CaptureSink, SavedRows
+from engine.model.batch import BatchInput
+from engine.model.hf_model import ModelRunner, Step, forward
+from kernels.attention.ragged_batch import AttentionMeta
+
+log = logging.getLogger(__name__)
+
+_MOST_ROWS = 256
+
+
+class FixedPlan(Protocol):
+    """The work of an attention backend for steps of one query row a sequence, see `triton_paged.DecodePlan`."""
+
+    def launch(self, device: torch.device) -> Any: ...
+
+    def fill(self, launches: Any, context_lens: Sequence[int]) -> None: ...
+
+
+@runtime_checkable
+class PlanMaker(Protocol):
+    """How a backend plans such steps, see `TritonPagedAttention`."""
+
+    def num_items(self, context_lens: Sequence[int]) -> int: ...
+
+    def plans(self, scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, FixedPlan]: ...
+
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Records what a call puts on the device; the result does that again."""
+
+
+class CaptureOnCuda:
+    """Captures graphs that share their memory: none is replayed before what the one before has written was used."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], None]) -> Replay:
+        """Raises RuntimeError where something of it cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads copy KV on streams of their own meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+
+class _Inputs:
+    """The tensors that a captured step reads, and the same on the host, page-locked where there is CUDA."""
+
+    def __init__(self, rows: int, max_pages: int, scratch_slot: int, device: torch.device) -> None:
+        self._scratch_slot = scratch_slot
+        on_cuda = device.type == "cuda"
+        # token, position and slot of each row; the rows of the block table
+        self._host = torch.zeros(3, rows, dtype=torch.int64, pin_memory=on_cuda)
+        self._host_table = torch.zeros(rows, max_pages, dtype=torch.int32, pin_memory=on_cuda)
+        self._numbers = torch.zeros_like(self._host, device=device)
+        self._table = torch.zeros_like(self._host_table, device=device)
+        ones = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.token_ids, self.positions = self._numbers[0], self._numbers[1]
+        self.logit_rows = torch.arange(rows, device=device)
+        self.meta = AttentionMeta(
+            query_lens=[1] * rows,
+            context_lens=[1] * rows,
+            query_start=ones,
+            context_len=torch.ones(rows, dtype=torch.int32, device=device),
+            block_table=self._table,
+            slots=self._numbers[2],
+        )
+
+    def fill(self, batch: BatchInput) -> None:
+        """The step before must be over. batch: on the host."""
+        rows = batch.token_ids.shape[0]
+        numbers, table = self._host.numpy(), self._host_table.numpy()
+        numbers[0, :rows], numbers[1, :rows] = batch.token_ids.numpy(), batch.positions.numpy()
+        numbers[2, :rows] = batch.meta.slots.numpy()
+        numbers[:2, rows:], numbers[2, rows:] = 0, self._scratch_slot
+        given = batch.meta.block_table.numpy()
+        table[:rows, : given.shape[1]] = given
+        self._numbers.copy_(self._host, non_blocking=True)
+        self._table.copy_(self._host_table, non_blocking=True)
+        over = len(self.meta.query_lens) - rows
+        self.meta.context_lens[:] = [*batch.meta.context_lens, *[1] * over]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A captured step. kept: what it has written for the tiers below HBM, [layers, rows, kv_heads, dim] of K and V."""
+
+    inputs: _Inputs
+    plans: dict[str, FixedPlan]
+    replay: Replay
+    logits: Tensor  # [rows, vocab]
+    kept: tuple[Tensor, Tensor] | None
+
+    def run(self, batch: BatchInput) -> None:
+        self.inputs.fill(batch)
+        for key, plan in self.plans.items():
+            plan.fill(self.inputs.meta.scratch[key], batch.meta.context_lens)
+        self.replay()
+
+
+class GraphRunner(ModelRunner):
+    """A ModelRunner whose decode steps are replayed, if their batches are on the host. Others may be on the device."""
+
+    takes_host_batches = True
+
+    def __init__(
+        self,
+        *,
+        scratch_page: int,
+        max_context: int,
+        planner: PlanMaker,
+        capture: Capture,
+        **model: Any,
+    ) -> None:
+        """scratch_page: of `pages`, one that no sequence is ever given. planner: the backend. model: as ModelRunner
+        takes it."""
+        super().__init__(**model)
+        page_size = self.pages[0].k.shape[1]
+        self._device = self.pages[0].k.device
+        self._scratch_slot = scratch_page * page_size
+        self._max_pages = -(-max_context // page_size)
+        self._planner, self._capture = planner, capture
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.why_not = ""
+        """Why no graphs are used; empty while they are."""
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
+    ) -> Tensor:
+        """See ModelRunner."""
+        if arrive is not None or saved is not None or not self._can_replay(batch):
+            return super().forward(batch.to(self._device), arrive, saved)
+        rows = batch.token_ids.shape[0]
+        key = (_rounded_up(rows), _rounded_up(self._planner.num_items(batch.meta.context_lens)))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._captured(key, batch)
+            if graph is None:
+                return super().forward(batch.to(self._device), arrive, saved)
+            self._graphs[key] = graph
+        else:
+            graph.run(batch)
+        if graph.kept is not None and isinstance(self.sink, CaptureSink):
+            keys, values = (part[:, :rows].clone() for part in graph.kept)  # the next replay overwrites them
+            for layer in range(len(self.pages)):
+                self.sink.write(layer, keys[layer], values[layer])
+        return graph.logits[:rows]
+
+    def _can_replay(self, batch: BatchInput) -> bool:
+        """Only what every step does alike is in a graph."""
+        meta = batch.meta
+        return (
+            not self.why_not
+            and batch.token_ids.device.type == "cpu"
+            and all(length == 1 for length in meta.query_lens)
+            and len(meta.query_lens) <= _MOST_ROWS
+            and batch.logit_rows.shape[0] == len(meta.query_lens)
+            and self.inputs is None
+            and self.selecting is None
+            and self.watch is None
+            and self.stand_in is None
+            and self.weights is None
+        )
+
+    def _captured(self, key: tuple[int, int], batch: BatchInput) -> _Graph | None:
+        """Compute a step, capture it, and compute it again by that; None if it cannot be done or is not the same."""
+        rows, most_items = key
+        inputs = _Inputs(rows, self._max_pages, self._scratch_slot, self._device)
+        inputs.fill(batch)
+        found: list[Any] = []
+
+        def compute() -> None:
+            found[:] = self._compute(inputs)
+
+        compute()  # kernels are compiled and libraries set up by this, which cannot be done while capturing
+        eager = found[0].clone()
+        plans = self._planner.plans(inputs.meta.scratch, most_items, rows)
+        inputs.meta.scratch = {name: plan.launch(self._device) for name, plan in plans.items()}
+        for name, plan in plans.items():
+            plan.fill(inputs.meta.scratch[name], batch.meta.context_lens)
+        try:
+            replay = self._capture(compute)
+        except RuntimeError as error:
+            self._give_up(f"this model's steps cannot be captured: {str(error).splitlines()[0]}")
+            return None
+        graph = _Graph(inputs, plans, replay, found[0], found[1])
+        graph.run(batch)
+        count = batch.token_ids.shape[0]
+        if not torch.equal(eager[:count], graph.logits[:count]):
+            self._give_up("a graph's logits differ from those of the same step without it")
+            return None
+        return graph
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self._graphs.clear()
+        log.warning("decode steps run without graphs: %s", why)
+
+    def _compute(self, inputs: _Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Logits, and K and V before rotation if somebody saves them."""
+        sink = None if self.sink is None else CaptureSink()
+        step = Step(meta=inputs.meta, pages=self.pages.__getitem__, backend=self.backend, sink=sink)
+        kept = None
+        if sink is not None:
+            sink.step = Captured()
+        logits = forward(self.model, step, inputs.token_ids, inputs.positions, inputs.logit_rows)
+        if sink is not None and sink.step is not None:
+            kept = torch.stack(sink.step.keys), torch.stack(sink.step.values)
+        return logits, kept
+
+
+def _rounded_up(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,173 @@
+"""Runs decode steps through graphs that are replayed by calling what was captured: padding, buckets, rows to save."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cache.transfer.capture import Captured, CaptureSink
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.graph_runner import GraphRunner
+from engine.model.hf_model import ModelRunner, prepare
+from engine.model.pages import make_pages
+from engine.model.probe import probe
+from kernels.attention.naive import NaiveAttention
+from tests.engine.models import CPU, VOCAB, copied, family_model
+
+PAGE, PAGES, MOST = 16, 24, 96
+
+
+class NoPlan:
+    """Of a backend that plans nothing before it attends."""
+
+    def num_items(self, context_lens: Sequence[int]) -> int:
+        return sum(-(-length // 32) for length in context_lens)
+
+    def plans(self, scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, Any]:
+        return {}
+
+
+class CountedCapture:
+    """Replays by calling, and counts."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+        self.captures += 1
+        call()
+
+        def replay() -> None:
+            self.replays += 1
+            logits, kept = runner_outputs(call)
+            for target, source in zip(kept, logits, strict=True):
+                target.copy_(source)
+
+        outputs = [*cells(call)]
+
+        def runner_outputs(call: Callable[[], None]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            call()
+            return cells(call), outputs
+
+        return replay
+
+
+def cells(call: Callable[[], None]) -> list[torch.Tensor]:
+    """The tensors that a captured call has left in its closure: what a graph has at fixed addresses."""
+    found = next(cell.cell_contents for cell in call.__closure__ or () if isinstance(cell.cell_contents, list))
+    logits, kept = found
+    return [logits, *(kept or ())]
+
+
+def runners(name: str, capture: Any, *, saving: bool) -> tuple[ModelRunner, GraphRunner]:
+    """The same model on pages of its own each: eager, and by graphs."""
+    made: list[Any] = []
+    plain = family_model(name)
+    for kind in (ModelRunner, GraphRunner):
+        model = prepare(copied(plain))
+        backend = NaiveAttention()
+        found = probe(model, backend, PAGE)
+        pages = make_pages(found.shapes, PAGES + 1, PAGE, torch.float32, CPU)
+        for layer in pages:
+            layer.k.zero_()
+            layer.v.zero_()
+        sink = CaptureSink() if saving else None
+        extra: dict[str, Any] = {}
+        if kind is GraphRunner:
+            extra = {"scratch_page": PAGES, "max_context": MOST, "planner": NoPlan(), "capture": capture}
+        made.append(kind(model=model, pages=pages, backend=backend, sink=sink, **extra))
+    return made[0], made[1]
+
+
+def saved(runner: ModelRunner) -> list[torch.Tensor]:
+    assert isinstance(runner.sink, CaptureSink)
+    assert runner.sink.step is not None
+    return [*runner.sink.step.keys, *runner.sink.step.values]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_replayed_steps_are_eager_steps(name: str) -> None:
+    """Sequences come, go and grow over pages; logits, pages and what is saved are those of steps without graphs."""
+    capture, rng = CountedCapture(), random.Random(0)
+    eager, replaying = runners(name, capture, saving=True)
+    tables = BlockTables(max_seqs=8, max_pages=MOST // PAGE)
+    free = list(range(PAGES))
+    rng.shuffle(free)
+    texts: dict[str, list[int]] = {}
+    pages: dict[str, list[int]] = {}
+    for step in range(60):
+        if (len(texts) < 3 and rng.random() < 0.5) or not texts:
+            new_name = f"s{step}"
+            texts[new_name], pages[new_name] = [], [free.pop() for _ in range(4)]
+        elif rng.random() < 0.1:
+            gone = rng.choice(sorted(texts))
+            free += pages.pop(gone)
+            del texts[gone]
+            tables.drop(gone)
+            continue
+        items = []
+        for key, text in texts.items():
+            new = [rng.randrange(VOCAB) for _ in range(1 if text else 5)]
+            items.append(BatchItem(key, new, len(text), pages[key], wants_logits=True))
+            text += new
+        batch = build_batch(items, tables, PAGE, CPU)
+        for runner in (eager, replaying):
+            assert isinstance(runner.sink, CaptureSink)
+            runner.sink.step = Captured()
+        wanted, found = (runner.forward(batch, None) for runner in (eager, replaying))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # other numbers of rows, other sums
+        for one, other in zip(saved(eager), saved(replaying), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+        for one_layer, other_layer in zip(eager.pages, replaying.pages, strict=True):
+            torch.testing.assert_close(other_layer.k[:PAGES], one_layer.k[:PAGES], rtol=1e-5, atol=1e-5)
+        for full in [name for name, text in texts.items() if len(text) >= 4 * PAGE - 1]:
+            free += pages.pop(full)
+            del texts[full]
+            tables.drop(full)
+    assert replaying.why_not == ""
+    assert capture.replays > 30
+    assert capture.captures < 10
+
+
+def test_what_is_saved_outlives_the_next_replay() -> None:
+    capture = CountedCapture()
+    _, runner = runners("llama", capture, saving=True)
+    tables = BlockTables(max_seqs=1, max_pages=MOST // PAGE)
+    kept = []
+    for row in range(3):
+        assert isinstance(runner.sink, CaptureSink)
+        runner.sink.step = Captured()
+        runner.forward(build_batch([BatchItem("a", [5 + row], row, [0], wants_logits=True)], tables, PAGE, CPU), None)
+        kept.append((saved(runner), [tensor.clone() for tensor in saved(runner)]))
+    for now, then in kept:
+        assert all(torch.equal(one, other) for one, other in zip(now, then, strict=True))
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly() -> None:
+    def refuse(call: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    eager, runner = runners("llama", refuse, saving=False)
+    tables = BlockTables(max_seqs=1, max_pages=MOST // PAGE)
+    batch = build_batch([BatchItem("a", [5], 0, [0], wants_logits=True)], tables, PAGE, CPU)
+    assert torch.equal(runner.forward(batch, None), eager.forward(batch, None))
+    assert "operation not permitted" in runner.why_not
+
+
+def test_a_graph_that_computes_something_else_is_not_used() -> None:
+    def spoil(call: Callable[[], None]) -> Callable[[], None]:
+        call()
+        outputs = cells(call)
+
+        def replay() -> None:
+            outputs[0].fill_(1.0)
+
+        return replay
+
+    eager, runner = runners("llama", spoil, saving=False)
+    tables = BlockTables(max_seqs=1, max_pages=MOST // PAGE)
+    batch = build_batch([BatchItem("a", [5], 0, [0], wants_logits=True)], tables, PAGE, CPU)
+    assert torch.equal(runner.forward(batch, None), eager.forward(batch, None))
+    assert "differ" in runner.why_not
