@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu fuzz check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry fuzz check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -81,6 +81,12 @@ fuzz: setup  ## arbitrary bytes through the codec's kernels, with every index ch
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+gpu-day:  ## all that needs a GPU, in ten minutes, by the machine's own torch; results in build/gpu_day
+	@$(PYTHON) -m benchmarks.gpu_day --out build/gpu_day $(ARGS)
+
+gpu-day-dry: setup  ## the same on the CPU with a tiny model, so that it still runs when there is a GPU
+	@$(BIN)/python -m benchmarks.gpu_day --out build/gpu_day_dry --dry $(ARGS)
 
 test-clients: setup  ## other people's clients against a real server; installs them in .venv/clients
 	@test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients

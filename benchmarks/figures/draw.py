@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
-from benchmarks.figures import codecs, coded_capacity, sparsity
+from benchmarks.figures import codecs, coded_capacity, gpu, sparsity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
@@ -249,6 +249,8 @@ def main() -> None:
         coded_capacity.draw(capacity, DOCS / "coded_capacity.png")
         lines += coded_capacity.section(capacity, machine(capacity))
     lines += codecs.sections(load, machine, DOCS)
+    if (on_gpu := load("gpu_day")) is not None:
+        gpu.draw(on_gpu, DOCS / "gpu.png")
     sparse = {"SmolLM2-135M-Instruct": load("sparsity_smollm2"), "bundled model (5.6 M)": load("sparsity")}
     if found := {title: result for title, result in sparse.items() if result is not None}:
         sparsity.draw(found, DOCS / "sparsity.png")

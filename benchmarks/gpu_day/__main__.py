@@ -32,7 +32,7 @@ MEASURED = ("ceilings", "turns", "baseline")  # a module each
 def sections(shape: str, out: Path, *, dry: bool) -> list[Section]:
     """In their order. The model is made where its first reader looks for it."""
     device = "cpu" if dry else "cuda"
-    arguments = ("--device", device, "--shape", shape, "--model", str(out.parent.parent / f"model-{shape}"))
+    arguments = ("--device", device, "--shape", shape, "--model", str(out.parent / f"model-{shape}"))
 
     def module(name: str, limit_s: float) -> Section:
         command = (sys.executable, "-m", f"benchmarks.gpu_day.{name}", *arguments, "--out", str(out / f"{name}.json"))

@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -110,7 +111,7 @@ def _sdpa(device: torch.device) -> dict[str, str]:
     q = torch.randn(1, heads, rows, 128, device=device, dtype=torch.bfloat16)
     k, v = (torch.randn(1, kv_heads, rows, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     wide_k, wide_v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-    calls = {
+    calls: dict[str, Callable[[Tensor, Tensor], Any]] = {
         "cudnn": lambda k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
         "flash": lambda k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True),
         "sdpa": lambda k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),

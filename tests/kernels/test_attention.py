@@ -211,6 +211,31 @@ def test_a_sequence_gets_the_same_result_in_any_company(name, case):
         start += query_len
 
 
+FIXED = [
+    Case(8, 2, 64, 64, 32, ((1, 1), (1, 700), (1, 33))),
+    Case(6, 2, 32, 32, 16, ((1, 1300), (1, 20)), window=600),
+    Case(4, 2, 16, 16, 32, ((1, 1030), (1, 513)), sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", FIXED)
+@pytest.mark.parametrize("name", [param for param in TESTED if param != "torch_cpu"])
+def test_a_plan_of_fixed_size_gives_the_same_bits(name, case):
+    """Whatever was planned in the same tables before, for more sequences or longer ones."""
+    if name != "triton":
+        pytest.skip("only Triton's backend plans on the host")
+    device, backend = "cuda" if name in ON_CUDA else "cpu", make(name)
+    batch = a_batch(case, backend.page_multiple, torch.float32, 1).to(device)
+    wanted = backend.forward(batch.q, batch.kv, batch.meta, batch.params)
+    lens = batch.meta.context_lens
+    plans = backend.plans(batch.meta.scratch, 2 * backend.num_items(lens), len(lens) + 3)
+    batch.meta.scratch = {key: plan.launch(torch.device(device)) for key, plan in plans.items()}
+    for context_lens in ([1500] * (len(lens) + 1), lens):
+        for key, plan in plans.items():
+            plan.fill(batch.meta.scratch[key], context_lens)
+    assert torch.equal(backend.forward(batch.q, batch.kv, batch.meta, batch.params), wanted)
+
+
 def by_hand(
     q: list[float], k: list[float], v: list[float], *, window: int | None, softcap: float | None, sink: float | None
 ) -> list[float]:
