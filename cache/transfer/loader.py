@@ -49,9 +49,10 @@ class Loader:
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop) if writer is not None else None
         if writer is None or tables is None:
+            segments = _brought(*self._source.segments(layer), self._pool.device)  # to CUDA while they are compared
             failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))
             if not failed:
-                self._place_by_torch(layer, rotations)
+                self._place_by_torch(layer, segments, rotations)
             return
         memory, chosen = self._source.segments(layer)
         np.multiply(chosen.numpy(), memory.stride(0), out=self._numbers[:, 0])
@@ -60,10 +61,10 @@ class Loader:
         if wrong.any():
             failed.update((self._keys[place], "checksum") for place in np.flatnonzero(wrong).tolist())
 
-    def _place_by_torch(self, layer: int, rotations: KeyRotations) -> None:
+    def _place_by_torch(self, layer: int, segments: Tensor, rotations: KeyRotations) -> None:
+        """segments: the blocks' rows of this layer, on the pages' device."""
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
-        segments = _brought(*self._source.segments(layer), self._pool.device)
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))

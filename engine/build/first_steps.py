@@ -47,7 +47,9 @@ def warm_up(
     shown: dict[str, Any] = {"sink": sink}
     if probed.codec.projection is not None and sink is not None:
         shown = {"sink": None, "inputs": sink.write_input}
-    if device.type == "cuda" and make_runner is ModelRunner and isinstance(probed.backend, PlanMaker):
+    # A graph has rows that are over, and a product of more rows may round otherwise.
+    graphs = device.type == "cuda" and make_runner is ModelRunner and config.model.exact != "on"
+    if graphs and isinstance(probed.backend, PlanMaker):
         make_runner = functools.partial(
             GraphRunner,
             scratch_page=room.num_pages,
