@@ -81,6 +81,8 @@ def warm_up(
         exactness = Exactness(False, "not asked for (cache.larger_than_hbm: sums are ordered as there is room)")
     elif config.selector.name != "none":
         exactness = Exactness(False, "not asked for (selector.name: contexts are read in part)")
+    elif isinstance(runner, GraphRunner):
+        exactness = Exactness(False, "not asked for (decode steps are graphs, which model.exact on goes without)")
     else:
         exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
     return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)
