@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 
 import msgspec
+import torch
 
 from cache.blocks.head import BadHead
 from cache.blocks.truncate import DoesNotFit
@@ -108,6 +109,11 @@ class Engine:
         refused = self._intake.queue_uncompiled(now)
         # Of those queued just now, nothing is drawn any more.
         return refused + [self._end(choice, "length", now) for choice in self._choices]
+
+    @staticmethod
+    def is_fatal(error: Exception) -> bool:
+        """Errors of CUDA stay: whatever is called afterwards fails too. Running out of memory is none."""
+        return isinstance(error, torch.AcceleratorError) or isinstance(error.__cause__, torch.AcceleratorError)
 
     def fail_all(self, message: str) -> list[Output]:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""

@@ -6,6 +6,7 @@ Memory is layer-major: all slots of a layer lie together. A slot's part of a lay
 §3.2.1).
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,9 @@ class Segments:
         self.num_slots = num_slots
         self.num_layers = len(segment_bytes)
         self.segment_bytes = list(segment_bytes)
-        self._memory = [_memory(num_slots, size, pinned) for size in self.segment_bytes]
+        self._memory = [_memory(num_slots, size) for size in self.segment_bytes]
+        if pinned:
+            pin(self, self._memory)
         self.slot_bytes = sum(self.segment_bytes)  # of all layers
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
         self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # in the byte order of an extent's header
@@ -164,8 +167,19 @@ class CodedSlab(Segments):
         self.codec = codec
 
 
-def _memory(num_slots: int, size: int, pinned: bool) -> Tensor:
+def _memory(num_slots: int, size: int) -> Tensor:
     """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between."""
-    room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8)
     begin = -room.data_ptr() % ALIGNMENT
     return room[begin : begin + num_slots * size].view(num_slots, size)
+
+
+def pin(owner: object, memory: Sequence[Tensor]) -> None:
+    """Page-lock memory as long as its owner lives. torch's own way takes the next power of two of each piece, up to
+    twice what is asked for. Raises MemoryError."""
+    cuda = torch.cuda.cudart()
+    for piece in memory:
+        if piece.numel():
+            if (status := int(cuda.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))) != 0:
+                raise MemoryError(f"CUDA cannot page-lock {piece.nbytes >> 20} MiB (error {status})")
+            weakref.finalize(owner, cuda.cudaHostUnregister, piece.data_ptr()).atexit = False

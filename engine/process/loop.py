@@ -103,6 +103,10 @@ class StepEngine(Protocol):
         """Run one batch, or wait a moment for the transfers when there is none. When it raises, `fail_all` follows."""
         ...
 
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether nothing can work any more after what a method has raised, so that only a new process helps."""
+        ...
+
     def fail_all(self, message: str) -> list[Output]:
         """End every request, running or waiting, with finish_reason `error`; afterwards there is no work."""
         ...
@@ -244,7 +248,7 @@ class EngineLoop:
         return outputs
 
     def _fail(self, error: Exception) -> list[Output]:
-        self._failures += 1
+        self._failures = MAX_FAILURES if self._engine.is_fatal(error) else self._failures + 1
         log.error("the engine failed (%d of %d in a row)", self._failures, MAX_FAILURES, exc_info=error)
         return self._engine.fail_all(_describe(error))
 

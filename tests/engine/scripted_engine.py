@@ -200,6 +200,10 @@ def adopt(request_id: str, session_id: str, *, head: bytes = b"head") -> Adopt:
     return Adopt(request_id=request_id, tenant="", salt="", session_id=session_id, head=head)
 
 
+class LostDevice(Exception):
+    """After which nothing works."""
+
+
 class ScriptedEngine:
     def __init__(self, *, step_s: float, closing: str = "") -> None:
         self.model = MODEL
@@ -234,6 +238,10 @@ class ScriptedEngine:
 
     def finish_all(self, now: float) -> list[Output]:
         return self._end_all("length", None)
+
+    @staticmethod
+    def is_fatal(error: Exception) -> bool:
+        return isinstance(error, LostDevice)
 
     def fail_all(self, message: str) -> list[Output]:
         return self._end_all("error", message)
@@ -289,6 +297,8 @@ class ScriptedEngine:
             match request.session_id:
                 case "raise":
                     raise RuntimeError("step failed")
+                case "lose device":
+                    raise LostDevice
                 case "no memory":
                     raise MemoryError
                 case "exit":

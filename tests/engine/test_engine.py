@@ -588,3 +588,12 @@ def test_sessions_are_forgotten_after_their_time(path: Path) -> None:
     driver.engine.idle(now=float("inf"))
     driver.check()
     assert driver.engine.stats().sessions == 0
+
+
+def test_errors_of_cuda_are_fatal_and_too_little_memory_is_not(path: Path) -> None:
+    engine = Driver(path).engine
+    wrapped = RuntimeError("a thread failed")
+    wrapped.__cause__ = torch.AcceleratorError("illegal memory access")
+    assert engine.is_fatal(torch.AcceleratorError("illegal memory access"))
+    assert engine.is_fatal(wrapped)
+    assert not engine.is_fatal(torch.OutOfMemoryError("2 GiB"))

@@ -73,3 +73,36 @@ def test_every_layer_begins_where_a_page_does():
         made = slab(num_slots)
         assert all(made.segments(layer).data_ptr() % 4096 == 0 for layer in range(2) if num_slots)
         assert [tuple(made.segments(layer).shape) for layer in range(2)] == [(num_slots, 1024), (num_slots, 512)]
+
+
+class FakeCuda:
+    """Notes what is page-locked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.locked = status, {}
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        self.locked[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("num_slots", [64, 100])
+def test_no_more_is_page_locked_than_asked_for(monkeypatch, num_slots):
+    """Powers of two have a page more besides, which would double them."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    made = Slab(shapes=SHAPES, dtype=torch.float32, num_slots=num_slots, pinned=True)
+    assert sum(cuda.locked.values()) == num_slots * made.slot_bytes
+    assert all(address % 4096 == 0 for address in cuda.locked)
+    del made
+    assert not cuda.locked
+
+
+def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCuda(status=2))
+    with pytest.raises(MemoryError, match="page-lock"):
+        Slab(shapes=SHAPES, dtype=torch.float32, num_slots=4, pinned=True)

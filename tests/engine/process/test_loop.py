@@ -316,6 +316,13 @@ def test_three_failures_in_a_row_end_the_loop_after_the_last_error_is_sent(peer:
     assert running.join() == 1
 
 
+def test_a_lost_device_ends_the_loop_at_once(peer: Peer, start: Start) -> None:
+    running = start()
+    peer.post(submit("bad", script="lose device"))
+    assert peer.finished("bad")[-1].finish_reason == "error"
+    assert running.join() == 1
+
+
 def test_a_request_that_the_engine_chokes_on_fails_alone(peer: Peer, start: Start) -> None:
     start()
     peer.post(submit("fine", max_tokens=200), *(submit(f"odd{i}", script="choke", num_choices=2) for i in range(4)))
