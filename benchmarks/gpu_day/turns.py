@@ -85,6 +85,7 @@ class Day:
         return turns
 
     def _decode(self, streams: int) -> dict[str, float]:
+        """So many conversations at once: first from prompt to end, then step by step."""
         turns = self._ask([self._prompt(self._context) for _ in range(streams)], self._new)
         whole = max(turn.done_s or 0.0 for turn in turns) - min(turn.submitted_s for turn in turns)
         self._engine.settle()

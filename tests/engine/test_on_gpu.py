@@ -1,4 +1,4 @@
-"""Runs the engine on a CUDA device, in fp32: what comes out of any tier is what a recompute gives."""
+"""Runs the engine in fp32, on a CUDA device too if there is one: what comes from any tier is what a recompute gives."""
 
 import random
 from pathlib import Path
