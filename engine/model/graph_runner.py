@@ -196,15 +196,15 @@ class GraphRunner(ModelRunner):
         def compute() -> None:
             found[:] = self._compute(inputs)
 
-        compute()  # kernels are compiled and libraries set up by this, which cannot be done while capturing
-        eager = found[0].clone()
-        plans = self._planner.plans(inputs.meta.scratch, most_items, rows)
-        inputs.meta.scratch = {name: plan.launch(self._device) for name, plan in plans.items()}
-        for name, plan in plans.items():
-            plan.fill(inputs.meta.scratch[name], batch.meta.context_lens)
         try:
+            compute()  # compiles kernels and sets libraries up, which cannot be done while capturing
+            eager = found[0].clone()
+            plans = self._planner.plans(inputs.meta.scratch, most_items, rows)
+            inputs.meta.scratch = {name: plan.launch(self._device) for name, plan in plans.items()}
+            for name, plan in plans.items():
+                plan.fill(inputs.meta.scratch[name], batch.meta.context_lens)
             replay = self._capture(compute)
-        except RuntimeError as error:
+        except RuntimeError as error:  # as where layers differ in the shapes of their KV
             self._give_up(f"this model's steps cannot be captured: {str(error).splitlines()[0]}")
             return None
         graph = _Graph(inputs, plans, replay, found[0], found[1])

@@ -156,6 +156,18 @@ def test_a_model_that_cannot_be_captured_runs_eagerly() -> None:
     assert "operation not permitted" in runner.why_not
 
 
+def test_a_model_whose_layers_differ_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(tensors: list[torch.Tensor]) -> torch.Tensor:
+        raise RuntimeError("stack expects each tensor to be equal size")
+
+    eager, runner = runners("llama", CountedCapture(), saving=True)
+    tables = BlockTables(max_seqs=1, max_pages=MOST // PAGE)
+    batch = build_batch([BatchItem("a", [5], 0, [0], wants_logits=True)], tables, PAGE, CPU)
+    monkeypatch.setattr(torch, "stack", differ)
+    assert torch.equal(runner.forward(batch, None), eager.forward(batch, None))
+    assert "equal size" in runner.why_not
+
+
 def test_a_graph_that_computes_something_else_is_not_used() -> None:
     def spoil(call: Callable[[], None]) -> Callable[[], None]:
         call()
