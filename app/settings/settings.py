@@ -64,6 +64,11 @@ class ModelSettings(_Section):
         0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
+    weights: Literal["auto", "bf16", "q8", "q4"] = Field(
+        "auto",
+        description="how weights are kept in memory on CPU; auto: a GGUF file's as they are packed in it, others as they "
+        "are; bf16: unpacked; q8, q4: packed to 8 or 4 bits at the first start, which changes answers a little",
+    )
     tensor_parallel: int = Field(
         1,
         ge=1,

@@ -19,15 +19,17 @@ from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
 from engine.config import CacheConfig, EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
-from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from engine.model.loading import ModelRefused, fingerprint, load_model, pack_weights, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
 from engine.model.offload.offloaded_weights import OffloadedWeights
 from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
+from engine.packed.directory import is_packed, read_index
+from engine.packed.modules import size_of
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
 from kernels.attention.torch_cpu import ExactAttention
-from kernels.cpu.available import flash_kernels, product_kernels, tiles_of_pairs
+from kernels.cpu.available import decode_kernels, flash_kernels, product_kernels, tiles_of_pairs
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     parameters: int
+    weight_bytes: int
+    packing: str  # of the weights; empty: they are not packed
     free_bytes: int  # of memory, before the weights: these are a mapped file first and copies of it later
     link: Throttle  # from DRAM to HBM, for all that passes it
     offloaded: OffloadedWeights | None = None  # None: all weights are where they are computed with
@@ -57,7 +61,7 @@ class LoadedModel:
     @property
     def hbm_weight_bytes(self) -> int:
         """Of the weights that stay in HBM, and of the buffers through which the others pass."""
-        all_bytes = self.parameters * self.dtype.itemsize
+        all_bytes = self.weight_bytes
         return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
 
     @property
@@ -119,7 +123,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     if config.threads or num_ranks > 1:
         torch.set_num_threads(max(1, (config.threads or torch.get_num_threads()) // num_ranks))
     dtype = _dtype(config.model.dtype, device)
-    path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")
+    path = _files(config, device, dtype)
     if num_ranks > 1:
         from engine.model.join_ranks import join_ranks
 
@@ -127,7 +131,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     free = memory().available
     is_offloaded = config.weights.offload == "dram"
     module = load_model(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
-    parameters = sum(p.numel() for p in module.parameters())
+    parameters, weight_bytes = size_of(module)
     link = dram_link(config.cache, num_ranks)
     offloaded = _offloaded(module, config.weights.hbm_layers, device, link) if is_offloaded else None
     return LoadedModel(
@@ -136,12 +140,35 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
         device=device,
         dtype=dtype,
         parameters=parameters,
+        weight_bytes=weight_bytes,
+        packing=read_index(path).weights if is_packed(path) else "",
         free_bytes=free,
         link=link,
         offloaded=offloaded,
         rank=rank,
         num_ranks=num_ranks,
     )
+
+
+def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Path:
+    """Return the directory of the model, in which weights are as `model.weights` says. Raises ModelRefused."""
+    wanted, kept = config.model.weights, Path(config.cache.disk_dir) / "models"
+    against = _against_packing(config, device, dtype)
+    if against and wanted in ("q4", "q8"):
+        raise ModelRefused(f"model.weights is {wanted}, but {against}: take auto")
+    path = resolve_files(config.model.source, kept, keep=wanted == "auto" and not against)
+    return pack_weights(path, kept, wanted) if wanted in ("q4", "q8") else path
+
+
+def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Say why this engine cannot compute with packed weights; empty if it can."""
+    if device.type != "cpu":
+        return "packed weights are computed with on CPU only"
+    if dtype != torch.bfloat16 or decode_kernels() is None:
+        return "packed weights need model.dtype bfloat16, a processor with AVX-512, and numba"
+    if config.model.tensor_parallel > 1 or config.weights.offload != "none":
+        return "packed weights need model.tensor_parallel 1 and weights.offload none"
+    return ""
 
 
 def dram_link(config: CacheConfig, num_ranks: int) -> Throttle:

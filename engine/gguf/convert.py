@@ -9,14 +9,18 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
-from engine.gguf import llama, vocabulary
-from engine.gguf.reader import GgufFile, GgufRefused
+from engine.gguf import blocks, llama, vocabulary
+from engine.gguf.reader import GgufFile, GgufRefused, kind_name
+from engine.packed import directory as packed_directory
+from kernels.packed import PackedWeight
 
 SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
 # The names in generation_config.json of a file's sampling parameters.
@@ -25,18 +29,23 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 
 def convert(
-    source: Path, out: Path, *, sampling: Mapping[str, float] | None = None, chat_template: str | None = None
+    source: Path,
+    out: Path,
+    *,
+    keep: bool = False,
+    sampling: Mapping[str, float] | None = None,
+    chat_template: str | None = None,
 ) -> None:
-    """Write the directory `out`, completely or not at all. `sampling` (for generation_config.json) and `chat_template`
-    override what the file says. Raises GgufRefused."""
+    """Write the directory `out`, completely or not at all. keep: leave weights packed as they are in the file, where
+    `can_keep` says so. `sampling` (for generation_config.json) and `chat_template` override what the file says. Raises
+    GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} already exists; name another directory, or delete it")
     file = GgufFile(source)
     try:
         with fresh_directory(out) as fresh:
-            is_ours = file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
-            if is_ours:
-                _write_llama(file, fresh)
+            if _is_ours(file):
+                _write_llama(file, fresh, keep and can_keep(file))
             else:
                 from engine.gguf import foreign
 
@@ -46,6 +55,17 @@ def convert(
             _tell_sampling(fresh / "generation_config.json", {**_sampling_of(file), **(sampling or {})})
     except OSError as error:
         raise GgufRefused(f"{out} cannot be written: {error.strerror or error}") from None
+
+
+def can_keep(file: GgufFile) -> bool:
+    """Whether most of a file's weights can stay packed as they are."""
+    matrices = [info for info in file.tensors.values() if len(info.shape) == 2]
+    kept = sum(info.elements for info in matrices if blocks.is_kept(info.kind))
+    return _is_ours(file) and 2 * kept > sum(info.elements for info in matrices)
+
+
+def _is_ours(file: GgufFile) -> bool:
+    return file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
 
 
 @contextlib.contextmanager
@@ -66,13 +86,15 @@ def fresh_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _write_llama(file: GgufFile, out: Path) -> None:
+def _write_llama(file: GgufFile, out: Path, keep: bool) -> None:
     shape = llama.read_shape(file)
     words = vocabulary.Vocabulary(file)
     if len(words.tokens) > shape.vocab:
         raise GgufRefused(f"{file.path}: {len(words.tokens)} tokens, but the model knows {shape.vocab}")
     dtype = llama.dtype_of(file)
     needs = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
+    if keep:
+        needs = 2 * sum(info.size_bytes for info in file.tensors.values())
     if needs > (free := shutil.disk_usage(out).free):
         raise GgufRefused(f"the weights take {needs / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB left")
     words.tokenizer().save(str(out / "tokenizer.json"))
@@ -81,7 +103,30 @@ def _write_llama(file: GgufFile, out: Path) -> None:
     ids = {name: token_id for name, token_id in ids.items() if token_id is not None}
     _write_json(out / "config.json", {**shape.config(dtype), **ids, "eos_token_id": words.end_ids})
     _write_json(out / "generation_config.json", {**ids, "eos_token_id": words.end_ids})
-    _write_weights(file, shape, dtype, out)
+    if keep:
+        packed_directory.write(out, _formats(file), _kept_weights(file, shape, dtype))
+    else:
+        _write_weights(file, shape, dtype, out)
+
+
+def _formats(file: GgufFile) -> str:
+    """Name the formats of a file's matrices, the most frequent first."""
+    sizes = Counter[str]()
+    for info in file.tensors.values():
+        if len(info.shape) == 2:
+            sizes[kind_name(info.kind)] += info.elements
+    return "+".join(name for name, _ in sizes.most_common())
+
+
+def _kept_weights(
+    file: GgufFile, shape: llama.LlamaShape, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    for name, weight in shape.weights():
+        info = file.tensors[name]
+        if len(info.shape) == 2 and blocks.is_kept(info.kind):
+            yield weight.name, llama.keep_weight(file, info, weight)
+        else:
+            yield weight.name, llama.read_weight(file, info, weight, dtype)
 
 
 def _write_weights(file: GgufFile, shape: llama.LlamaShape, dtype: Any, out: Path) -> None:

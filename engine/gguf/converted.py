@@ -17,17 +17,17 @@ _WRITTEN_BY = 1  # version of the converter; increase it to discard older conver
 log = logging.getLogger(__name__)
 
 
-def converted(source: Path, directory: Path) -> Path:
+def converted(source: Path, directory: Path, keep: bool) -> Path:
     """Return the model directory for a file, converting it if no earlier start has. The directory is named after the
-    file's content. Raises GgufRefused."""
+    file's content. keep: leave weights packed as they are in the file, if possible. Raises GgufRefused."""
     try:
         with source.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found = directory / f"{digest[:32]}-{_WRITTEN_BY}"
+        found = directory / f"{digest[:32]}-{'kept-' if keep else ''}{_WRITTEN_BY}"
         if not found.is_dir():
             log.info("converting %s, once: %s", source, found)
             try:
-                convert(source, found)
+                convert(source, found, keep=keep)
             except GgufRefused:
                 if not found.is_dir():  # else another server has made it meanwhile
                     raise

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.gguf.blocks import codes_of
 from engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
+from kernels.packed import Codes, PackedWeight, pack
 
 ARCHITECTURE = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -201,7 +203,23 @@ def read_weight(file: GgufFile, info: TensorInfo, weight: Weight, dtype: torch.d
     flat = out.view(-1, info.shape[-1])
     for first, rows in file.rows(info):
         flat[first : first + len(rows)] = torch.from_numpy(rows)
-    if weight.rotated_heads:
-        heads, width = weight.rotated_heads, info.shape[1]
-        out = out.view(heads, -1, 2, width).transpose(1, 2).reshape(info.shape)
-    return out
+    return _in_order(out, weight)
+
+
+def keep_weight(file: GgufFile, info: TensorInfo, weight: Weight) -> PackedWeight:
+    """Read a weight whose format `is_kept`, as it is packed in the file, with its rows in transformers' order. Raises
+    GgufRefused."""
+    try:
+        found = codes_of(info.kind, torch.from_numpy(file.raw_rows(info)))
+        codes, scales = _in_order(found.codes, weight), _in_order(found.scales, weight)
+        lows = None if found.lows is None else _in_order(found.lows, weight)
+        return pack(Codes(codes, scales, lows, found.bits))
+    except ValueError as error:
+        raise GgufRefused(f"{file.path}: tensor {info.name}: {error}") from None
+
+
+def _in_order(rows: Tensor, weight: Weight) -> Tensor:
+    """Restore the order of rows [outputs, ...] that are rotated."""
+    if not weight.rotated_heads:
+        return rows
+    return rows.view(weight.rotated_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -78,6 +78,11 @@ class GgufFile:
         header = _Header(self._bytes, path)
         self.metadata, self.tensors = header.read()
 
+    def raw_rows(self, info: TensorInfo) -> np.ndarray:
+        """Return a copy of a tensor's bytes, uint8 [rows, bytes of a row]."""
+        count = info.elements // info.shape[-1]
+        return np.frombuffer(self._bytes, np.uint8, info.size_bytes, info.offset).reshape(count, -1).copy()
+
     def rows(self, info: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first row, float32 [rows, last dimension]) in order, a bounded number of rows at a time. Raises
         GgufRefused."""
@@ -106,6 +111,11 @@ class GgufFile:
         if value is not default and not fits:
             raise GgufRefused(f"{self.path}: {key} is {_shown(value)}, not of type {kind.__name__}")
         return value
+
+
+def kind_name(number: int) -> str:
+    """Return the name of a storage type that the file has been checked for."""
+    return str(_kind(number).name)
 
 
 def _kind(number: int) -> Any:

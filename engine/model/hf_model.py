@@ -113,6 +113,7 @@ class Step:
     inputs: Callable[[int, Tensor], None] | None = None  # receives what each layer's attention begins with
     arrive: Callable[[int], None] | None = None  # waits until the KV being loaded into a layer is there
     selection: StepSelection | None = None  # of what sequences read in part; None: all read everything
+    computed_layers: int = 0  # layers before this one have been computed together with an earlier one
     logit_rows: Tensor | None = None  # [rows] int64, ascending: rows whose logits are wanted; None: unknown
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from engine.model.hf_model import prepare
+from engine.packed.directory import DamagedDirectory, is_packed
 
 GGUF_SUFFIX = ".gguf"
 
@@ -23,9 +24,9 @@ class ModelRefused(Exception):
     """This model cannot be served correctly. The message says why and what would help."""
 
 
-def resolve_files(model: str, conversions: Path) -> Path:
+def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
-    once, into `conversions`. From the hub, only what serving needs is downloaded, and weights only as safetensors."""
+    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving needs is downloaded, and weights only as safetensors."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -34,7 +35,7 @@ def resolve_files(model: str, conversions: Path) -> Path:
         from engine.gguf.reader import GgufRefused
 
         try:
-            return converted(path, conversions)
+            return converted(path, conversions, keep)
         except GgufRefused as error:
             raise ModelRefused(str(error)) from error
     if path.exists() or model.startswith((".", "/", "~")):
@@ -54,8 +55,11 @@ def resolve_files(model: str, conversions: Path) -> Path:
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
     """Load a transformers causal LM in eval mode, with our attention. num_ranks: among which it is shared out; they are
     connected already, and this one gets its part. Raises ModelRefused."""
-    _check_config(_read_config(path))
+    config = _read_config(path)
+    _check_config(config)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
+    if is_packed(path):
+        return _load_packed(path, config, dtype, device)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
     shared: dict[str, Any] = {}
@@ -79,6 +83,33 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
     if missing := sorted(report["missing_keys"]):  # transformers has filled these with random numbers
         raise ModelRefused(f"{len(missing)} weights are missing from {path}, among them {', '.join(missing[:3])}")
     return prepare(model.to(device))
+
+
+def _load_packed(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Raises ModelRefused."""
+    from engine.packed.load import load_packed
+
+    if device.type != "cpu":
+        raise ModelRefused(f"{path} has packed weights, which are computed with on CPU only; take the original model")
+    try:
+        return prepare(load_packed(path, config, dtype))
+    except DamagedDirectory as error:
+        raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
+
+
+def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
+    """Return a directory with the weights of another packed to q4 or q8, made once. Raises ModelRefused."""
+    from engine.packed.from_directory import packed
+
+    if is_packed(path):
+        raise ModelRefused(f"model.weights is {weights}, but the weights of {path} are packed already: take auto")
+    _check_config(_read_config(path))
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
+    try:
+        return packed(path, conversions, weights)
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be packed to {weights}: {error}") from error
 
 
 def _read_config(path: Path) -> Any:

@@ -90,7 +90,7 @@ def flash_kernels(exact: bool) -> ModuleType | None:
     if decode_kernels() is None:
         return None
     try:
-        if not _dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
+        if not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
             return None
         module = importlib.import_module("kernels.cpu.flash")
         module.self_test()
@@ -106,7 +106,7 @@ def product_kernels() -> ModuleType | None:
     if decode_kernels() is None:
         return None
     try:
-        if not _dots_of_pairs():
+        if not dots_of_pairs():
             return None
         module = importlib.import_module("kernels.cpu.products")
         module.self_test(tiles_of_pairs())
@@ -116,7 +116,7 @@ def product_kernels() -> ModuleType | None:
     return module
 
 
-def _dots_of_pairs() -> bool:
+def dots_of_pairs() -> bool:
     """Whether the processor has AVX512_BF16 and numba compiles for it. If it did not, LLVM would end the process."""
     return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in _features()
 

@@ -27,7 +27,7 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_stream
 
 _Strides = tuple[int, int, int]

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Bf16, Int64
 
 LANES = 16

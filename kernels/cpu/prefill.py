@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Bf16, Fp32, Int64
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)

@@ -24,7 +24,7 @@ from numba import prange, types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Bf16, Constant, Fp32, Words
 
 LANES = 16

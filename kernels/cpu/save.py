@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Int64
 
 _LINE = 64  # bytes

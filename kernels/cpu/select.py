@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words
 
 LANES = 16

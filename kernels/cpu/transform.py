@@ -30,7 +30,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
-from kernels.cpu.decode import compiled, intrinsic
+from kernels.cpu.emit import compiled, intrinsic
 from kernels.views import Fp32, Int64, Words
 
 # The constants stand here, in the one file that numba's disk cache watches.

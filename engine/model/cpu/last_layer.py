@@ -12,18 +12,21 @@ from kernels.attention.ragged_batch import AttentionBackend, KvPages
 _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 
 
-def finish_wanted_rows_only(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> bool:
+def finish_wanted_rows_only(
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, dtype: torch.dtype
+) -> bool:
     """Returns whether the last layer is one of ours and now skips unwanted rows. Both variants must give the same
     logits, because the modules after the layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False
-    dtype, page = next(model.parameters()).dtype, backend.page_multiple
+    page = backend.page_multiple
+    count = -(-_CHECK_TOKENS // page)
     positions, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
     pages = [
         KvPages(
-            k=torch.zeros(1, page, shape.kv_heads, shape.k_dim, dtype=dtype),
-            v=torch.zeros(1, page, shape.kv_heads, shape.v_dim, dtype=dtype),
+            k=torch.zeros(count, page, shape.kv_heads, shape.k_dim, dtype=dtype),
+            v=torch.zeros(count, page, shape.kv_heads, shape.v_dim, dtype=dtype),
         )
         for shape in probed.shapes
     ]

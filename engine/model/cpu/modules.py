@@ -7,6 +7,7 @@ with the original before it is used.
 """
 
 import ctypes
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu.available import decode_kernels, product_kernels, tiles_of_pairs
+from kernels.cpu.available import decode_kernels, dots_of_pairs, product_kernels, tiles_of_pairs
 from kernels.views import as_bits
 
 # oneDNN lays weights out for a given number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16
 # Up to this many rows the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
 # threads, ms for 1 / 4 / 8 rows: 4.3 / 5.0 / 5.7 against 6.3 / 6.8 / 6.2.
-FEW_ROWS = 8
+FEW_ROWS = 32
 _NOTHING = np.empty((0, 0), np.uint16)
 # relative error of another order of sums
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
@@ -33,12 +34,52 @@ def pack_weight(weight: Tensor) -> Tensor:
     return packed
 
 
-def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+@dataclass(frozen=True, slots=True)
+class FewProduct:
+    """A linear layer for the compiled kernels of a few rows. fields: see `kernels.cpu.layers`."""
+
+    fields: tuple[int, ...]
+    memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
+    width: int  # inputs
+    outputs: int
+    block: int  # outputs per block
+
+    def starting_at(self, column: int) -> "FewProduct":
+        """Return the same layer with its outputs from a column on, among those of other products."""
+        return replace(self, fields=(*self.fields[:-1], column))
+
+    @property
+    def first(self) -> int:
+        """The column of its first output, among those of other products."""
+        return self.fields[-1]
+
+    @property
+    def inputs(self) -> int:
+        return -(-self.width // 32) * 32
+
+    @property
+    def padded_outputs(self) -> int:
+        return -(-self.outputs // self.block) * self.block
+
+
+def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewProduct | None:
     """Return the same linear layer for the compiled kernels, using the memory of `packed`, which must outlive it. None
     if there are no such kernels, or oneDNN's layout is not the one they read."""
     kernels = decode_kernels()
-    if kernels is None:
+    found = None if kernels is None else words_of(packed, weight)
+    if kernels is None or found is None:
         return None
+    words, lanes = found
+    outputs, inputs = weight.shape
+    biases = None if bias is None else bias.detach().float().contiguous()
+    at = 0 if biases is None else biases.data_ptr()
+    fields = (kernels.WORDS, words.ctypes.data, 0, 0, at, -(-inputs // 32) * 32, outputs, lanes, 0)
+    return FewProduct(fields, (packed, biases), inputs, outputs, lanes * 16)
+
+
+def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:
+    """Return the memory of a packed weight as pairs of bf16, uint32 [blocks * pairs * outputs of a block], and the
+    vectors in a block; None if oneDNN's layout is another."""
     outputs, inputs = weight.shape
     size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_uint32 * (size // 4)).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -50,9 +91,23 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         padded = F.pad(weight, (0, pairs * 2 - inputs, 0, blocks * lanes * 16 - outputs))
         expected = padded.view(blocks, lanes * 16, pairs, 2).transpose(1, 2).contiguous().view(torch.int32)
         if np.array_equal(expected.view(-1).numpy().view(np.uint32), words):
-            biases = np.empty(0, np.float32) if bias is None else bias.detach().float().numpy()
-            return kernels.Product(words, biases, inputs, outputs, (0,) * lanes)
+            return words, lanes
     return None
+
+
+class FewLinear:
+    """A linear layer for a few rows of bf16. x [..., in] -> [..., out]."""
+
+    def __init__(self, product: FewProduct) -> None:
+        self._kernels: Any = decode_kernels()
+        self._product, self._fields = product, np.array([product.fields], np.int64)
+        self._dots = (0,) if dots_of_pairs() else ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], self._product.outputs)
+        rows = as_bits(x.reshape(-1, x.shape[-1])), as_bits(out.view(-1, self._product.outputs))
+        self._kernels.linear(rows[0], self._fields, self._dots, _NOTHING, rows[1])
+        return out
 
 
 class PackedLinear(nn.Module):
@@ -62,16 +117,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed = pack_weight(weight)
         self._bias = bias
-        self._kernels: Any = decode_kernels()
+        self._few_linear = None
         self.few = few_row_product(self._packed, weight, bias)
+        if self.few is not None:
+            self._few_linear = FewLinear(self.few)
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
-        if self.few is not None and 0 < x.numel() <= FEW_ROWS * width:
-            few = x.new_empty(*x.shape[:-1], self.few.outputs)
-            rows = as_bits(x.reshape(-1, width)), as_bits(few.view(-1, self.few.outputs))
-            self._kernels.linear(rows[0], self.few, rows[1])
-            return few
+        if self._few_linear is not None and 0 < x.numel() <= FEW_ROWS * width:
+            return self._few_linear(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
 
@@ -85,11 +139,13 @@ class ExactLinear(nn.Module):
         super().__init__()
         self._kernels: Any = product_kernels()
         self._packed = pack_weight(weight)
-        few = few_row_product(self._packed, weight, bias)
-        if self._kernels is None or few is None:
+        found = words_of(self._packed, weight)
+        if self._kernels is None or found is None:
             raise RuntimeError("no products of one order on this machine")
         tiles = (0,) if tiles_of_pairs() else ()
-        self.product = self._kernels.ExactProduct(few.words, few.bias, few.inputs, few.outputs, few.lanes, tiles)
+        biases = np.empty(0, np.float32) if bias is None else bias.detach().float().numpy()
+        outputs, inputs = weight.shape
+        self.product = self._kernels.ExactProduct(found[0], biases, inputs, outputs, (0,) * found[1], tiles)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.product.outputs)

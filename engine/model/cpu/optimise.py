@@ -6,11 +6,13 @@ it is.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.model.cpu.few_rows import FewRows, Layers, join_runs
 from engine.model.cpu.last_layer import finish_wanted_rows_only
 from engine.model.cpu.layer import DecoderLayer
 from engine.model.cpu.modules import (
@@ -27,9 +29,11 @@ from engine.model.cpu.modules import (
 from engine.model.hf_model import Step, running, turns_halves
 from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, single_sequence_meta
+from engine.packed.modules import QuantisedLinear
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LINEAR = (nn.Linear, QuantisedLinear)
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _CHECK_TOKENS = 6  # half of them near the end of the window
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -59,13 +63,14 @@ def optimise_for_cpu(
     own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
     RuntimeError if there are none. leave: modules that stay as they are."""
     done = Optimised()
-    pack = next(model.parameters()).dtype == torch.bfloat16 and packing_works()
+    dtype = next(model.parameters()).dtype
+    pack = dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
         done.layers = _replace_layers(model, probed, backend, exact, leave)
     for module in _but(model, leave):
         for name, child in list(module.named_children()):
-            if pack and not exact and _is_gated_mlp(child):
+            if pack and not exact and _is_gated_mlp(child) and type(child.gate_proj) is nn.Linear:
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
                 done.gated += _replace(module, name, child.gate_proj.in_features, replacement)  # type: ignore[union-attr,arg-type]
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
@@ -78,7 +83,7 @@ def optimise_for_cpu(
             if pack and type(child) is nn.Linear:
                 setattr(module, name, linear(child.weight, child.bias))
                 done.packed += 1
-    done.last = finish_wanted_rows_only(model, probed, backend)
+    done.last = finish_wanted_rows_only(model, probed, backend, dtype)
     return done
 
 
@@ -121,7 +126,7 @@ def _replace_layers(
     last = rope_limit(text) or text.max_position_embeddings
     positions = torch.arange(_CHECK_TOKENS)
     positions[_CHECK_TOKENS // 2 :] += max(0, last - _CHECK_TOKENS)
-    for container in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+    for parent, name, container in _lists(model):
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
             if index is None or layer in leave or not _is_known(layer, probed, index):
@@ -132,7 +137,34 @@ def _replace_layers(
                     ours.few = None
                 container[place] = ours
                 replaced += 1
+        if all(isinstance(layer, DecoderLayer) for layer in container) and len(container) == len(probed.shapes):
+            setattr(parent, name, Layers(container))
+    _join_runs(model, probed, positions)
     return replaced
+
+
+def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
+    """Return the lists in a model, with what has them under which name."""
+    return [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+
+
+def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None:
+    """Let adjacent layers that rotate alike compute a few rows in one call."""
+    ways: list[FewRows | None] = [None] * len(probed.shapes)
+    for module in model.modules():
+        if isinstance(module, DecoderLayer):
+            ways[module.index] = module.few
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    tables = [None if rope is None else rope.tables(like, positions) for rope in probed.ropes]
+    together = [False] * (len(ways) + 1)
+    for index, (one, other) in enumerate(pairwise(tables), 1):
+        together[index] = one is not None and other is not None and all(map(torch.equal, one, other))
+    join_runs(ways, together)
 
 
 def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor) -> bool:
@@ -170,7 +202,7 @@ def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
     return (
         _children(layer) == _LAYER
         and children in (set(_ATTENTION), {*_ATTENTION, "q_norm", "k_norm"})
-        and all(type(getattr(attention, name)) is nn.Linear for name in _ATTENTION)
+        and len({type(linear) for linear in _linears(layer)}) == 1
         and len({linear.bias is None for linear in biases if linear is not None}) == 1
         and all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
         and _is_gated_mlp(layer.mlp)  # type: ignore[arg-type]
@@ -183,13 +215,20 @@ def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
     )
 
 
+def _linears(layer: nn.Module) -> list[nn.Module]:
+    """Return the linear layers of a layer of the known kind, and what else has their names."""
+    parents = ((layer.self_attn, _ATTENTION), (layer.mlp, ("gate_proj", "up_proj", "down_proj")))
+    found = [getattr(parent, name, parent) for parent, names in parents for name in names]
+    return [linear if type(linear) in _LINEAR else nn.Identity() for linear in found]
+
+
 def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     """Whether the parts of a module are those of down(silu(gate(x)) * up(x))."""
-    linears = [child for child in module.children() if type(child) is nn.Linear]
+    linears = [child for child in module.children() if type(child) in _LINEAR]
     return (
         len(linears) == 3
         and all(

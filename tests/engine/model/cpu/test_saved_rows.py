@@ -13,6 +13,7 @@ import torch
 from cache.storage.slab import LayerShape, Slab
 from cache.transfer.capture import Captured, CaptureSink, SavedRows
 from engine.model.cpu.modules import packing_works
+from engine.model.cpu.few_rows import join_runs
 from kernels.cpu.available import decode_kernels
 from kernels.views import as_bits
 from tests.engine.driver import Driver
@@ -71,7 +72,9 @@ def saved_blocks(
     if not by_kernels:
         monkeypatch.setattr(runner, "saves_rows", False)
     if other_way is not None:
-        layer = driver.model.model.layers[other_way]
+        layers = driver.model.model.layers
+        layer = layers[other_way]
+        join_runs([None if each is layer else each.few for each in layers], [True] * (len(layers) + 1))
         monkeypatch.setattr(layer.few, "takes", lambda *_: False)
         monkeypatch.setattr(layer._rotate, "takes", lambda *_: False)
     direct, places = [], transfer.places

@@ -1,0 +1,127 @@
+"""A model directory whose weights are packed: written once, mapped into memory at every start.
+
+Beside configuration and tokenizer it has safetensors files. A packed weight NAME is kept there as NAME.codes,
+NAME.scales and perhaps NAME.lows, in the layout of `kernels.packed`; any other tensor under its own name. `packed.json`
+says which are packed, and how.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kernels.packed import BLOCK, GROUP, PackedWeight
+
+INDEX = "packed.json"
+FORMAT = 1
+_SHARD_BYTES = 2 << 30
+
+
+class DamagedDirectory(Exception):
+    """A packed directory cannot be read. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDirectory:
+    """What `packed.json` says. tensors: by weight, how it is packed; files: by tensor, the file that has it."""
+
+    weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
+    tensors: dict[str, dict[str, Any]]
+    files: dict[str, str]
+
+
+def is_packed(directory: Path) -> bool:
+    return (directory / INDEX).is_file()
+
+
+def write(directory: Path, weights: str, tensors: Iterable[tuple[str, Tensor | PackedWeight]]) -> None:
+    """Write the weights of a model into an existing directory, one file after the other. Raises OSError."""
+    packed: dict[str, dict[str, Any]] = {}
+    files: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    number, size = 0, 0
+
+    def flush() -> None:
+        nonlocal number, size
+        if shard:
+            name = f"packed-{number:05}.safetensors"
+            save_file(shard, directory / name, metadata={"format": "pt"})
+            files.update(dict.fromkeys(shard, name))
+            shard.clear()
+            number, size = number + 1, 0
+
+    for name, tensor in tensors:
+        if isinstance(tensor, PackedWeight):
+            parts = {"codes": tensor.codes, "scales": tensor.scales, "lows": tensor.lows}
+            shard.update({f"{name}.{part}": x for part, x in parts.items() if x is not None})
+            packed[name] = {
+                "bits": tensor.bits,
+                "group": tensor.group,
+                "outputs": tensor.outputs,
+                "inputs": tensor.inputs,
+                "lows": tensor.lows is not None,
+            }
+            size += tensor.size_bytes
+        else:
+            shard[name] = tensor.contiguous()
+            size += tensor.numel() * tensor.element_size()
+        if size >= _SHARD_BYTES:
+            flush()
+    flush()
+    index = {"format": FORMAT, "weights": weights, "tensors": packed, "files": files}
+    (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def read_index(directory: Path) -> PackedDirectory:
+    """Raises DamagedDirectory."""
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        if index["format"] != FORMAT:
+            raise DamagedDirectory(f"{directory} is packed in format {index['format']}, this version reads {FORMAT}")
+        return PackedDirectory(index["weights"], index["tensors"], index["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedDirectory(f"{directory / INDEX} cannot be read: {error}") from error
+
+
+def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield all weights, mapped from the files, not copied. Raises DamagedDirectory."""
+    index = read_index(directory)
+    parts: dict[str, Tensor] = {}
+    try:
+        for file in sorted(set(index.files.values())):
+            if Path(file).name != file:
+                raise DamagedDirectory(f"{directory / INDEX} names a file elsewhere: {file[:80]}")
+            with safe_open(directory / file, framework="pt") as opened:
+                parts |= {name: opened.get_tensor(name) for name in opened.keys()}
+    except (OSError, ValueError) as error:
+        raise DamagedDirectory(f"weights of {directory} cannot be read: {error}") from error
+    try:
+        for name, how in index.tensors.items():
+            yield name, _weight(name, how, parts)
+    except (KeyError, TypeError) as error:
+        raise DamagedDirectory(f"weights of {directory} are incomplete: {error}") from error
+    yield from parts.items()
+
+
+def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedWeight:
+    """Take one weight out of `parts`. Sizes are checked, because kernels read addresses. Raises DamagedDirectory,
+    KeyError, TypeError."""
+    outputs, inputs, bits, group = (int(how[field]) for field in ("outputs", "inputs", "bits", "group"))
+    codes, scales = parts.pop(f"{name}.codes"), parts.pop(f"{name}.scales")
+    lows = parts.pop(f"{name}.lows") if how["lows"] else None
+    blocks, padded = -(-outputs // BLOCK), -(-inputs // GROUP) * GROUP
+    fits = (
+        min(outputs, inputs) > 0
+        and (bits, group, lows is None) in ((4, 32, True), (4, 32, False), (8, 32, True), (8, 32, False), (8, 16, True))
+        and codes.numel() * codes.element_size() == blocks * BLOCK * padded * bits // 8
+        and all(x is None or list(x.shape) == [blocks, padded // group, BLOCK] for x in (scales, lows))
+        and all(x is None or x.element_size() == 2 for x in (scales, lows))
+    )
+    if not fits:
+        raise DamagedDirectory(f"the weight {name[:80]} has not the size that its shape asks for")
+    return PackedWeight(codes, scales, lows, outputs, inputs, bits, group)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""Packs a model directory's weights, and keeps the result for later starts."""
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.gguf.convert import fresh_directory
+from engine.packed import directory as packed_directory
+from engine.packed.quantise import quantise
+from kernels.packed import GROUP, Bits, PackedWeight, pack
+
+_WRITTEN_BY = 1  # version of the packer; increase it to discard older results
+_BITS: dict[str, Bits] = {"q4": 4, "q8": 8}
+_COPIED = ("*.json", "*.jinja", "tokenizer.model")
+_INDEX = "model.safetensors.index.json"
+
+log = logging.getLogger(__name__)
+
+
+def packed(source: Path, directory: Path, weights: str) -> Path:
+    """Return a directory with the weights of another packed to q4 or q8, made by this start or an earlier one. Embeddings and heads
+    get 8 bits, as they take the greatest errors. Raises OSError, ValueError."""
+    found = directory / f"{_stamp(source)}-{weights}-{_WRITTEN_BY}"
+    if not found.is_dir():
+        log.info("packing %s to %s, once: %s", source, weights, found)
+        with fresh_directory(found) as fresh:
+            for pattern in _COPIED:
+                for file in source.glob(pattern):
+                    if file.name != _INDEX:
+                        shutil.copy(file, fresh)
+            packed_directory.write(fresh, weights, _packed_weights(source, _BITS[weights]))
+    os.utime(found)
+    return found
+
+
+def _stamp(source: Path) -> str:
+    """Name the state of a directory's files, without reading them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(source.resolve().iterdir()):
+        state = file.stat()
+        digest.update(f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                weight = opened.get_tensor(name)
+                if _is_packable(name, weight):
+                    is_outer = "embed" in name or "head" in name
+                    yield name, pack(quantise(weight, 8 if is_outer else bits))
+                else:
+                    yield name, weight
+
+
+def _is_packable(name: str, weight: Tensor) -> bool:
+    """Whether a tensor is a matrix whose rows are whole groups. Gates of experts decide more than they weigh."""
+    is_matrix = weight.dim() == 2 and weight.is_floating_point() and weight.shape[1] % GROUP == 0
+    return is_matrix and name.endswith("weight") and "router" not in name and weight.dtype != torch.float64

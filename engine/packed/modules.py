@@ -1,0 +1,175 @@
+"""A model's modules whose weights stay packed."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.cpu.modules import FewProduct, agree
+from kernels.cpu.available import decode_kernels, dots_of_pairs
+from kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
+from kernels.views import as_bits
+
+_NOTHING = np.empty((0, 0), np.uint16)
+_CHECK_ROWS = (1, 3, 20)  # unpacked in registers by one, by some, and unpacked into memory
+_CHECK_OUTPUTS = 4096
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer whose weight stays packed. x [..., in] bf16, plus a residual like the result to add -> [..., out].
+    Every row is computed in the same way, however many there are. Where compiled kernels cannot run or are off, the
+    weight is unpacked for every call."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.inputs, weight.outputs
+        self.packed = weight
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("lows", weight.lows)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.few = few_product(weight, bias)
+        self._kernels: Any = decode_kernels()
+        self._dots = (0,) if dots_of_pairs() else ()
+        self._fields = None if self.few is None else np.array([self.few.fields], np.int64)
+
+    @property
+    def weight(self) -> Tensor:
+        """A new tensor of the unpacked weight, for those who do arithmetic of their own with it."""
+        return unpack(self.packed, torch.bfloat16)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._fields is None or x.dtype != torch.bfloat16:
+            out = self.unpacked(x)
+            return out if residual is None else out + residual
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        if x.numel():
+            added = _NOTHING if residual is None else as_bits(residual.reshape(-1, self.out_features).contiguous())
+            rows, result = as_bits(x.reshape(-1, self.in_features)), as_bits(out.view(-1, self.out_features))
+            self._kernels.linear(rows, self._fields, self._dots, added, result)
+        return out
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """Multiply by the unpacked weight."""
+        return F.linear(x, unpack(self.packed, x.dtype), self.bias)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What its kernels depend on."""
+        weight = self.packed
+        return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
+
+    def is_right(self) -> bool:
+        """Whether the compiled kernels agree with the unpacked weight."""
+        if self._fields is None:
+            return True
+        generator = torch.Generator().manual_seed(0)
+        some = min(self.out_features, _CHECK_OUTPUTS)
+        for rows in _CHECK_ROWS:
+            x = torch.randn(rows, self.in_features, generator=generator).bfloat16()
+            if not agree(self(x)[:, :some], self.unpacked(x)[:, :some]):
+                return False
+        return True
+
+    def use_no_kernels(self) -> None:
+        self._fields = self.few = None
+
+
+class QuantisedEmbedding(nn.Module):
+    """An embedding whose weight stays packed. ids [...] int64 -> [..., width]."""
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed, self._dtype = weight, dtype
+        self._kernels: Any = decode_kernels() if dtype == torch.bfloat16 else None
+        product = few_product(weight, None)
+        self._fields = None if product is None else np.array(product.fields, np.int64)
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("lows", weight.lows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = ids.reshape(-1)
+        if self._kernels is None or self._fields is None:
+            return unpack_rows(self.packed, rows, self._dtype).view(*ids.shape, self.packed.inputs)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.packed.outputs:
+            raise IndexError("a token beyond the embedding")
+        out = torch.empty(*ids.shape, self.packed.inputs, dtype=self._dtype)
+        self._kernels.embed(self._fields, rows.numpy(), as_bits(out.view(-1, self.packed.inputs)))
+        return out
+
+
+class QuantisedTogether(nn.Module):
+    """Linear layers of the same inputs, computed together. x [..., in] -> [..., out of all]."""
+
+    def __init__(self, layers: list[QuantisedLinear]) -> None:
+        super().__init__()
+        self._layers = layers
+        self._kernels: Any = decode_kernels()
+        self._dots = (0,) if dots_of_pairs() else ()
+        self.few: list[FewProduct] | None = None
+        if all(layer.few is not None and layer.out_features % BLOCK == 0 for layer in layers):
+            firsts = np.cumsum([0, *(layer.out_features for layer in layers)]).tolist()
+            self.few = [layer.few.starting_at(first) for layer, first in zip(layers, firsts, strict=False) if layer.few]
+            self._fields = np.array([product.fields for product in self.few], np.int64)
+        self._outputs = sum(layer.out_features for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.few is None or x.dtype != torch.bfloat16 or not x.numel():
+            return torch.cat([layer(x) for layer in self._layers], -1)
+        out = x.new_empty(*x.shape[:-1], self._outputs)
+        rows, result = as_bits(x.reshape(-1, x.shape[-1])), as_bits(out.view(-1, self._outputs))
+        self._kernels.linear(rows, self._fields, self._dots, _NOTHING, result)
+        return out
+
+
+class QuantisedGate(nn.Module):
+    """Computes silu(gate(x)) * up(x). x [tokens, in] -> [tokens, out]."""
+
+    def __init__(self, gate: QuantisedLinear, up: QuantisedLinear) -> None:
+        super().__init__()
+        self._gate, self._up = gate, up
+        self.few = gate.few, up.few
+        self._kernels: Any = decode_kernels()
+        self._dots = (0,) if dots_of_pairs() else ()
+        self._fields = [None if few is None else np.array(few.fields, np.int64) for few in self.few]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fields[0] is None or self._fields[1] is None or x.dtype != torch.bfloat16 or not x.numel():
+            return F.silu(self._gate(x)).mul_(self._up(x))
+        out = x.new_empty(len(x), self._gate.out_features)
+        self._kernels.gated(as_bits(x.contiguous()), *self._fields, self._dots, as_bits(out))
+        return out
+
+
+def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
+    """Return the layer for the compiled kernels, or None if there are none."""
+    kernels: Any = decode_kernels()
+    if kernels is None:
+        return None
+    if weight.group == 16:
+        kind = kernels.EIGHT_BITS_16
+    elif weight.bits == 4:
+        kind = kernels.FOUR_BITS if weight.lows is None else kernels.FOUR_BITS_LOW
+    else:
+        kind = kernels.EIGHT_BITS if weight.lows is None else kernels.EIGHT_BITS_LOW
+    biases = None if bias is None else bias.detach().float().contiguous()
+    addresses = [0 if x is None else x.data_ptr() for x in (weight.codes, weight.scales, weight.lows, biases)]
+    fields = (kind, *addresses, -(-weight.inputs // GROUP) * GROUP, weight.outputs, 0, 0)
+    return FewProduct(fields, (weight, biases), weight.inputs, weight.outputs, BLOCK)
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """Return the number of a model's parameters, and the bytes they take; what modules share counts once."""
+    seen: set[int] = set()
+    numbers = size_bytes = 0
+    packed = [m.packed for m in model.modules() if isinstance(m, QuantisedLinear | QuantisedEmbedding)]
+    for weight in packed:
+        if weight.codes.data_ptr() not in seen:
+            seen.add(weight.codes.data_ptr())
+            numbers, size_bytes = numbers + weight.outputs * weight.inputs, size_bytes + weight.size_bytes
+    for parameter in model.parameters():
+        numbers, size_bytes = numbers + parameter.numel(), size_bytes + parameter.numel() * parameter.element_size()
+    return numbers, size_bytes

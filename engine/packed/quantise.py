@@ -1,0 +1,66 @@
+"""Rounds weights to 4 or 8 bits, with a scale for every 32 inputs."""
+
+import torch
+from torch import Tensor
+
+from kernels.packed import GROUP, Bits, Codes
+
+_SHRINKS = [1.0 - 0.02 * step for step in range(14)]  # of a group's range that are tried
+_ROWS = 1 << 22  # numbers rounded together
+
+
+def quantise(weight: Tensor, bits: Bits) -> Codes:
+    """Round a weight [outputs, inputs], inputs a multiple of GROUP. 8 bits: symmetric, by the largest number. 4 bits:
+    with lows, by the range that is off the least (weighted by the numbers' own size, as large ones matter more)."""
+    step = max(1, _ROWS // weight.shape[1])
+    parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
+    codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Codes(codes.flatten(1), scales, lows[0] if lows else None, bits)
+
+
+def _half(x: Tensor) -> Tensor:
+    """Round to what is stored."""
+    return x.half().float()
+
+
+def _eight(x: Tensor) -> tuple[Tensor, ...]:
+    scales = _half(x.abs().amax(-1) / 127)
+    codes = (x / scales.clamp_min(1e-8)[..., None]).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def _four(x: Tensor) -> tuple[Tensor, ...]:
+    """For each of some ranges: round, then fit scale and low to the codes; keep the best."""
+    weights = x.square() + x.square().mean(-1, keepdim=True)
+    low, high = x.amin(-1), x.amax(-1)
+    middle, reach = (low + high) / 2, (high - low) / 2
+    best_error = torch.full_like(low, torch.inf)
+    best = [torch.zeros_like(x), torch.zeros_like(low), torch.zeros_like(low)]
+    for shrink in _SHRINKS:
+        scale, start = reach * shrink * 2 / 15, middle - reach * shrink
+        codes = _codes(x, scale, start)
+        scale, start = (_half(part) for part in _fit(x, codes, weights, scale, start))
+        codes = _codes(x, scale, start)
+        error = ((codes * scale[..., None] + start[..., None] - x).square() * weights).sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best = [
+            torch.where(better.view(better.shape + (1,) * (new.dim() - better.dim())), new, old)
+            for new, old in zip((codes, scale, start), best, strict=True)
+        ]
+    codes, scale, start = best
+    return codes.to(torch.int8), scale, start
+
+
+def _codes(x: Tensor, scale: Tensor, start: Tensor) -> Tensor:
+    return ((x - start[..., None]) / scale.clamp_min(1e-8)[..., None]).round_().clamp_(0, 15)
+
+
+def _fit(x: Tensor, codes: Tensor, weights: Tensor, scale: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and start of least weighted squares for given codes; the old ones where codes are all alike."""
+    total = weights.sum(-1)
+    mean_code, mean = (weights * codes).sum(-1) / total, (weights * x).sum(-1) / total
+    spread = (weights * (codes - mean_code[..., None]).square()).sum(-1)
+    slope = (weights * (codes - mean_code[..., None]) * (x - mean[..., None])).sum(-1) / spread.clamp_min(1e-20)
+    fits = (spread > 0) & (slope > 0)
+    return torch.where(fits, slope, scale), torch.where(fits, mean - slope * mean_code, start)

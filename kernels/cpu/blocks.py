@@ -1,0 +1,477 @@
+"""Products of rows with one block of a weight's outputs: in bf16 as oneDNN lays it out, or packed to 4 or 8 bits.
+
+All are compiled by numba. A row's sums are the same, bit for bit, however many rows there are: with dot products of
+bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors of any length.
+
+Packed weights are read as they are stored. A row is divided into groups of 32 inputs. A number is `scale * code + low`, with codes of 0 to 15 (minus 8
+where there are no lows) or -128 to 127, and a scale and a low of 16 bits for each group and output. Sums of products
+with codes are scaled once a group, which takes a fifth of the work of unpacking numbers.
+
+Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within a group: for 8 bits 16
+pairs of inputs of 32 outputs, each pair adjacent; for 4 bits four times two vectors of 16 outputs, with four codes in
+each 16-bit word, for the inputs 2 * (4 * quad + n) + j of word j. Scales and lows are fp16 [blocks, groups, 32].
+
+Arguments are addresses, so nothing checks them; `kernels.cpu.layers` and `kernels.cpu.packed` own the arithmetic.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from kernels.cpu.emit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    PAIRS,
+    VEC,
+    VEC_F16,
+    VEC_I8,
+    VEC_I16,
+    VEC_I32,
+    Emit,
+    compiled,
+    emitted,
+)
+from kernels.views import Constant
+
+GROUP = 32  # inputs that share a scale
+BLOCK = 32  # outputs computed together
+FEW = 16  # rows for which codes are unpacked in registers; for more, once into memory
+_QUAD_BYTES = {4: 128, 8: 256, 16: 512}  # of eight inputs of a block, by bits
+# Bytes prefetched, of codes and of bf16 numbers: the processor's own prefetch stops at the end of a page.
+_AHEAD, _AHEAD_WORDS = 2048, 4096
+
+
+def _bf16_bits(value: int) -> int:
+    return int(np.float32(value).view(np.uint32)) >> 16
+
+
+def _code_table(zero: int) -> ir.Constant:
+    """What nibbles mean, twice, because a look-up takes five bits."""
+    return ir.Constant(PAIRS, [_bf16_bits(code - zero) for code in range(16)] * 2)
+
+
+def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
+    """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: of 4 bits four pairs of
+    16 outputs; of 8 bits one pair of 32."""
+    if bits == 4:
+        words = e.load(pointer, PAIRS)
+        table = _code_table(zero)
+        shifted = [words, *(e.b.lshr(words, ir.Constant(PAIRS, [n] * 2 * LANES)) for n in (4, 8, 12))]
+        return [e.call("llvm.x86.avx512.permvar.hi.512", PAIRS, table, index) for index in shifted]
+    found = []
+    for half in range(2):
+        wide = [e.b.sitofp(e.load(e.at(pointer, half * 32 + part * 16), VEC_I8), VEC) for part in range(2)]
+        found.append(e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS, wide[1], wide[0]))
+    return found
+
+
+@emitted
+def _by_dots(
+    e: Emit,
+    bits: int,
+    has_lows: int,
+    quads: int,
+    rows: int,
+    x: ir.Value,
+    x_row: ir.Value,
+    sums: ir.Value,
+    sums_row: ir.Value,
+    codes: ir.Value,
+    scales: ir.Value,
+    lows: ir.Value,
+    groups: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+) -> None:
+    """Compute `rows` rows of one block. x: bf16; sums fp32: of each row's inputs, by group; out fp32. bits: 16 for
+    codes that are bf16 numbers already; quads: four pairs of inputs each, in a group. `x_row` and the like: bytes from
+    row to row."""
+    totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
+    size = _QUAD_BYTES[bits] * quads
+    zero = 0 if has_lows or bits != 4 else 8
+    with cgutils.for_range(e.b, groups) as group:
+        parts = [[e.vector() for _ in range(2)] for _ in range(rows)]
+        base, there = e.at(codes, e.mul(group.index, size)), e.at(x, e.mul(group.index, quads * 16))
+        with cgutils.for_range(e.b, I64(quads)) as quad:
+            here, ours = e.at(base, e.mul(quad.index, size // quads)), e.at(there, e.mul(quad.index, 16))
+            if bits == 4:
+                operands = [_unpacked(e, 4, zero, e.at(here, lane * 64)) for lane in range(2)]
+                weights = [[operands[lane][pair] for lane in range(2)] for pair in range(4)]
+            elif bits == 8:
+                weights = [_unpacked(e, 8, 0, e.at(here, pair * 64)) for pair in range(4)]
+            else:
+                weights = [
+                    [e.load(e.at(here, pair * 128 + lane * 64), PAIRS) for lane in range(2)] for pair in range(4)
+                ]
+            if bits != 16:
+                for line in range(0, size // quads, 64):
+                    e.prefetch(e.at(here, _AHEAD + line))
+            for pair in range(4):
+                for row in range(rows):
+                    both = e.splat(e.load(e.at(ours, e.mul(x_row, row), pair * 4), I32))
+                    for lane in range(2):
+                        part = parts[row][lane]
+                        words = e.b.bitcast(weights[pair][lane], VEC_I32)
+                        e.b.store(e.dot(e.b.load(part), both, words), part)
+        _scale(e, has_lows, rows, sums, sums_row, scales, lows, group.index, parts, totals)
+    for row in range(rows):
+        for lane in range(2):
+            e.store(e.b.load(totals[row][lane]), e.at(out, e.mul(out_row, row), lane * 64))
+
+
+def _scale(
+    e: Emit,
+    has_lows: int,
+    rows: int,
+    sums: Any,
+    sums_row: Any,
+    scales: Any,
+    lows: Any,
+    group: Any,
+    parts: list[list[Any]],
+    totals: list[list[Any]],
+) -> None:
+    """Add a group's sums of products with codes to the totals."""
+    for lane in range(2):
+        where = e.add(e.mul(group, BLOCK * 2), lane * 32)
+        scale = e.b.fpext(e.load(e.at(scales, where), VEC_F16), VEC)
+        low = e.b.fpext(e.load(e.at(lows, where), VEC_F16), VEC) if has_lows else None
+        for row in range(rows):
+            e.add_product(totals[row][lane], e.b.load(parts[row][lane]), scale)
+            if low is not None:
+                total = e.load(e.at(sums, e.mul(sums_row, row), e.mul(group, 4)), F32)
+                e.add_product(totals[row][lane], e.splat(total), low)
+
+
+@emitted
+def _by_sums(
+    e: Emit,
+    bits: int,
+    has_lows: int,
+    quads: int,
+    rows: int,
+    x: ir.Value,
+    x_row: ir.Value,
+    sums: ir.Value,
+    sums_row: ir.Value,
+    codes: ir.Value,
+    scales: ir.Value,
+    lows: ir.Value,
+    groups: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+) -> None:
+    """Like `_by_dots` without dot products of pairs, and with x in fp32. Vectors are split by LLVM where registers are
+    shorter."""
+    totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
+    size = _QUAD_BYTES[bits] * quads
+    with cgutils.for_range(e.b, groups) as group:
+        parts = [[e.vector() for _ in range(2)] for _ in range(rows)]
+        base, there = e.at(codes, e.mul(group.index, size)), e.at(x, e.mul(group.index, quads * 32))
+        steps = quads if bits == 4 else 4 * quads
+        with cgutils.for_range(e.b, I64(steps)) as step:
+            here, ours = (
+                e.at(base, e.mul(step.index, size // steps)),
+                e.at(there, e.mul(step.index, quads * 32 // steps)),
+            )
+            for line in range(0, size // steps, 64):
+                e.prefetch(e.at(here, _AHEAD + line))
+            for lane in range(2):
+                numbers = _four_bits(e, e.at(here, lane * 64), not has_lows) if bits == 4 else _pair(e, here, lane)
+                for place, number in enumerate(numbers):
+                    for row in range(rows):
+                        value = e.load(e.at(ours, e.mul(x_row, row), place * 4), F32)
+                        e.add_product(parts[row][lane], e.splat(value), number)
+        _scale(e, has_lows, rows, sums, sums_row, scales, lows, group.index, parts, totals)
+    for row in range(rows):
+        for lane in range(2):
+            e.store(e.b.load(totals[row][lane]), e.at(out, e.mul(out_row, row), lane * 64))
+
+
+def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
+    """Load four pairs of inputs of 16 outputs. Returns their 8 numbers in fp32."""
+    words = e.load(pointer, VEC_I32)
+    found = []
+    for pair in range(4):
+        for odd in range(2):
+            code = e.b.and_(e.b.lshr(words, e.words(pair * 4 + odd * 16)), e.words(15))
+            if is_centred:
+                code = e.b.sub(code, e.words(8))
+            found.append(e.b.sitofp(code, VEC))
+    return found
+
+
+def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
+    """Load a pair of inputs of 16 outputs. Returns both in fp32."""
+    words = e.b.sext(e.load(e.at(pointer, lane * 32), VEC_I16), VEC_I32)
+    low = e.b.ashr(e.b.shl(words, e.words(24)), e.words(24))
+    return [e.b.sitofp(low, VEC), e.b.sitofp(e.b.ashr(words, e.words(8)), VEC)]
+
+
+@emitted
+def _unpack(e: Emit, bits: int, has_lows: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
+    """Write a block's codes as bf16 numbers, by group, pair and output."""
+    size, zero = _QUAD_BYTES[bits], 0 if has_lows or bits != 4 else 8
+    with cgutils.for_range(e.b, quads) as quad:
+        here, there = e.at(codes, e.mul(quad.index, size)), e.at(out, e.mul(quad.index, _QUAD_BYTES[16]))
+        for first in range(2 if bits == 4 else 4):
+            for place, operand in enumerate(_unpacked(e, bits, zero, e.at(here, first * 64))):
+                pair, lane = (place, first) if bits == 4 else (first, place)
+                e.store(operand, e.at(there, pair * 128 + lane * 64))
+        for line in range(0, size, 64):
+            e.prefetch(e.at(here, _AHEAD + line))
+
+
+@emitted
+def _by_words(
+    e: Emit,
+    dots: int,
+    columns: int,
+    rows: int,
+    x: ir.Value,
+    x_row: ir.Value,
+    w: ir.Value,
+    w_pair: ir.Value,
+    pairs: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+) -> None:
+    """Compute `rows` rows for `columns` vectors of outputs. x: bf16 if there are dot products, else fp32; w: pairs of
+    bf16, `w_pair` bytes from one to the next."""
+    sums = [[e.vector() for _ in range(columns)] for _ in range(rows)]
+    with cgutils.for_range(e.b, pairs) as loop:
+        here, ours = e.at(w, e.b.mul(w_pair, loop.index)), e.at(x, e.mul(loop.index, 4 if dots else 8))
+        weights = [e.load(e.at(here, column * 64), VEC_I32) for column in range(columns)]
+        for column in range(columns):
+            e.prefetch(e.at(here, _AHEAD_WORDS + column * 64))
+        parts = [] if dots else [e.halves(words) for words in weights]
+        for row in range(rows):
+            there = e.at(ours, e.mul(x_row, row))
+            if dots:
+                both = e.splat(e.load(there, I32))
+                for column in range(columns):
+                    e.b.store(e.dot(e.b.load(sums[row][column]), both, weights[column]), sums[row][column])
+                continue
+            values = [e.splat(e.load(e.at(there, place * 4), F32)) for place in range(2)]
+            for column in range(columns):
+                for value, part in zip(values, parts[column], strict=True):
+                    e.add_product(sums[row][column], value, part)
+    for row in range(rows):
+        for column in range(columns):
+            e.store(e.b.load(sums[row][column]), e.at(out, e.mul(out_row, row), column * 64))
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@compiled()
+def block_of_few(
+    bits: Constant,
+    dots: Constant,
+    has_lows: Constant,
+    quads: Constant,
+    rows: int,
+    x: int,
+    x_row: int,
+    sums: int,
+    sums_row: int,
+    codes: int,
+    scales: int,
+    lows: int,
+    groups: int,
+    out: int,
+    out_row: int,
+) -> None:
+    """Compute one block for rows at addresses: x bf16 if there are dot products, else fp32."""
+    row = 0
+    while row < rows:
+        at, total, to = x + row * x_row, sums + row * sums_row, out + row * out_row
+        if len(dots):
+            if rows - row >= 8:
+                _by_dots(
+                    bits,
+                    has_lows,
+                    quads,
+                    (0,) * 8,
+                    at,
+                    x_row,
+                    total,
+                    sums_row,
+                    codes,
+                    scales,
+                    lows,
+                    groups,
+                    to,
+                    out_row,
+                )
+                row += 8
+            elif rows - row >= 4:
+                _by_dots(
+                    bits,
+                    has_lows,
+                    quads,
+                    (0,) * 4,
+                    at,
+                    x_row,
+                    total,
+                    sums_row,
+                    codes,
+                    scales,
+                    lows,
+                    groups,
+                    to,
+                    out_row,
+                )
+                row += 4
+            elif rows - row >= 2:
+                _by_dots(
+                    bits,
+                    has_lows,
+                    quads,
+                    (0,) * 2,
+                    at,
+                    x_row,
+                    total,
+                    sums_row,
+                    codes,
+                    scales,
+                    lows,
+                    groups,
+                    to,
+                    out_row,
+                )
+                row += 2
+            else:
+                _by_dots(
+                    bits, has_lows, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row
+                )
+                row += 1
+        elif rows - row >= 4:
+            _by_sums(
+                bits, has_lows, quads, (0,) * 4, at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row
+            )
+            row += 4
+        else:
+            _by_sums(bits, has_lows, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row)
+            row += 1
+
+
+@compiled()
+def block_of_many(
+    bits: Constant,
+    has_lows: Constant,
+    quads: Constant,
+    rows: int,
+    x: int,
+    x_row: int,
+    sums: int,
+    sums_row: int,
+    codes: int,
+    scales: int,
+    lows: int,
+    groups: int,
+    out: int,
+    out_row: int,
+    scratch: int,
+) -> None:
+    """Like `block_of_few` with dot products, unpacking the block once."""
+    _unpack(bits, has_lows, codes, groups * len(quads), scratch)
+    row = 0
+    while row < rows:
+        at, total, to = x + row * x_row, sums + row * sums_row, out + row * out_row
+        if rows - row >= 12:
+            _by_dots(
+                (0,) * 16,
+                has_lows,
+                quads,
+                (0,) * 12,
+                at,
+                x_row,
+                total,
+                sums_row,
+                scratch,
+                scales,
+                lows,
+                groups,
+                to,
+                out_row,
+            )
+            row += 12
+        elif rows - row >= 4:
+            _by_dots(
+                (0,) * 16,
+                has_lows,
+                quads,
+                (0,) * 4,
+                at,
+                x_row,
+                total,
+                sums_row,
+                scratch,
+                scales,
+                lows,
+                groups,
+                to,
+                out_row,
+            )
+            row += 4
+        else:
+            _by_dots(
+                (0,) * 16, has_lows, quads, (0,), at, x_row, total, sums_row, scratch, scales, lows, groups, to, out_row
+            )
+            row += 1
+
+
+@compiled()
+def block_of_words(
+    dots: Constant,
+    columns: int,
+    rows: int,
+    x: int,
+    x_row: int,
+    w: int,
+    pairs: int,
+    out: int,
+    out_row: int,
+) -> None:
+    """Compute one block of `columns` vectors of outputs, 1 to 4, of a weight in bf16. Sums of four vectors fill the
+    registers for up to four rows; for more, halves are computed one after the other."""
+    row, w_pair = 0, columns * 64
+    while row < rows:
+        at, to = x + row * x_row, out + row * out_row
+        if columns == 4 and rows - row >= 2 and rows - row < 8:
+            if rows - row >= 4:
+                _by_words(dots, (0,) * 4, (0,) * 4, at, x_row, w, w_pair, pairs, to, out_row)
+                row += 4
+            else:
+                _by_words(dots, (0,) * 4, (0,) * 2, at, x_row, w, w_pair, pairs, to, out_row)
+                row += 2
+        elif columns == 4 and rows - row == 1:
+            _by_words(dots, (0,) * 4, (0,), at, x_row, w, w_pair, pairs, to, out_row)
+            row += 1
+        else:
+            taken = 8 if rows - row >= 8 else (4 if rows - row >= 4 else 1)
+            column = 0
+            while column < columns:
+                here, there = w + column * 64, to + column * 64
+                if columns - column >= 2:
+                    if taken == 8:
+                        _by_words(dots, (0,) * 2, (0,) * 8, at, x_row, here, w_pair, pairs, there, out_row)
+                    elif taken == 4:
+                        _by_words(dots, (0,) * 2, (0,) * 4, at, x_row, here, w_pair, pairs, there, out_row)
+                    else:
+                        _by_words(dots, (0,) * 2, (0,), at, x_row, here, w_pair, pairs, there, out_row)
+                    column += 2
+                else:
+                    if taken == 8:
+                        _by_words(dots, (0,), (0,) * 8, at, x_row, here, w_pair, pairs, there, out_row)
+                    elif taken == 4:
+                        _by_words(dots, (0,), (0,) * 4, at, x_row, here, w_pair, pairs, there, out_row)
+                    else:
+                        _by_words(dots, (0,), (0,), at, x_row, here, w_pair, pairs, there, out_row)
+                    column += 1
+            row += taken

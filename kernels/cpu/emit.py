@@ -1,0 +1,235 @@
+"""Emits vector code into functions that numba compiles: what LLVM would not make of scalar loops by itself.
+
+Vectors have 16 numbers of 32 bits, which LLVM splits where registers are shorter. Addresses are integers or pointers,
+and offsets count bytes, so nothing checks them: callers own the arithmetic.
+
+`compiled` marks what it compiles with a digest of this folder, because numba's disk cache by itself notices changes
+only in the file of the compiled function.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, njit, types
+from numba.core import cgutils
+
+LANES = 16
+LOG2_E = 1.4426950408889634
+# 2 ** r for |r| <= 1/2, to 1e-7
+_EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+
+F32, F16 = ir.FloatType(), ir.HalfType()
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+VEC, VEC_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+VEC_I16, VEC_I8, VEC_F16 = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES), ir.VectorType(F16, LANES)
+PAIRS = ir.VectorType(I16, 2 * LANES)  # of bf16, as one operand of a dot product
+_POINTER = I8.as_pointer()
+
+
+class Emit:
+    """Emits code at the place where a builder stands."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    # --- addresses and memory ---
+
+    def at(self, base: Any, *offsets: Any) -> Any:
+        """Return the pointer some bytes behind a pointer or an address."""
+        if base.type == I64:
+            base = self.b.inttoptr(base, _POINTER)
+        base = self.b.bitcast(base, _POINTER)
+        for offset in offsets:
+            base = self.b.gep(base, [I64(offset) if isinstance(offset, int) else offset])
+        return base
+
+    def add(self, x: Any, y: Any) -> Any:
+        return self.b.add(x, I64(y) if isinstance(y, int) else y)
+
+    def mul(self, x: Any, y: Any) -> Any:
+        return self.b.mul(x, I64(y) if isinstance(y, int) else y)
+
+    def load(self, pointer: Any, kind: Any = VEC) -> Any:
+        element = getattr(kind, "element", kind)
+        align = {F32: 4, F16: 2, I8: 1, I16: 2, I32: 4, I64: 8}[element]
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=2)
+
+    def prefetch(self, pointer: Any) -> None:
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.b.bitcast(pointer, _POINTER), I32(0), I32(2), I32(1))
+
+    # --- numbers ---
+
+    def call(self, name: str, result: Any, *args: Any, **options: Any) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args, **options)
+
+    def splat(self, scalar: Any) -> Any:
+        if isinstance(scalar, float):
+            return ir.Constant(VEC, [scalar] * LANES)
+        kind = ir.VectorType(scalar.type, LANES)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
+        return self.b.shuffle_vector(one, one, ir.Constant(VEC_I32, [0] * LANES))
+
+    def words(self, value: int) -> Any:
+        return ir.Constant(VEC_I32, [value] * LANES)
+
+    def vector(self, value: Any = None) -> Any:
+        """Make a vector that loops may change: of zeros, or `value`."""
+        return cgutils.alloca_once_value(self.b, ir.Constant(VEC, [0.0] * LANES) if value is None else value)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.call("llvm.fma.v16f32", VEC, x, y, z)
+
+    def add_product(self, target: Any, x: Any, y: Any) -> None:
+        self.b.store(self.fma(x, y, self.b.load(target)), target)
+
+    def dot(self, total: Any, x: Any, y: Any) -> Any:
+        """Add products of bf16 pairs, 16 words each. Needs AVX512_BF16."""
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VEC, total, x, y)
+
+    def reduce(self, name: str, x: Any) -> Any:
+        """Reduce the lanes by `fadd` or `fmax`, in a tree."""
+        first = [F32(0.0)] if name == "fadd" else []
+        return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
+
+    def upper(self, x: Any) -> Any:
+        """Take the lower 16 bits of words as bf16."""
+        return self.b.bitcast(self.b.shl(x, self.words(16)), VEC)
+
+    def bf16(self, pointer: Any) -> Any:
+        """Load 16 bf16 numbers and widen them."""
+        return self.upper(self.b.zext(self.load(pointer, VEC_I16), VEC_I32))
+
+    def halves(self, both: Any) -> tuple[Any, Any]:
+        """Split 16 words into their lower and upper bf16 numbers, widened."""
+        return self.upper(both), self.b.bitcast(self.b.and_(both, self.words(0xFFFF0000)), VEC)
+
+    def rounded(self, x: Any) -> Any:
+        """Round 16 numbers to bf16, to nearest and ties to even; NaN stays NaN. Returns 16 x 16 bits."""
+        bits = self.b.bitcast(x, VEC_I32)
+        odd = self.b.and_(self.b.lshr(bits, self.words(16)), self.words(1))
+        up = self.b.lshr(self.b.add(bits, self.b.add(odd, self.words(0x7FFF))), self.words(16))
+        nan = self.b.fcmp_unordered("uno", x, x)
+        return self.b.trunc(self.b.select(nan, self.words(0x7FC0), up), VEC_I16)
+
+    def exp2(self, x: Any) -> Any:
+        """Compute 2 ** x for x <= 0; values below the range give 0."""
+        low = self.splat(-150.0)
+        is_low = self.b.fcmp_ordered("<", x, low)
+        x = self.b.select(is_low, low, x)
+        whole = self.call("llvm.rint.v16f32", VEC, x)
+        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            out = self.fma(out, rest, self.splat(coefficient))
+        # 2 ** whole in two factors, since one of them alone would leave the range of exponents.
+        # The sum's lower bits are the whole number; converting a NaN would be undefined.
+        magic = self.b.bitcast(self.b.fadd(whole, self.splat(12_582_912.0)), VEC_I32)
+        exponent = self.b.sub(magic, self.words(0x4B400000))
+        half = self.b.ashr(exponent, self.words(1))
+        for part in (half, self.b.sub(exponent, half)):
+            scale = self.b.shl(self.b.add(part, self.words(127)), self.words(23))
+            out = self.b.fmul(out, self.b.bitcast(scale, VEC))
+        return self.b.select(is_low, self.splat(0.0), out)
+
+    def swish(self, x: Any) -> Any:
+        """Compute x / (1 + exp(-x)) from exp(-|x|), which cannot overflow."""
+        small = self.exp2(self.b.fmul(self.call("llvm.fabs.v16f32", VEC, x), self.splat(-LOG2_E)))
+        over = self.b.select(self.b.fcmp_ordered("<", x, self.splat(0.0)), small, self.splat(1.0))
+        return self.b.fmul(x, self.b.fdiv(over, self.b.fadd(self.splat(1.0), small)))
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Hide numba's own type hints for what it makes of `function`, which are wrong."""
+    return extending.intrinsic(function)
+
+
+def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
+    """Turn an emitter into a function for compiled code. It receives an array as its pointer, and a tuple as its
+    length, which is a constant."""
+
+    def typed(_: Any, *kinds: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for kind, arg in zip(signature.args, args, strict=True):
+                if isinstance(kind, types.Array):
+                    values.append(context.make_array(kind)(context, builder, arg).data)
+                else:
+                    values.append(kind.count if isinstance(kind, types.UniTuple | types.Tuple) else arg)
+            made = emit(Emit(builder), *values)
+            return context.get_dummy_value() if result is types.void else made
+
+        return result(*kinds), generate
+
+    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
+    return extending.intrinsic(typed)
+
+
+def emitted_value(result: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """Like `emitted`, for an emitter that returns a number."""
+    return functools.partial(emitted, result=result)
+
+
+@emitted_value(types.float32)
+def widened(e: Emit, x: ir.Value) -> Any:
+    """Convert bf16 as uint16 to float32."""
+    return e.b.bitcast(e.b.shl(e.b.zext(x, I32), I32(16)), F32)
+
+
+@emitted_value(types.uint16)
+def rounded(e: Emit, x: ir.Value) -> Any:
+    """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
+    bits = e.b.bitcast(x, I32)
+    odd = e.b.and_(e.b.lshr(bits, I32(16)), I32(1))
+    up = e.b.lshr(e.b.add(bits, e.b.add(odd, I32(0x7FFF))), I32(16))
+    nan = e.b.fcmp_unordered("uno", x, x)
+    return e.b.trunc(e.b.select(nan, I32(0x7FC0), up), I16)
+
+
+@emitted_value(types.CPointer(types.float32))
+def fp32_at(e: Emit, address: ir.Value) -> Any:
+    """Return an address as what `numba.carray` takes."""
+    return e.b.inttoptr(address, F32.as_pointer())
+
+
+@emitted_value(types.CPointer(types.uint16))
+def bf16_at(e: Emit, address: ir.Value) -> Any:
+    """Return an address as what `numba.carray` takes."""
+    return e.b.inttoptr(address, I16.as_pointer())
+
+
+@emitted_value(types.CPointer(types.uint8))
+def bytes_at(e: Emit, address: ir.Value) -> Any:
+    """Return an address as what `numba.carray` takes."""
+    return e.b.inttoptr(address, _POINTER)
+
+
+@emitted_value(types.float32)
+def half_at(e: Emit, address: ir.Value) -> Any:
+    """Return the fp16 number at an address, widened."""
+    return e.b.fpext(e.load(e.at(address), F16), F32)
+
+
+@functools.cache
+def _digest() -> str:
+    files: Sequence[Path] = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            made = njit(cache=True, nogil=True, **options)(function)
+            made._cache._cache_file._source_stamp = _digest()
+        except (RuntimeError, AttributeError):  # there is no directory for numba's cache, or it is made otherwise
+            return njit(nogil=True, **options)(function)
+        return made
+
+    return decorate

@@ -1,0 +1,767 @@
+"""Runs of decoder layers for a few rows, as a decode step of some streams has them, in one compiled call.
+
+A run is a sequence of phases, and a phase a number of tasks. Threads enter once and stay: they take tasks from a
+counter, and whoever finishes a phase's last task opens the next phase. Nobody waits for a thread, only for tasks that
+have been taken. So a thread that comes late, or that the system sets aside, holds nobody up unless it has a task.
+
+Sums are fp32; what enters a product is rounded to bf16 where dot products of pairs multiply it. The order of a sum
+depends only on the row it belongs to, neither on other rows of the batch nor on the number of threads. NaN stays NaN.
+
+Import this through `kernels.cpu.available.layer_kernels`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, prange, types
+from numba.core import cgutils
+
+from kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts
+from kernels.cpu.blocks import BLOCK, FEW, GROUP, block_of_few, block_of_many, block_of_words
+from kernels.cpu.emit import (
+    I64,
+    LANES,
+    LOG2_E,
+    Emit,
+    bf16_at,
+    bytes_at,
+    compiled,
+    emitted,
+    emitted_value,
+    fp32_at,
+    half_at,
+    rounded,
+    widened,
+)
+from kernels.views import Bf16, Constant, Fp32, Int32, Int64
+
+# The parts of a layer at which a call may begin or end.
+PROJECT, TURN, ATTEND, COMPLETE = range(4)
+
+# How a weight is stored: bf16 in oneDNN's layout, or packed with groups of 32 inputs, or of 16.
+NOTHING, WORDS, FOUR_BITS, FOUR_BITS_LOW, EIGHT_BITS, EIGHT_BITS_LOW, EIGHT_BITS_16 = range(7)
+_KIND, _CODES, _SCALES, _LOWS, _BIAS, INPUTS, OUTPUTS, _LANES, FIRST = range(9)
+PRODUCT_FIELDS = 9
+"""Fields of a product in a table: its kind, addresses of codes, scales, lows and bias (fp32; 0: none), inputs (padded
+to GROUP), outputs, vectors per block (WORDS only), and the column of the first output among those of other products of
+the same inputs."""
+_Q, _K, _V, _OUT, _GATE, _UP, _DOWN = range(7)
+LAYER_PRODUCTS = 7  # keys and values may be part of queries' product, and are NOTHING then
+_NORMS = LAYER_PRODUCTS * PRODUCT_FIELDS
+_INPUT_NORM, _Q_NORM, _K_NORM, _POST_NORM, _K_POOL, _V_POOL, _SAVED = range(_NORMS, _NORMS + 7)
+LAYER_FIELDS = _NORMS + 7
+"""Fields of a layer: seven products, four norms' weights (fp32; 0: none), the first key and value in HBM, and the first
+slot where rows are saved (0: nowhere)."""
+
+_YIELD_SPINS = 2_000  # how often a thread looks for the next phase before it lets others run
+_HEADS_TOGETHER = 4  # that one task rotates
+
+
+class Shape(NamedTuple):
+    """What the layers of a run have in common. Widths in numbers, strides in bytes."""
+
+    num_q: int
+    num_k: int
+    page_size: int
+    k_page: int
+    k_row: int
+    k_head: int
+    v_page: int
+    v_row: int
+    v_head: int
+    slot: int  # bytes of a slot where rows are saved
+    slot_values: int  # bytes of a slot's keys
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@emitted_value(types.int64)
+def _take(e: Emit, counters: ir.Value, at: ir.Value) -> Any:
+    """Add one to a counter and return what it was."""
+    pointer = e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer())
+    return e.b.atomic_rmw("add", pointer, I64(1), "seq_cst")
+
+
+@emitted_value(types.int64)
+def _look(e: Emit, counters: ir.Value, at: ir.Value) -> Any:
+    return e.b.load_atomic(e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer()), "seq_cst", 8)
+
+
+@emitted
+def _publish(e: Emit, counters: ir.Value, at: ir.Value, value: ir.Value) -> None:
+    e.b.store_atomic(value, e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer()), "seq_cst", 8)
+
+
+@emitted
+def _pause(e: Emit) -> None:
+    e.call("llvm.x86.sse2.pause", ir.VoidType())
+
+
+@emitted
+def _yield(e: Emit) -> None:
+    e.call("sched_yield", ir.IntType(32))
+
+
+_NEXT, _DONE = 0, 8  # of separate cache lines: the phase and its next task, and the tasks of it that are done
+_COUNTERS = 16
+_PHASE_BITS = 32  # the upper half of the counter of tasks is the phase
+
+
+@compiled()
+def _wait_for(counters: Int64, phase: int) -> None:
+    """Wait until a phase is over."""
+    spins = 0
+    while _look(counters, _NEXT) >> _PHASE_BITS == phase:
+        _pause()
+        spins += 1
+        if spins > _YIELD_SPINS:
+            _yield()
+
+
+# --- parts of a layer -------------------------------------------------------------------------------------------------
+
+
+@emitted
+def gate_in_place(e: Emit, gate: ir.Value, up: ir.Value, vectors: ir.Value) -> None:
+    """Compute silu(gate) * up in place of gate, both fp32."""
+    with cgutils.for_range(e.b, vectors) as loop:
+        here = e.at(gate, e.mul(loop.index, LANES * 4))
+        e.store(e.b.fmul(e.swish(e.load(here)), e.load(e.at(up, e.mul(loop.index, LANES * 4)))), here)
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def _inverse_rms(x: Fp32, eps: float) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    inverse: np.float32 = np.float32(1.0) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
+    return inverse
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def _sum(x: Fp32) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+class Inputs(NamedTuple):
+    """What products read: rows in bf16 or fp32, whichever they multiply, and each group's sum."""
+
+    wide: Fp32
+    narrow: Bf16
+    sums: Fp32
+
+
+@compiled()
+def make_inputs(rows: int, inputs: int) -> Inputs:
+    return Inputs(
+        np.zeros((rows, inputs), np.float32),
+        np.zeros((rows, inputs), np.uint16),
+        np.zeros((rows, inputs // GROUP), np.float32),
+    )
+
+
+@compiled()
+def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
+    """Finish some groups of a row whose numbers are in `x.wide`."""
+    wide = x.wide[row, begin:end]
+    if len(dots):
+        narrow = x.narrow[row, begin:end]
+        for i in range(len(wide)):
+            narrow[i] = rounded(wide[i])
+            wide[i] = widened(narrow[i])
+    for group in range(len(wide) // GROUP):
+        x.sums[row, begin // GROUP + group] = _sum(wide[group * GROUP : (group + 1) * GROUP])
+
+
+@compiled()
+def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
+    """Finish a row whose numbers are in `x.wide`. What is behind `width` becomes 0."""
+    padded = (width + GROUP - 1) // GROUP * GROUP
+    x.wide[row, width:padded] = np.float32(0.0)
+    set_part(x, row, 0, padded, dots)
+
+
+class Place(NamedTuple):
+    """Addresses and strides of a block's operands and result."""
+
+    rows: int
+    x: int
+    x_row: int
+    sums: int
+    sums_row: int
+    out: int
+    out_row: int
+
+
+@compiled()
+def multiply_block(product: Int64, block: int, place: Place, dots: Constant, scratch: Bf16) -> None:
+    """Compute one block of a product for all rows, and add the bias. scratch: as much as `scratch_size`."""
+    kind = product[_KIND]
+    if kind == WORDS:
+        columns, pairs = product[_LANES], product[INPUTS] // 2
+        weight = product[_CODES] + block * pairs * columns * 64
+        block_of_words(dots, columns, place.rows, place.x, place.x_row, weight, pairs, place.out, place.out_row)
+    elif kind == FOUR_BITS:
+        _packed((0,) * 4, (), (0,) * 4, dots, product, block, place, scratch)
+    elif kind == FOUR_BITS_LOW:
+        _packed((0,) * 4, (0,), (0,) * 4, dots, product, block, place, scratch)
+    elif kind == EIGHT_BITS:
+        _packed((0,) * 8, (), (0,) * 4, dots, product, block, place, scratch)
+    elif kind == EIGHT_BITS_LOW:
+        _packed((0,) * 8, (0,), (0,) * 4, dots, product, block, place, scratch)
+    else:
+        _packed((0,) * 8, (), (0,) * 2, dots, product, block, place, scratch)
+    if product[_BIAS]:
+        first = block * block_size(product)
+        count = min(block_size(product), product[OUTPUTS] - first)
+        bias = carray(fp32_at(product[_BIAS] + first * 4), (count,), np.float32)
+        for row in range(place.rows):
+            out = carray(fp32_at(place.out + row * place.out_row), (count,), np.float32)
+            for i in range(count):
+                out[i] += bias[i]
+
+
+@compiled()
+def _packed(
+    bits: Constant,
+    has_lows: Constant,
+    quads: Constant,
+    dots: Constant,
+    product: Int64,
+    block: int,
+    place: Place,
+    scratch: Bf16,
+) -> None:
+    groups = product[INPUTS] // (8 * len(quads))
+    codes = product[_CODES] + block * product[INPUTS] * BLOCK * len(bits) // 8
+    scales, lows = product[_SCALES] + block * groups * BLOCK * 2, product[_LOWS] + block * groups * BLOCK * 2
+    rows, x, x_row, sums, sums_row, out, out_row = place
+    if len(dots) and rows > FEW:
+        unpacked = scratch.ctypes.data
+        block_of_many(
+            bits, has_lows, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row, unpacked
+        )
+    else:
+        block_of_few(
+            bits, dots, has_lows, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row
+        )
+
+
+@compiled()
+def scratch_size(product: Int64, rows: int, dots: Constant) -> int:
+    """Return how many numbers of scratch `multiply_block` uses."""
+    return product[INPUTS] * BLOCK if rows > FEW and product[_KIND] != WORDS and len(dots) else 0
+
+
+@compiled()
+def block_size(product: Int64) -> int:
+    """Return the number of outputs of a block."""
+    return product[_LANES] * LANES if product[_KIND] == WORDS else BLOCK
+
+
+@compiled()
+def blocks_of(product: Int64) -> int:
+    """Return the number of blocks of a product's outputs."""
+    size = block_size(product)
+    return 0 if product[_KIND] == NOTHING else (product[OUTPUTS] + size - 1) // size
+
+
+@compiled()
+def end_of(product: Int64) -> int:
+    """Return the column behind a product's last block."""
+    return product[FIRST] + blocks_of(product) * block_size(product)
+
+
+@compiled()
+def unpack_row(product: Int64, row: int, out: Bf16) -> None:
+    """Unpack the weights of one output of a packed product, rounded to bf16."""
+    kind, inputs = product[_KIND], product[INPUTS]
+    is_four = kind == FOUR_BITS or kind == FOUR_BITS_LOW
+    has_lows = kind == FOUR_BITS_LOW or kind == EIGHT_BITS_LOW
+    size = 16 if kind == EIGHT_BITS_16 else GROUP
+    block, place = row // BLOCK, row % BLOCK
+    bits = 4 if is_four else 8
+    codes = carray(
+        bytes_at(product[_CODES] + block * inputs * BLOCK * bits // 8), (inputs * BLOCK * bits // 8,), np.uint8
+    )
+    groups = inputs // size
+    for i in range(len(out)):
+        pair, odd = i // 2, i % 2
+        if is_four:
+            quad, nibble = pair // 4, pair % 4
+            byte = np.int64(codes[((quad * 2 + place // 16) * 16 + place % 16) * 4 + odd * 2 + nibble // 2])
+            code = (byte >> (nibble % 2 * 4)) & 15
+            if not has_lows:
+                code -= 8
+        else:
+            code = np.int64(np.int8(codes[(pair * BLOCK + place) * 2 + odd]))
+        at = ((block * groups + i // size) * BLOCK + place) * 2
+        number = np.float32(code) * half_at(product[_SCALES] + at)
+        if has_lows:
+            number += half_at(product[_LOWS] + at)
+        out[i] = rounded(number)
+
+
+@compiled()
+def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
+    """Return where all rows are, and where outputs go: out fp32 [rows, outputs of a block], or a part of its
+    columns."""
+    sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
+    if len(dots):
+        return Place(len(out), x.narrow.ctypes.data, x.narrow.strides[0], sums, sums_row, out_at, out_row)
+    return Place(len(out), x.wide.ctypes.data, x.wide.strides[0], sums, sums_row, out_at, out_row)
+
+
+@compiled()
+def _multiply(products: Int64, task: int, chunk: int, x: Inputs, dots: Constant, out: Fp32, scratch: Bf16) -> None:
+    """Do one task of products of the same inputs, x -> out fp32 [rows, columns]: `chunk` blocks."""
+    passed = 0
+    for which in range(len(products)):
+        product = products[which]
+        blocks = blocks_of(product)
+        for block in range(max(0, task * chunk - passed), min(blocks, (task + 1) * chunk - passed)):
+            column = product[FIRST] + block * block_size(product)
+            multiply_block(product, block, place_at(x, dots, out[:, column:]), dots, scratch)
+        passed += blocks
+
+
+@compiled()
+def _multiply_gated(
+    products: Int64, task: int, chunk: int, x: Inputs, dots: Constant, ups: Fp32, out: Inputs, scratch: Bf16
+) -> None:
+    """Do one task of silu(gate(x)) * up(x). products: gate and up, with blocks of one size, whole groups. ups: room for
+    products like `out.wide`."""
+    gate, up = products[0], products[1]
+    size = block_size(gate)
+    for block in range(task * chunk, min(blocks_of(gate), (task + 1) * chunk)):
+        begin, end = block * size, min(block * size + size, out.wide.shape[1])
+        multiply_block(gate, block, place_at(x, dots, out.wide[:, begin:]), dots, scratch)
+        multiply_block(up, block, place_at(x, dots, ups[:, begin:]), dots, scratch)
+        for row in range(len(out.wide)):
+            here = out.wide[row, begin:end]
+            gate_in_place(here.ctypes.data, ups[row, begin:end].ctypes.data, size // LANES)
+            set_part(out, row, begin, end, dots)
+
+
+@compiled()
+def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
+    """Rotate exactly as torch does in bf16, bit for bit, because keys rotated after loading must be the same."""
+    half = len(cos) // 2
+    for d in range(half):
+        low, high = widened(x[d]), widened(x[half + d])
+        a, b = widened(rounded(low * widened(cos[d]))), widened(rounded(high * widened(cos[half + d])))
+        out[d] = rounded(a - high * widened(sin[d]))
+        out[half + d] = rounded(b + low * widened(sin[half + d]))
+
+
+@compiled()
+def _settle_head(y: Fp32, norm: int, eps: float, out: Bf16) -> None:
+    """Normalise one head's numbers if there is a norm, and round them."""
+    scale = np.float32(1.0)
+    if norm:
+        scale = _inverse_rms(y, eps)
+        weight = carray(fp32_at(norm), (len(y),), np.float32)
+        for d in range(len(y)):
+            out[d] = rounded(y[d] * (scale * weight[d]))
+    else:
+        for d in range(len(y)):
+            out[d] = rounded(y[d])
+
+
+@compiled()
+def _turn_head(
+    shape: Shape,
+    layer: Int64,
+    row: int,
+    head: int,
+    x: Bf16,
+    cos: Bf16,
+    sin: Bf16,
+    slot: int,
+    spots: Int64,
+    scale: np.float32,
+    q: Fp32,
+) -> None:
+    """Save one head of one row un-rotated, if it is a key or a value, rotate it, and write it to where attention reads
+    it."""
+    dim = len(x)
+    key = head - shape.num_q
+    if key >= 0 and layer[_SAVED] and len(spots) and spots[row, 0] >= 0:
+        at = layer[_SAVED] + spots[row, 0] * shape.slot + spots[row, 1] * shape.num_k * dim * 2
+        if key >= shape.num_k:
+            at += shape.slot_values - shape.num_k * dim * 2
+        target = carray(bf16_at(at + key * dim * 2), (dim,), np.uint16)
+        for d in range(dim):
+            target[d] = x[d]
+    if key < 0:
+        turned = np.empty(dim, np.uint16)
+        _rotate(x, cos, sin, turned)
+        for d in range(dim):
+            q[row, head, d] = widened(turned[d]) * np.float32(scale * LOG2_E)
+        return
+    page, place = slot // shape.page_size, slot % shape.page_size
+    if key < shape.num_k:
+        at = layer[_K_POOL] + page * shape.k_page + place * shape.k_row + key * shape.k_head
+        _rotate(x, cos, sin, carray(bf16_at(at), (dim,), np.uint16))
+    else:
+        at = layer[_V_POOL] + page * shape.v_page + place * shape.v_row + (key - shape.num_k) * shape.v_head
+        target = carray(bf16_at(at), (dim,), np.uint16)
+        for d in range(dim):
+            target[d] = x[d]
+
+
+class Rows(NamedTuple):
+    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: what
+    PROJECT makes; q and mixed fp32 [rows, q heads, dim]: what TURN and ATTEND make; cos, sin bf16 [rows, dim]; slots
+    int64 [rows]: where keys and values go; table int32 [rows, pages]; spots int64 [rows, 2]: for each row the slot where
+    it is saved and the row in it, slot -1: nowhere; of no rows: none is saved."""
+
+    hidden: Bf16
+    heads: Bf16
+    q: Fp32
+    mixed: Fp32
+    cos: Bf16
+    sin: Bf16
+    slots: Int64
+    table: Int32
+    spots: Int64
+
+
+class Scratch(NamedTuple):
+    """What the threads of a run share. fp32 [rows, ...]: hidden, before and after attention; inputs of products; what
+    products give; [parts, heads, ...] of attention. narrow: inputs in bf16; sums: of groups of inputs."""
+
+    hidden: Fp32
+    middle: Fp32
+    wide: Fp32
+    narrow: Bf16
+    sums: Fp32
+    gates: Fp32
+    narrow_gates: Bf16
+    sums_of_gates: Fp32
+    ups: Fp32
+    made: Fp32
+    mixed: Fp32
+    stats: Fp32
+
+
+# The phases of a layer. NORM and those after MERGE come in every run that has the part which they belong to.
+_NORM, _PROJECT, _HEADS, _ATTEND, _MERGE, _OUTPUT, _POST_NORM_PHASE, _GATED, _SHRINK = range(9)
+_PHASES = 9
+
+
+@compiled()
+def _begins(part: int) -> int:
+    """Return the first phase of a part."""
+    if part == PROJECT:
+        return _NORM
+    if part == TURN:
+        return _HEADS
+    return _ATTEND if part == ATTEND else _MERGE
+
+
+@compiled()
+def _ends(part: int) -> int:
+    """Return the phase behind the last of a part. Heads are settled at the end of PROJECT."""
+    if part == PROJECT or part == TURN:
+        return _HEADS + 1
+    return _MERGE + 1 if part == ATTEND else _PHASES
+
+
+@compiled()
+def _chunk(blocks: int, threads: int) -> int:
+    """Return how many adjacent blocks a task has: a quarter of a thread's share."""
+    return max(1, blocks // (threads * 4))
+
+
+@compiled()
+def _num_blocks(layer: Int64, kind: int) -> int:
+    if kind == _PROJECT:
+        return blocks_of(_product(layer, _Q)) + blocks_of(_product(layer, _K)) + blocks_of(_product(layer, _V))
+    if kind == _OUTPUT:
+        return blocks_of(_product(layer, _OUT))
+    return blocks_of(_product(layer, _GATE if kind == _GATED else _DOWN))
+
+
+@compiled()
+def _num_tasks(layer: Int64, kind: int, rows: Rows, parts: int, num_k: int, threads: int) -> int:
+    """Return the number of a phase's tasks, at least one."""
+    if kind == _NORM or kind == _MERGE or kind == _POST_NORM_PHASE:
+        return len(rows.hidden)
+    if kind == _HEADS:
+        heads = rows.heads.shape[0] * rows.heads.shape[1]
+        return (heads + _HEADS_TOGETHER - 1) // _HEADS_TOGETHER
+    if kind == _ATTEND:
+        return parts * num_k
+    blocks = _num_blocks(layer, kind)
+    chunk = _chunk(blocks, threads)
+    return (blocks + chunk - 1) // chunk
+
+
+@compiled()
+def _normalise(x: Inputs, row: int, hidden: Fp32, weight: int, eps: float, dots: Constant) -> None:
+    width = len(hidden)
+    weights = carray(fp32_at(weight), (width,), np.float32)
+    scale = _inverse_rms(hidden, eps)
+    wide = x.wide[row]
+    for i in range(width):
+        wide[i] = hidden[i] * scale * weights[i]
+    set_row(x, row, width, dots)
+
+
+@compiled()
+def _finish_row(scratch: Scratch, row: int) -> None:
+    """Make a layer's result of what its last product gave, rounded as between layers."""
+    hidden, made, middle = scratch.hidden[row], scratch.made[row], scratch.middle[row]
+    for i in range(len(hidden)):
+        hidden[i] = widened(rounded(made[i] + middle[i]))
+
+
+@compiled()
+def _do(
+    layer: Int64,
+    numbers: Any,
+    kind: int,
+    task: int,
+    is_first: bool,
+    settles: bool,
+    turns: bool,
+    merges: bool,
+    shape: Shape,
+    rows: Rows,
+    tasks: AttentionTasks,
+    scratch: Scratch,
+    group: Constant,
+    lanes: Constant,
+    dots: Constant,
+    threads: int,
+    unpacked: Bf16,
+) -> None:
+    """Do one task. is_first: of the run's first layer; settles, turns: what of PROJECT and TURN is to be done with
+    heads; merges: whether attention has been computed in this run."""
+    x = Inputs(scratch.wide, scratch.narrow, scratch.sums)
+    dim = rows.heads.shape[2]
+    if kind == _NORM:
+        if not is_first:
+            _finish_row(scratch, task)
+        _normalise(x, task, scratch.hidden[task], layer[_INPUT_NORM], numbers[0], dots)
+    elif kind == _HEADS:
+        heads = rows.heads.shape[1]
+        last = min((task + 1) * _HEADS_TOGETHER, len(rows.heads) * heads)
+        for place in range(task * _HEADS_TOGETHER, last):
+            row, head = place // heads, place % heads
+            out = rows.heads[row, head]
+            if settles:
+                norm, eps = 0, 0.0
+                if head < shape.num_q:
+                    norm, eps = layer[_Q_NORM], numbers[1]
+                elif head < shape.num_q + shape.num_k:
+                    norm, eps = layer[_K_NORM], numbers[2]
+                _settle_head(scratch.made[row, head * dim : (head + 1) * dim], norm, eps, out)
+            if turns:
+                cos, sin, slot = rows.cos[row], rows.sin[row], rows.slots[row]
+                _turn_head(shape, layer, row, head, out, cos, sin, slot, rows.spots, np.float32(numbers[4]), rows.q)
+    elif kind == _ATTEND:
+        part, kv_head = task // shape.num_k, task % shape.num_k
+        row, head = tasks.row[part], kv_head * len(group)
+        attend_part(
+            rows.q[row, head].ctypes.data,
+            Pool(layer[_K_POOL], shape.k_page, shape.k_row, shape.k_head),
+            Pool(layer[_V_POOL], shape.v_page, shape.v_row, shape.v_head),
+            kv_head,
+            shape.page_size,
+            rows.table[row],
+            tasks.first[part],
+            tasks.keys[part],
+            group,
+            lanes,
+            lanes,
+            scratch.mixed[part, head].ctypes.data,
+            scratch.stats[part, head].ctypes.data,
+        )
+    elif kind == _MERGE:
+        for head in range(shape.num_q):
+            mixed = rows.mixed[task, head]
+            if merges:
+                begin, end = tasks.starts[task], tasks.starts[task + 1]
+                merge_parts(scratch.mixed, scratch.stats, begin, end, head, mixed)
+            wide = x.wide[task, head * dim : (head + 1) * dim]
+            for d in range(dim):
+                wide[d] = mixed[d]
+        set_row(x, task, shape.num_q * dim, dots)
+    elif kind == _POST_NORM_PHASE:
+        middle, made, hidden = scratch.middle[task], scratch.made[task], scratch.hidden[task]
+        for i in range(len(hidden)):
+            middle[i] = made[i] + hidden[i]
+        _normalise(x, task, middle, layer[_POST_NORM], numbers[3], dots)
+    else:
+        chunk = _chunk(_num_blocks(layer, kind), threads)
+        gates = Inputs(scratch.gates, scratch.narrow_gates, scratch.sums_of_gates)
+        if kind == _PROJECT:
+            _multiply(_products(layer, _Q, _V), task, chunk, x, dots, scratch.made, unpacked)
+        elif kind == _OUTPUT:
+            _multiply(_products(layer, _OUT, _OUT), task, chunk, x, dots, scratch.made, unpacked)
+        elif kind == _GATED:
+            _multiply_gated(_products(layer, _GATE, _UP), task, chunk, x, dots, scratch.ups, gates, unpacked)
+        else:
+            _multiply(_products(layer, _DOWN, _DOWN), task, chunk, gates, dots, scratch.made, unpacked)
+
+
+@compiled()
+def _work(
+    counters: Int64,
+    layers: Int64,
+    numbers: Any,
+    first: int,
+    last: int,
+    begin: int,
+    end: int,
+    shape: Shape,
+    rows: Rows,
+    tasks: AttentionTasks,
+    scratch: Scratch,
+    group: Constant,
+    lanes: Constant,
+    dots: Constant,
+    threads: int,
+) -> None:
+    """Do tasks until there are no more phases."""
+    unpacked = np.empty(scratch.gates.shape[1] * BLOCK if len(rows.hidden) > FEW else 0, np.uint16)
+    behind = (last - 1) * _PHASES + _ends(end)
+    while True:
+        ticket = _take(counters, _NEXT)
+        phase, task = ticket >> _PHASE_BITS, ticket & ((1 << _PHASE_BITS) - 1)
+        if phase >= behind:
+            return
+        index, kind = phase // _PHASES, phase % _PHASES
+        count = _num_tasks(layers[index], kind, rows, len(tasks.row), shape.num_k, threads)
+        if task >= count:
+            _wait_for(counters, phase)
+            continue
+        starts, stops = begin if index == first else PROJECT, end if index == last - 1 else COMPLETE
+        _do(
+            layers[index],
+            numbers[index],
+            kind,
+            task,
+            index == first,
+            starts == PROJECT,
+            stops >= TURN,
+            starts <= ATTEND,
+            shape,
+            rows,
+            tasks,
+            scratch,
+            group,
+            lanes,
+            dots,
+            threads,
+            unpacked,
+        )
+        if _take(counters, _DONE) == count - 1:
+            _publish(counters, _DONE, 0)
+            _publish(counters, _NEXT, (phase + 1) << _PHASE_BITS)
+
+
+@compiled()
+def _product(layer: Int64, which: int) -> Int64:
+    return layer[which * PRODUCT_FIELDS : (which + 1) * PRODUCT_FIELDS]
+
+
+@compiled()
+def _products(layer: Int64, first: int, last: int) -> Int64:
+    fields = layer[first * PRODUCT_FIELDS : (last + 1) * PRODUCT_FIELDS]
+    return fields.reshape(last + 1 - first, PRODUCT_FIELDS)
+
+
+@compiled()
+def _columns(layer: Int64) -> int:
+    """Return the most columns that products of a layer give, but the gated ones."""
+    most = max(end_of(_product(layer, _OUT)), end_of(_product(layer, _DOWN)))
+    for which in range(_Q, _V + 1):
+        most = max(most, end_of(_product(layer, which)))
+    return most
+
+
+# Not inside `run`: numba takes what a parallel function writes to a part of a tuple for unused, and leaves it out.
+@compiled()
+def _begin(rows: Rows, scratch: Scratch) -> None:
+    for row in range(len(rows.hidden)):
+        for i in range(rows.hidden.shape[1]):
+            scratch.hidden[row, i] = widened(rows.hidden[row, i])
+
+
+@compiled()
+def _end(rows: Rows, scratch: Scratch) -> None:
+    for row in range(len(rows.hidden)):
+        _finish_row(scratch, row)
+        for i in range(rows.hidden.shape[1]):
+            rows.hidden[row, i] = rounded(scratch.hidden[row, i])
+
+
+@compiled(parallel=True)
+def run(
+    layers: Int64,
+    numbers: Any,
+    first: int,
+    last: int,
+    begin: int,
+    end: int,
+    shape: Shape,
+    rows: Rows,
+    tasks: AttentionTasks,
+    group: Constant,
+    lanes: Constant,
+    dots: Constant,
+    threads: int,
+) -> None:
+    """Run layers first to last - 1, the first from the part `begin` on and the last until the part `end`. layers int64
+    [layers, LAYER_FIELDS]; numbers float64 [layers, 5]: four norms' epsilons and the scale of attention. group, lanes:
+    tuples whose lengths are the query heads per kv head and the vectors per head; dots: of length 1 where dot products
+    of bf16 pairs are used; threads: how many there are for calls from this thread."""
+    count, width = rows.hidden.shape
+    parts, dim, layer = len(tasks.row), rows.heads.shape[2], layers[first]
+    inputs = max(_product(layer, _Q)[INPUTS], _product(layer, _OUT)[INPUTS])
+    gated = max(_product(layer, _DOWN)[INPUTS], end_of(_product(layer, _GATE)))  # what is behind the outputs is 0
+    scratch = Scratch(
+        np.empty((count, width), np.float32),
+        np.empty((count, width), np.float32),
+        np.empty((count, inputs), np.float32),
+        np.empty((count, inputs), np.uint16),
+        np.empty((count, inputs // GROUP), np.float32),
+        np.zeros((count, gated), np.float32),
+        np.zeros((count, gated), np.uint16),
+        np.zeros((count, gated // GROUP), np.float32),
+        np.empty((count, gated), np.float32),
+        np.empty((count, _columns(layer)), np.float32),
+        np.empty((parts, shape.num_q, dim), np.float32),
+        np.empty((parts, shape.num_q, 2), np.float32),
+    )
+    _begin(rows, scratch)
+    counters = np.zeros(_COUNTERS, np.int64)
+    counters[_NEXT] = (first * _PHASES + _begins(begin)) << _PHASE_BITS
+    for _ in prange(threads):
+        _work(
+            counters,
+            layers,
+            numbers,
+            first,
+            last,
+            begin,
+            end,
+            shape,
+            rows,
+            tasks,
+            scratch,
+            group,
+            lanes,
+            dots,
+            threads,
+        )
+    if end == COMPLETE:
+        _end(rows, scratch)

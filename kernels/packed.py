@@ -1,0 +1,132 @@
+"""The layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low, for each group of inputs.
+
+A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
+in the order in which `kernels.cpu.blocks` reads them, which documents it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32  # outputs that are computed together
+GROUP = 32  # inputs that are padded to
+ZERO = 8  # of 4-bit codes without lows
+
+Bits = Literal[4, 8]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15, or -128 to 127; scales, lows fp32
+    [outputs, groups], the groups of 32 or 16 adjacent inputs. Without lows, 4-bit codes are 8 too high."""
+
+    codes: Tensor
+    scales: Tensor
+    lows: Tensor | None
+    bits: Bits
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK]."""
+
+    codes: Tensor
+    scales: Tensor
+    lows: Tensor | None
+    outputs: int
+    inputs: int
+    bits: Bits
+    group: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.codes, self.scales, self.lows) if x is not None)
+
+
+def pack(weight: Codes) -> PackedWeight:
+    """Lay a weight out. Raises ValueError if its scales do not fit fp16."""
+    outputs, inputs = weight.codes.shape
+    rows, columns = -outputs % BLOCK, -inputs % GROUP
+    codes = F.pad(weight.codes, (0, columns, 0, rows))
+    blocks, groups = codes.shape[0] // BLOCK, codes.shape[1] // GROUP
+    if weight.bits == 4:
+        # block, lane, output, group, quad, nibble, odd -> block, group, quad, lane, output, odd, nibble
+        parts = codes.view(blocks, 2, 16, groups, 4, 4, 2).permute(0, 3, 4, 1, 2, 6, 5)
+        nibbles = parts.to(torch.uint8)
+        # The lower byte of a 16-bit word comes first.
+        laid = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    else:
+        # block, output, group, pair, odd -> block, group, pair, output, odd
+        laid = codes.view(blocks, BLOCK, groups, 16, 2).permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
+    return PackedWeight(
+        codes=laid.reshape(-1).contiguous(),
+        scales=_laid_out(weight.scales, rows, columns // weight.group),
+        lows=None if weight.lows is None else _laid_out(weight.lows, rows, columns // weight.group),
+        outputs=outputs,
+        inputs=inputs,
+        bits=weight.bits,
+        group=weight.group,
+    )
+
+
+def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
+    padded = F.pad(numbers, (0, groups, 0, rows))
+    laid = padded.view(-1, BLOCK, padded.shape[1]).transpose(1, 2).contiguous().half()
+    if not laid.isfinite().all():
+        raise ValueError("scales of a packed weight are beyond 65504")
+    return laid
+
+
+def unpack_codes(weight: PackedWeight) -> Tensor:
+    """Return the codes, int8 [outputs, inputs]: less 8 if they are of 4 bits and have no lows."""
+    blocks = weight.scales.shape[0]
+    groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
+    if weight.bits == 4:
+        halves = weight.codes.view(blocks, groups, 4, 2, 16, 2, 2)
+        nibbles = torch.stack((halves & 15, halves >> 4), -1).view(blocks, groups, 4, 2, 16, 2, 4)
+        codes = nibbles.permute(0, 3, 4, 1, 2, 6, 5).reshape(blocks * BLOCK, groups * GROUP).to(torch.int8)
+        if weight.lows is None:
+            codes -= ZERO
+    else:
+        laid = weight.codes.view(torch.int8).view(blocks, groups, 16, BLOCK, 2)
+        codes = laid.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
+    return codes[: weight.outputs, : weight.inputs]
+
+
+def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [outputs, inputs], rounded once."""
+    wide = unpack_codes(weight).float().view(weight.outputs, -1, weight.group)
+    scales, lows = (
+        None if x is None else x.transpose(1, 2).reshape(-1, x.shape[1])[: weight.outputs, : wide.shape[1], None]
+        for x in (weight.scales, weight.lows)
+    )
+    assert scales is not None
+    wide = wide * scales.float() if lows is None else wide * scales.float() + lows.float()
+    return wide.view(weight.outputs, weight.inputs).to(dtype)
+
+
+def unpack_rows(weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [n, inputs] of a weight, as an embedding does. rows int64 [n]."""
+    blocks, outputs = rows // BLOCK, rows % BLOCK
+    count, groups = len(rows), -(-weight.inputs // GROUP)
+    by_block = weight.codes.view(weight.scales.shape[0], -1)
+    if weight.bits == 4:
+        laid = by_block.view(-1, groups, 4, 2, 16, 2, 2)[blocks, :, :, outputs // 16, outputs % 16]
+        nibbles = torch.stack((laid & 15, laid >> 4), -1).view(count, groups, 4, 2, 4)
+        codes = nibbles.transpose(3, 4).reshape(count, groups * GROUP).to(torch.int8)
+        if weight.lows is None:
+            codes -= ZERO
+    else:
+        codes = by_block.view(torch.int8).view(-1, groups, 16, BLOCK, 2)[blocks, :, :, outputs].reshape(count, -1)
+    wide = codes.float().view(count, -1, weight.group)
+    wide *= weight.scales[blocks, :, outputs].float()[..., None]
+    if weight.lows is not None:
+        wide += weight.lows[blocks, :, outputs].float()[..., None]
+    return wide.view(count, -1)[:, : weight.inputs].to(dtype)
