@@ -14,7 +14,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int  # tokens; 0: what the model was trained for
     dtype: str  # auto | float32 | bfloat16 | float16
     tensor_parallel: int  # processes that share the model out, each with its heads
-    weights: str  # auto | bf16 | q8 | q4: how they are kept in memory
+    weights: str = "auto"  # auto | bf16 | q8 | q4: how they are kept in memory
     exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
 
 

@@ -29,6 +29,8 @@ from kernels.cpu.available import decode_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
 from kernels.selectors.selector import LOG2_E, Selecting, StepSelection
 
+SHORT_WAY = "reprise_short_way"
+"""The attribute of a model that has a `Shortcut`."""
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -244,13 +246,32 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+class Shortcut(Protocol):
+    """Computes some steps without transformers' own code."""
+
+    def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
+        """What `forward` would return, or None."""
+        ...
+
+
+def forward(
+    model: nn.Module,
+    step: Step,
+    token_ids: Tensor,
+    positions: Tensor,
+    logit_rows: Tensor,
+    short_way: Shortcut | None = None,
+) -> Tensor:
     """Run one flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64, ascending indices into
     the batch. Returns logits [rows, vocab]. Afterwards the KV of every token is in its slot."""
     keep_rows = takes_logit_rows(type(model).forward)
     extra = {"logits_to_keep": logit_rows} if keep_rows else {}
     step.logit_rows = logit_rows
     with running(step):
+        if short_way is not None:
+            found = short_way.logits(step, token_ids, positions, logit_rows)
+            if found is not None:
+                return found
         logits: Tensor = model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra
         ).logits
@@ -296,6 +317,7 @@ class ModelRunner:
         self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
         self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
+        self.short_way: Shortcut | None = getattr(model, SHORT_WAY, None)
         self.weights: WeightStream | None = None  # through which layers' weights come to HBM; None: they are there
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
@@ -324,4 +346,4 @@ class ModelRunner:
             arrive=arrive,
             selection=None if self.selecting is None else self.selecting.of_step(batch.meta),
         )
-        return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)
+        return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows, self.short_way)

@@ -26,7 +26,8 @@ class ModelRefused(Exception):
 
 def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
-    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving needs is downloaded, and weights only as safetensors."""
+    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving
+    needs is downloaded, and weights only as safetensors."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path

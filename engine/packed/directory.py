@@ -97,7 +97,7 @@ def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
             if Path(file).name != file:
                 raise DamagedDirectory(f"{directory / INDEX} names a file elsewhere: {file[:80]}")
             with safe_open(directory / file, framework="pt") as opened:
-                parts |= {name: opened.get_tensor(name) for name in opened.keys()}
+                parts |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, ValueError) as error:
         raise DamagedDirectory(f"weights of {directory} cannot be read: {error}") from error
     try:

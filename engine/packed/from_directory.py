@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def packed(source: Path, directory: Path, weights: str) -> Path:
-    """Return a directory with the weights of another packed to q4 or q8, made by this start or an earlier one. Embeddings and heads
-    get 8 bits, as they take the greatest errors. Raises OSError, ValueError."""
+    """Return a directory with the weights of another packed to q4 or q8, made by this start or an earlier one.
+    Embeddings and heads get 8 bits, as they take the greatest errors. Raises OSError, ValueError."""
     found = directory / f"{_stamp(source)}-{weights}-{_WRITTEN_BY}"
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", source, weights, found)
@@ -52,7 +52,7 @@ def _stamp(source: Path) -> str:
 def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
+            for name in opened.keys():  # noqa: SIM118
                 weight = opened.get_tensor(name)
                 if _is_packable(name, weight):
                     is_outer = "embed" in name or "head" in name

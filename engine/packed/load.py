@@ -62,6 +62,7 @@ def _set(model: nn.Module, name: str, weight: Tensor | PackedWeight, dtype: torc
             return setattr(parent, child, QuantisedEmbedding(weight, dtype))
         weight = unpack(weight, dtype)  # a module of another kind, which does its own arithmetic
     setattr(module, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
+    return None
 
 
 def _check_kernels(model: nn.Module) -> None:

@@ -149,16 +149,12 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     kernels: Any = decode_kernels()
     if kernels is None:
         return None
-    if weight.group == 16:
-        kind = kernels.EIGHT_BITS_16
-    elif weight.bits == 4:
-        kind = kernels.FOUR_BITS if weight.lows is None else kernels.FOUR_BITS_LOW
-    else:
-        kind = kernels.EIGHT_BITS if weight.lows is None else kernels.EIGHT_BITS_LOW
+    kernel = kernels.packed_kernel(weight.bits, weight.lows is not None, weight.group, dots_of_pairs())
     biases = None if bias is None else bias.detach().float().contiguous()
     addresses = [0 if x is None else x.data_ptr() for x in (weight.codes, weight.scales, weight.lows, biases)]
-    fields = (kind, *addresses, -(-weight.inputs // GROUP) * GROUP, weight.outputs, 0, 0)
-    return FewProduct(fields, (weight, biases), weight.inputs, weight.outputs, BLOCK)
+    padded = -(-weight.inputs // GROUP) * GROUP
+    fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group)
+    return FewProduct(fields, (kernel, weight, biases), weight.inputs, weight.outputs, BLOCK)
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:

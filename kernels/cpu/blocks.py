@@ -3,22 +3,26 @@
 All are compiled by numba. A row's sums are the same, bit for bit, however many rows there are: with dot products of
 bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors of any length.
 
-Packed weights are read as they are stored. A row is divided into groups of 32 inputs. A number is `scale * code + low`, with codes of 0 to 15 (minus 8
-where there are no lows) or -128 to 127, and a scale and a low of 16 bits for each group and output. Sums of products
-with codes are scaled once a group, which takes a fifth of the work of unpacking numbers.
+Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. A number is `scale *
+code + low`, with codes of 0 to 15 (minus 8 where there are no lows) or -128 to 127, and a scale and a low in fp16 for
+each group and output. Sums of products with codes are scaled once a group, a fifth of the work of unpacking numbers.
 
-Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within a group: for 8 bits 16
+Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within 32 inputs: for 8 bits 16
 pairs of inputs of 32 outputs, each pair adjacent; for 4 bits four times two vectors of 16 outputs, with four codes in
 each 16-bit word, for the inputs 2 * (4 * quad + n) + j of word j. Scales and lows are fp16 [blocks, groups, 32].
 
-Arguments are addresses, so nothing checks them; `kernels.cpu.layers` and `kernels.cpu.packed` own the arithmetic.
+Arguments are addresses, so nothing checks them; `kernels.cpu.layers` and `kernels.cpu.decode` own the arithmetic.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
+from numba import carray, types
 from numba.core import cgutils
+from numba.core.ccallback import CFunc
 
 from kernels.cpu.emit import (
     F32,
@@ -34,6 +38,9 @@ from kernels.cpu.emit import (
     Emit,
     compiled,
     emitted,
+    fp32_at,
+    int64_at,
+    keep_compiled,
 )
 from kernels.views import Constant
 
@@ -269,7 +276,7 @@ def _by_words(
 
 
 @compiled()
-def block_of_few(
+def _few(
     bits: Constant,
     dots: Constant,
     has_lows: Constant,
@@ -361,7 +368,7 @@ def block_of_few(
 
 
 @compiled()
-def block_of_many(
+def _many(
     bits: Constant,
     has_lows: Constant,
     quads: Constant,
@@ -378,7 +385,7 @@ def block_of_many(
     out_row: int,
     scratch: int,
 ) -> None:
-    """Like `block_of_few` with dot products, unpacking the block once."""
+    """Like `_few` with dot products, unpacking the block once."""
     _unpack(bits, has_lows, codes, groups * len(quads), scratch)
     row = 0
     while row < rows:
@@ -427,9 +434,9 @@ def block_of_many(
 
 
 @compiled()
-def block_of_words(
+def _words(
     dots: Constant,
-    columns: int,
+    columns: Constant,
     rows: int,
     x: int,
     x_row: int,
@@ -440,38 +447,135 @@ def block_of_words(
 ) -> None:
     """Compute one block of `columns` vectors of outputs, 1 to 4, of a weight in bf16. Sums of four vectors fill the
     registers for up to four rows; for more, halves are computed one after the other."""
-    row, w_pair = 0, columns * 64
+    row, w_pair = 0, len(columns) * 64
     while row < rows:
         at, to = x + row * x_row, out + row * out_row
-        if columns == 4 and rows - row >= 2 and rows - row < 8:
-            if rows - row >= 4:
-                _by_words(dots, (0,) * 4, (0,) * 4, at, x_row, w, w_pair, pairs, to, out_row)
-                row += 4
+        if rows - row >= 8:
+            if len(columns) == 4:
+                _by_words(dots, (0, 0), (0,) * 8, at, x_row, w, w_pair, pairs, to, out_row)
+                _by_words(dots, (0, 0), (0,) * 8, at, x_row, w + 128, w_pair, pairs, to + 128, out_row)
             else:
-                _by_words(dots, (0,) * 4, (0,) * 2, at, x_row, w, w_pair, pairs, to, out_row)
-                row += 2
-        elif columns == 4 and rows - row == 1:
-            _by_words(dots, (0,) * 4, (0,), at, x_row, w, w_pair, pairs, to, out_row)
-            row += 1
+                _by_words(dots, columns, (0,) * 8, at, x_row, w, w_pair, pairs, to, out_row)
+            row += 8
+        elif rows - row >= 4:
+            _by_words(dots, columns, (0,) * 4, at, x_row, w, w_pair, pairs, to, out_row)
+            row += 4
+        elif rows - row >= 2:
+            _by_words(dots, columns, (0,) * 2, at, x_row, w, w_pair, pairs, to, out_row)
+            row += 2
         else:
-            taken = 8 if rows - row >= 8 else (4 if rows - row >= 4 else 1)
-            column = 0
-            while column < columns:
-                here, there = w + column * 64, to + column * 64
-                if columns - column >= 2:
-                    if taken == 8:
-                        _by_words(dots, (0,) * 2, (0,) * 8, at, x_row, here, w_pair, pairs, there, out_row)
-                    elif taken == 4:
-                        _by_words(dots, (0,) * 2, (0,) * 4, at, x_row, here, w_pair, pairs, there, out_row)
-                    else:
-                        _by_words(dots, (0,) * 2, (0,), at, x_row, here, w_pair, pairs, there, out_row)
-                    column += 2
-                else:
-                    if taken == 8:
-                        _by_words(dots, (0,), (0,) * 8, at, x_row, here, w_pair, pairs, there, out_row)
-                    elif taken == 4:
-                        _by_words(dots, (0,), (0,) * 4, at, x_row, here, w_pair, pairs, there, out_row)
-                    else:
-                        _by_words(dots, (0,), (0,), at, x_row, here, w_pair, pairs, there, out_row)
-                    column += 1
-            row += taken
+            _by_words(dots, columns, (0,), at, x_row, w, w_pair, pairs, to, out_row)
+            row += 1
+
+
+# --- kernels by address -----------------------------------------------------------------------------------------------
+
+KERNEL, CODES, SCALES, LOWS, BIAS, INPUTS, OUTPUTS, SIZE, FIRST, BITS, GROUP_SIZE = range(11)
+PRODUCT_FIELDS = 11
+"""Fields of a product in a table, int64: the address of its kernel (0: there is no product), of codes, scales,
+lows and bias (fp32; 0: none), inputs (padded to GROUP), outputs, outputs of a block, the column of the first output
+among those of other products of the same inputs, and of packed weights the bits and the inputs of a group."""
+
+
+class Place(NamedTuple):
+    """Addresses and strides in bytes of a block's operands and result: rows of inputs, in bf16 if dot products are
+    used, else in fp32; fp32 sums of groups of inputs; fp32 outputs."""
+
+    rows: int
+    x: int
+    x_row: int
+    sums: int
+    sums_row: int
+    out: int
+    out_row: int
+
+
+_SIGNATURE = types.void(*[types.int64] * 10)  # product, block, a place, scratch
+
+
+@emitted
+def call_kernel(
+    e: Emit,
+    kernel: ir.Value,
+    product: ir.Value,
+    block: ir.Value,
+    rows: ir.Value,
+    x: ir.Value,
+    x_row: ir.Value,
+    sums: ir.Value,
+    sums_row: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+    scratch: ir.Value,
+) -> None:
+    """Call a kernel by its address, so that its code is compiled once and not into each of its callers."""
+    function = e.b.inttoptr(kernel, ir.FunctionType(ir.VoidType(), [I64] * 10).as_pointer())
+    e.b.call(function, [product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch])
+
+
+@compiled()
+def _add_bias(bias: int, first: int, count: int, rows: int, out: int, out_row: int) -> None:
+    if bias:
+        numbers = carray(fp32_at(bias + first * 4), (count,), np.float32)
+        for row in range(rows):
+            sums = carray(fp32_at(out + row * out_row), (count,), np.float32)
+            for i in range(count):
+                sums[i] += numbers[i]
+
+
+def _by_address(kernel: Callable[..., None]) -> CFunc:
+    """Compile a kernel that other code calls by its address."""
+    made = CFunc(kernel, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"nopython": True, "nogil": True})
+    keep_compiled(made)
+    made.compile()
+    return made
+
+
+@functools.cache
+def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
+    """Return a kernel of packed weights. Its `address` is valid as long as it lives."""
+    bits_, lows_, quads = (0,) * bits, (0,) * has_lows, (0,) * (group // 8)
+    if dots:
+
+        def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]
+            p = carray(int64_at(product), (PRODUCT_FIELDS,), np.int64)
+            groups = p[INPUTS] // group
+            codes = p[CODES] + block * p[INPUTS] * BLOCK * bits // 8
+            scales, lows = p[SCALES] + block * groups * BLOCK * 2, p[LOWS] + block * groups * BLOCK * 2
+            if rows > FEW:
+                _many(
+                    bits_, lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row,
+                    scratch,
+                )  # fmt: skip
+            else:
+                _few(
+                    bits_, (0,), lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row
+                )
+            _add_bias(p[BIAS], block * BLOCK, min(BLOCK, p[OUTPUTS] - block * BLOCK), rows, out, out_row)
+
+    else:
+
+        def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]
+            p = carray(int64_at(product), (PRODUCT_FIELDS,), np.int64)
+            groups = p[INPUTS] // group
+            codes = p[CODES] + block * p[INPUTS] * BLOCK * bits // 8
+            scales, lows = p[SCALES] + block * groups * BLOCK * 2, p[LOWS] + block * groups * BLOCK * 2
+            _few(bits_, (), lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row)
+            _add_bias(p[BIAS], block * BLOCK, min(BLOCK, p[OUTPUTS] - block * BLOCK), rows, out, out_row)
+
+    return _by_address(kernel)
+
+
+@functools.cache
+def words_kernel(columns: int, dots: bool) -> CFunc:
+    """Return a kernel of weights in bf16 with blocks of `columns` vectors. Its `address` is valid as long as it
+    lives."""
+    dots_, columns_, size = (0,) * dots, (0,) * columns, columns * LANES
+
+    def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]
+        p = carray(int64_at(product), (PRODUCT_FIELDS,), np.int64)
+        pairs = p[INPUTS] // 2
+        _words(dots_, columns_, rows, x, x_row, p[CODES] + block * pairs * size * 4, pairs, out, out_row)
+        _add_bias(p[BIAS], block * size, min(size, p[OUTPUTS] - block * size), rows, out, out_row)
+
+    return _by_address(kernel)

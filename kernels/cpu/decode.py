@@ -8,28 +8,17 @@ import numpy as np
 from numba import prange, threading_layer
 
 from kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts, plan
+from kernels.cpu.blocks import FIRST, INPUTS, OUTPUTS, PRODUCT_FIELDS, SIZE, packed_kernel, words_kernel
 from kernels.cpu.emit import LANES, LOG2_E, compiled, rounded, widened
 from kernels.cpu.layers import (
     ATTEND,
     COMPLETE,
-    EIGHT_BITS,
-    EIGHT_BITS_16,
-    EIGHT_BITS_LOW,
-    FIRST,
-    FOUR_BITS,
-    FOUR_BITS_LOW,
-    INPUTS,
     LAYER_FIELDS,
-    NOTHING,
-    OUTPUTS,
-    PRODUCT_FIELDS,
     PROJECT,
     TURN,
-    WORDS,
     Inputs,
     Rows,
     Shape,
-    block_size,
     blocks_of,
     gate_in_place,
     make_inputs,
@@ -43,15 +32,6 @@ from kernels.cpu.layers import (
 from kernels.views import Bf16, Constant, Fp32, Int32, Int64
 
 __all__ = [
-    "embed",
-    "gated",
-    "FOUR_BITS",
-    "FOUR_BITS_LOW",
-    "EIGHT_BITS",
-    "EIGHT_BITS_LOW",
-    "EIGHT_BITS_16",
-    "NOTHING",
-    "Inputs",
     "ATTEND",
     "COMPLETE",
     "LANES",
@@ -60,15 +40,19 @@ __all__ = [
     "PRODUCT_FIELDS",
     "PROJECT",
     "TURN",
-    "WORDS",
+    "Inputs",
     "Rows",
     "Shape",
     "attend",
+    "embed",
+    "gated",
     "linear",
     "norm",
+    "packed_kernel",
     "plan",
     "run",
     "self_test",
+    "words_kernel",
 ]
 
 
@@ -107,7 +91,7 @@ def _widen(x: Bf16, dots: Constant, wide: Fp32, narrow: Bf16, sums: Fp32) -> Non
 @compiled()
 def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
     """Return rows as products read them."""
-    inputs = make_inputs(len(x), width)
+    inputs: Inputs = make_inputs(len(x), width)
     if len(x) == 1:  # faster than waking the other threads
         _widen_row(x, 0, dots, inputs.wide, inputs.narrow, inputs.sums)
     else:
@@ -133,10 +117,10 @@ def _multiply(x: Inputs, products: Int64, dots: Constant, residual: Bf16, out: B
     for task in prange(total):
         which, block = _find(products, np.int64(task))  # numba counts without a sign
         product = products[which]
-        size = block_size(product)
+        size = product[SIZE]
         sums = np.empty((count, size), np.float32)
-        scratch = np.empty(scratch_size(product, count, dots), np.uint16)
-        multiply_block(product, block, place_at(x, dots, sums), dots, scratch)
+        scratch = np.empty(scratch_size(product, count), np.uint16)
+        multiply_block(product, block, place_at(x, dots, sums), scratch)
         first = product[FIRST] + block * size
         width = min(size, product[OUTPUTS] - block * size)
         for row in range(count):
@@ -158,13 +142,13 @@ def linear(x: Bf16, products: Int64, dots: Constant, residual: Bf16, out: Bf16) 
 
 @compiled(parallel=True, error_model="numpy")
 def _multiply_gated(x: Inputs, gate: Int64, up: Int64, dots: Constant, out: Bf16) -> None:
-    count, size = len(out), block_size(gate)
+    count, size = len(out), gate[SIZE]
     for task in prange(blocks_of(gate)):
         block = np.int64(task)  # numba counts without a sign
         gates, ups = np.empty((count, size), np.float32), np.empty((count, size), np.float32)
-        scratch = np.empty(max(scratch_size(gate, count, dots), scratch_size(up, count, dots)), np.uint16)
-        multiply_block(gate, block, place_at(x, dots, gates), dots, scratch)
-        multiply_block(up, block, place_at(x, dots, ups), dots, scratch)
+        scratch = np.empty(max(scratch_size(gate, count), scratch_size(up, count)), np.uint16)
+        multiply_block(gate, block, place_at(x, dots, gates), scratch)
+        multiply_block(up, block, place_at(x, dots, ups), scratch)
         gate_in_place(gates.ctypes.data, ups.ctypes.data, count * size // LANES)
         width = min(size, out.shape[1] - block * size)
         for row in range(count):

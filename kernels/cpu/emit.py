@@ -17,6 +17,7 @@ from typing import Any
 from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
+from numba.core.caching import NullCache
 
 LANES = 16
 LOG2_E = 1.4426950408889634
@@ -205,6 +206,12 @@ def bf16_at(e: Emit, address: ir.Value) -> Any:
     return e.b.inttoptr(address, I16.as_pointer())
 
 
+@emitted_value(types.CPointer(types.int64))
+def int64_at(e: Emit, address: ir.Value) -> Any:
+    """Return an address as what `numba.carray` takes."""
+    return e.b.inttoptr(address, I64.as_pointer())
+
+
 @emitted_value(types.CPointer(types.uint8))
 def bytes_at(e: Emit, address: ir.Value) -> Any:
     """Return an address as what `numba.carray` takes."""
@@ -223,13 +230,22 @@ def _digest() -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
+def keep_compiled(made: Any) -> None:
+    """Let numba keep on disk what it compiles of a function, until any file of this folder changes. Without a directory
+    for that, it compiles anew at every start."""
+    try:
+        made.enable_caching()
+        made._cache._cache_file._source_stamp = _digest()
+    except (RuntimeError, AttributeError):
+        made._cache = NullCache()
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function, at its first call with arguments of some types."""
+
     def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            made = njit(cache=True, nogil=True, **options)(function)
-            made._cache._cache_file._source_stamp = _digest()
-        except (RuntimeError, AttributeError):  # there is no directory for numba's cache, or it is made otherwise
-            return njit(nogil=True, **options)(function)
+        made = njit(nogil=True, **options)(function)
+        keep_compiled(made)
         return made
 
     return decorate

@@ -18,7 +18,24 @@ from numba import carray, prange, types
 from numba.core import cgutils
 
 from kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts
-from kernels.cpu.blocks import BLOCK, FEW, GROUP, block_of_few, block_of_many, block_of_words
+from kernels.cpu.blocks import (
+    BITS,
+    BLOCK,
+    CODES,
+    FEW,
+    FIRST,
+    GROUP,
+    GROUP_SIZE,
+    INPUTS,
+    KERNEL,
+    LOWS,
+    OUTPUTS,
+    PRODUCT_FIELDS,
+    SCALES,
+    SIZE,
+    Place,
+    call_kernel,
+)
 from kernels.cpu.emit import (
     I64,
     LANES,
@@ -39,13 +56,6 @@ from kernels.views import Bf16, Constant, Fp32, Int32, Int64
 # The parts of a layer at which a call may begin or end.
 PROJECT, TURN, ATTEND, COMPLETE = range(4)
 
-# How a weight is stored: bf16 in oneDNN's layout, or packed with groups of 32 inputs, or of 16.
-NOTHING, WORDS, FOUR_BITS, FOUR_BITS_LOW, EIGHT_BITS, EIGHT_BITS_LOW, EIGHT_BITS_16 = range(7)
-_KIND, _CODES, _SCALES, _LOWS, _BIAS, INPUTS, OUTPUTS, _LANES, FIRST = range(9)
-PRODUCT_FIELDS = 9
-"""Fields of a product in a table: its kind, addresses of codes, scales, lows and bias (fp32; 0: none), inputs (padded
-to GROUP), outputs, vectors per block (WORDS only), and the column of the first output among those of other products of
-the same inputs."""
 _Q, _K, _V, _OUT, _GATE, _UP, _DOWN = range(7)
 LAYER_PRODUCTS = 7  # keys and values may be part of queries' product, and are NOTHING then
 _NORMS = LAYER_PRODUCTS * PRODUCT_FIELDS
@@ -186,113 +196,45 @@ def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
     set_part(x, row, 0, padded, dots)
 
 
-class Place(NamedTuple):
-    """Addresses and strides of a block's operands and result."""
-
-    rows: int
-    x: int
-    x_row: int
-    sums: int
-    sums_row: int
-    out: int
-    out_row: int
-
-
 @compiled()
-def multiply_block(product: Int64, block: int, place: Place, dots: Constant, scratch: Bf16) -> None:
+def multiply_block(product: Int64, block: int, place: Place, scratch: Bf16) -> None:
     """Compute one block of a product for all rows, and add the bias. scratch: as much as `scratch_size`."""
-    kind = product[_KIND]
-    if kind == WORDS:
-        columns, pairs = product[_LANES], product[INPUTS] // 2
-        weight = product[_CODES] + block * pairs * columns * 64
-        block_of_words(dots, columns, place.rows, place.x, place.x_row, weight, pairs, place.out, place.out_row)
-    elif kind == FOUR_BITS:
-        _packed((0,) * 4, (), (0,) * 4, dots, product, block, place, scratch)
-    elif kind == FOUR_BITS_LOW:
-        _packed((0,) * 4, (0,), (0,) * 4, dots, product, block, place, scratch)
-    elif kind == EIGHT_BITS:
-        _packed((0,) * 8, (), (0,) * 4, dots, product, block, place, scratch)
-    elif kind == EIGHT_BITS_LOW:
-        _packed((0,) * 8, (0,), (0,) * 4, dots, product, block, place, scratch)
-    else:
-        _packed((0,) * 8, (), (0,) * 2, dots, product, block, place, scratch)
-    if product[_BIAS]:
-        first = block * block_size(product)
-        count = min(block_size(product), product[OUTPUTS] - first)
-        bias = carray(fp32_at(product[_BIAS] + first * 4), (count,), np.float32)
-        for row in range(place.rows):
-            out = carray(fp32_at(place.out + row * place.out_row), (count,), np.float32)
-            for i in range(count):
-                out[i] += bias[i]
-
-
-@compiled()
-def _packed(
-    bits: Constant,
-    has_lows: Constant,
-    quads: Constant,
-    dots: Constant,
-    product: Int64,
-    block: int,
-    place: Place,
-    scratch: Bf16,
-) -> None:
-    groups = product[INPUTS] // (8 * len(quads))
-    codes = product[_CODES] + block * product[INPUTS] * BLOCK * len(bits) // 8
-    scales, lows = product[_SCALES] + block * groups * BLOCK * 2, product[_LOWS] + block * groups * BLOCK * 2
     rows, x, x_row, sums, sums_row, out, out_row = place
-    if len(dots) and rows > FEW:
-        unpacked = scratch.ctypes.data
-        block_of_many(
-            bits, has_lows, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row, unpacked
-        )
-    else:
-        block_of_few(
-            bits, dots, has_lows, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row
-        )
+    call_kernel(
+        product[KERNEL], product.ctypes.data, block, rows, x, x_row, sums, sums_row, out, out_row, scratch.ctypes.data
+    )
 
 
 @compiled()
-def scratch_size(product: Int64, rows: int, dots: Constant) -> int:
+def scratch_size(product: Int64, rows: int) -> Any:
     """Return how many numbers of scratch `multiply_block` uses."""
-    return product[INPUTS] * BLOCK if rows > FEW and product[_KIND] != WORDS and len(dots) else 0
+    return product[INPUTS] * BLOCK if rows > FEW and product[BITS] else 0
 
 
 @compiled()
-def block_size(product: Int64) -> int:
-    """Return the number of outputs of a block."""
-    return product[_LANES] * LANES if product[_KIND] == WORDS else BLOCK
-
-
-@compiled()
-def blocks_of(product: Int64) -> int:
+def blocks_of(product: Int64) -> Any:
     """Return the number of blocks of a product's outputs."""
-    size = block_size(product)
-    return 0 if product[_KIND] == NOTHING else (product[OUTPUTS] + size - 1) // size
+    return (product[OUTPUTS] + product[SIZE] - 1) // product[SIZE] if product[KERNEL] else 0
 
 
 @compiled()
-def end_of(product: Int64) -> int:
+def end_of(product: Int64) -> Any:
     """Return the column behind a product's last block."""
-    return product[FIRST] + blocks_of(product) * block_size(product)
+    return product[FIRST] + blocks_of(product) * product[SIZE]
 
 
 @compiled()
 def unpack_row(product: Int64, row: int, out: Bf16) -> None:
     """Unpack the weights of one output of a packed product, rounded to bf16."""
-    kind, inputs = product[_KIND], product[INPUTS]
-    is_four = kind == FOUR_BITS or kind == FOUR_BITS_LOW
-    has_lows = kind == FOUR_BITS_LOW or kind == EIGHT_BITS_LOW
-    size = 16 if kind == EIGHT_BITS_16 else GROUP
+    inputs, bits, size, has_lows = product[INPUTS], product[BITS], product[GROUP_SIZE], product[LOWS] != 0
     block, place = row // BLOCK, row % BLOCK
-    bits = 4 if is_four else 8
     codes = carray(
-        bytes_at(product[_CODES] + block * inputs * BLOCK * bits // 8), (inputs * BLOCK * bits // 8,), np.uint8
+        bytes_at(product[CODES] + block * inputs * BLOCK * bits // 8), (inputs * BLOCK * bits // 8,), np.uint8
     )
     groups = inputs // size
     for i in range(len(out)):
         pair, odd = i // 2, i % 2
-        if is_four:
+        if bits == 4:
             quad, nibble = pair // 4, pair % 4
             byte = np.int64(codes[((quad * 2 + place // 16) * 16 + place % 16) * 4 + odd * 2 + nibble // 2])
             code = (byte >> (nibble % 2 * 4)) & 15
@@ -301,9 +243,9 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
         else:
             code = np.int64(np.int8(codes[(pair * BLOCK + place) * 2 + odd]))
         at = ((block * groups + i // size) * BLOCK + place) * 2
-        number = np.float32(code) * half_at(product[_SCALES] + at)
+        number = np.float32(code) * half_at(product[SCALES] + at)
         if has_lows:
-            number += half_at(product[_LOWS] + at)
+            number += half_at(product[LOWS] + at)
         out[i] = rounded(number)
 
 
@@ -325,8 +267,8 @@ def _multiply(products: Int64, task: int, chunk: int, x: Inputs, dots: Constant,
         product = products[which]
         blocks = blocks_of(product)
         for block in range(max(0, task * chunk - passed), min(blocks, (task + 1) * chunk - passed)):
-            column = product[FIRST] + block * block_size(product)
-            multiply_block(product, block, place_at(x, dots, out[:, column:]), dots, scratch)
+            column = product[FIRST] + block * product[SIZE]
+            multiply_block(product, block, place_at(x, dots, out[:, column:]), scratch)
         passed += blocks
 
 
@@ -337,11 +279,11 @@ def _multiply_gated(
     """Do one task of silu(gate(x)) * up(x). products: gate and up, with blocks of one size, whole groups. ups: room for
     products like `out.wide`."""
     gate, up = products[0], products[1]
-    size = block_size(gate)
+    size = gate[SIZE]
     for block in range(task * chunk, min(blocks_of(gate), (task + 1) * chunk)):
         begin, end = block * size, min(block * size + size, out.wide.shape[1])
-        multiply_block(gate, block, place_at(x, dots, out.wide[:, begin:]), dots, scratch)
-        multiply_block(up, block, place_at(x, dots, ups[:, begin:]), dots, scratch)
+        multiply_block(gate, block, place_at(x, dots, out.wide[:, begin:]), scratch)
+        multiply_block(up, block, place_at(x, dots, ups[:, begin:]), scratch)
         for row in range(len(out.wide)):
             here = out.wide[row, begin:end]
             gate_in_place(here.ctypes.data, ups[row, begin:end].ctypes.data, size // LANES)
@@ -418,8 +360,8 @@ def _turn_head(
 class Rows(NamedTuple):
     """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: what
     PROJECT makes; q and mixed fp32 [rows, q heads, dim]: what TURN and ATTEND make; cos, sin bf16 [rows, dim]; slots
-    int64 [rows]: where keys and values go; table int32 [rows, pages]; spots int64 [rows, 2]: for each row the slot where
-    it is saved and the row in it, slot -1: nowhere; of no rows: none is saved."""
+    int64 [rows]: where keys and values go; table int32 [rows, pages]; spots int64 [rows, 2]: for each row the slot
+    where it is saved and the row in it, slot -1: nowhere; of no rows: none is saved."""
 
     hidden: Bf16
     heads: Bf16
@@ -468,19 +410,19 @@ def _begins(part: int) -> int:
 @compiled()
 def _ends(part: int) -> int:
     """Return the phase behind the last of a part. Heads are settled at the end of PROJECT."""
-    if part == PROJECT or part == TURN:
+    if part in (PROJECT, TURN):
         return _HEADS + 1
     return _MERGE + 1 if part == ATTEND else _PHASES
 
 
 @compiled()
-def _chunk(blocks: int, threads: int) -> int:
+def _chunk(blocks: int, threads: int) -> Any:
     """Return how many adjacent blocks a task has: a quarter of a thread's share."""
     return max(1, blocks // (threads * 4))
 
 
 @compiled()
-def _num_blocks(layer: Int64, kind: int) -> int:
+def _num_blocks(layer: Int64, kind: int) -> Any:
     if kind == _PROJECT:
         return blocks_of(_product(layer, _Q)) + blocks_of(_product(layer, _K)) + blocks_of(_product(layer, _V))
     if kind == _OUTPUT:
@@ -489,9 +431,9 @@ def _num_blocks(layer: Int64, kind: int) -> int:
 
 
 @compiled()
-def _num_tasks(layer: Int64, kind: int, rows: Rows, parts: int, num_k: int, threads: int) -> int:
+def _num_tasks(layer: Int64, kind: int, rows: Rows, parts: int, num_k: int, threads: int) -> Any:
     """Return the number of a phase's tasks, at least one."""
-    if kind == _NORM or kind == _MERGE or kind == _POST_NORM_PHASE:
+    if kind in (_NORM, _MERGE, _POST_NORM_PHASE):
         return len(rows.hidden)
     if kind == _HEADS:
         heads = rows.heads.shape[0] * rows.heads.shape[1]
@@ -680,7 +622,7 @@ def _products(layer: Int64, first: int, last: int) -> Int64:
 
 
 @compiled()
-def _columns(layer: Int64) -> int:
+def _columns(layer: Int64) -> Any:
     """Return the most columns that products of a layer give, but the gated ones."""
     most = max(end_of(_product(layer, _OUT)), end_of(_product(layer, _DOWN)))
     for which in range(_Q, _V + 1):
@@ -722,8 +664,9 @@ def run(
 ) -> None:
     """Run layers first to last - 1, the first from the part `begin` on and the last until the part `end`. layers int64
     [layers, LAYER_FIELDS]; numbers float64 [layers, 5]: four norms' epsilons and the scale of attention. group, lanes:
-    tuples whose lengths are the query heads per kv head and the vectors per head; dots: of length 1 where dot products
-    of bf16 pairs are used; threads: how many there are for calls from this thread."""
+    tuples whose lengths are the query heads per kv head and the vectors per head; dots: of length 1 where products are
+    dot products of bf16 pairs; threads: how many
+    there are for calls from this thread."""
     count, width = rows.hidden.shape
     parts, dim, layer = len(tasks.row), rows.heads.shape[2], layers[first]
     inputs = max(_product(layer, _Q)[INPUTS], _product(layer, _OUT)[INPUTS])

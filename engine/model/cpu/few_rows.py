@@ -131,21 +131,28 @@ class FewRows:
 
     def takes(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether this implementation is correct and faster for these rows."""
-        step = current_step()
+        has_dtype = cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
+        return has_dtype and self.takes_rows(current_step(), len(hidden))
+
+    def takes_rows(self, step: Step, num_rows: int) -> bool:
+        """Whether this implementation is correct and faster for so many rows of a step."""
         return (
-            0 < len(hidden) <= FEW_ROWS
+            0 < num_rows <= FEW_ROWS
             and type(step.backend) is TorchAttention
-            and cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
             and self.run.takes(step.pages(self._index))
             and (step.selection is None or select_kernels() is not None)
         )
+
+    def is_undisturbed(self, step: Step) -> bool:
+        """Whether nobody has to be heard between the layers of a run."""
+        shows_rows = step.saved is None and step.sink is not None
+        return not (shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """cos, sin [1, rows, head_dim]. Computes the layers up to `step.computed_layers` - 1, which may be more than
         this one."""
         step, kernels, run = current_step(), self.run.kernels, self.run
-        shows_rows = step.saved is None and step.sink is not None
-        is_alone = shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None
+        is_alone = not self.is_undisturbed(step)
         end = self._index + 1 if is_alone else run.end
         run.prepare(step, end, step.saved is not None)
         out = hidden.clone(memory_format=torch.contiguous_format)
@@ -157,7 +164,7 @@ class FewRows:
         run(self._index, end, kernels.PROJECT, kernels.PROJECT, rows, tasks)
         if step.inputs is not None and self._input_norm is not None:
             step.inputs(self._index, self._input_norm(hidden))
-        if shows_rows and step.sink is not None:
+        if step.saved is None and step.sink is not None:
             _, keys, values = heads.split_with_sizes(self.parts.heads, 1)  # takes half the time of two slices
             step.sink.write(self._index, keys, values)
         if step.arrive is not None:
@@ -245,15 +252,15 @@ class Layers(nn.ModuleList):
     thirty layers for nothing takes 0.4 ms."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return _left(tuple(self._modules.values()))  # type: ignore[arg-type]
+        return _left(tuple(self._modules.values()))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and is_in_step():
-            return _left(tuple(self._modules.values())[index])  # type: ignore[arg-type]
+            return _left(tuple(self._modules.values())[index])
         return super().__getitem__(index)
 
 
-def _left(layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+def _left(layers: Sequence[Any]) -> Iterator[nn.Module]:
     for layer in layers:
         if is_in_step() and current_step().computed_layers == len(layers):
             return

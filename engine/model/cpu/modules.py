@@ -23,6 +23,7 @@ _PACK_FOR_ROWS = 16
 # Up to this many rows the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
 # threads, ms for 1 / 4 / 8 rows: 4.3 / 5.0 / 5.7 against 6.3 / 6.8 / 6.2.
 FEW_ROWS = 32
+_FIRST = 8  # the place of a column in the fields of a product
 _NOTHING = np.empty((0, 0), np.uint16)
 # relative error of another order of sums
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
@@ -36,7 +37,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer for the compiled kernels of a few rows. fields: see `kernels.cpu.layers`."""
+    """A linear layer for the compiled kernels of a few rows. fields: see `kernels.cpu.blocks`."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -46,12 +47,12 @@ class FewProduct:
 
     def starting_at(self, column: int) -> "FewProduct":
         """Return the same layer with its outputs from a column on, among those of other products."""
-        return replace(self, fields=(*self.fields[:-1], column))
+        return replace(self, fields=(*self.fields[:_FIRST], column, *self.fields[_FIRST + 1 :]))
 
     @property
     def first(self) -> int:
         """The column of its first output, among those of other products."""
-        return self.fields[-1]
+        return self.fields[_FIRST]
 
     @property
     def inputs(self) -> int:
@@ -73,8 +74,10 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewP
     outputs, inputs = weight.shape
     biases = None if bias is None else bias.detach().float().contiguous()
     at = 0 if biases is None else biases.data_ptr()
-    fields = (kernels.WORDS, words.ctypes.data, 0, 0, at, -(-inputs // 32) * 32, outputs, lanes, 0)
-    return FewProduct(fields, (packed, biases), inputs, outputs, lanes * 16)
+    kernel = kernels.words_kernel(lanes, dots_of_pairs())
+    padded, size = -(-inputs // 32) * 32, lanes * 16
+    fields = (kernel.address, words.ctypes.data, 0, 0, at, padded, outputs, size, 0, 0, 0)
+    return FewProduct(fields, (kernel, packed, biases), inputs, outputs, size)
 
 
 def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:

@@ -26,7 +26,8 @@ from engine.model.cpu.modules import (
     agree,
     packing_works,
 )
-from engine.model.hf_model import Step, running, turns_halves
+from engine.model.cpu.short_way import find_short_way
+from engine.model.hf_model import SHORT_WAY, Step, running, turns_halves
 from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, single_sequence_meta
 from engine.packed.modules import QuantisedLinear
@@ -48,6 +49,7 @@ class Optimised:
     packed: int = 0
     gated: int = 0
     norms: int = 0
+    short: bool = False  # whether a few rows pass by transformers' own code
     last: bool = False  # whether the last layer skips rows whose logits are not wanted
 
 
@@ -72,7 +74,7 @@ def optimise_for_cpu(
         for name, child in list(module.named_children()):
             if pack and not exact and _is_gated_mlp(child) and type(child.gate_proj) is nn.Linear:
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
-                done.gated += _replace(module, name, child.gate_proj.in_features, replacement)  # type: ignore[union-attr,arg-type]
+                done.gated += _replace(module, name, child.gate_proj.in_features, replacement)
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 weight: Tensor = child.weight  # type: ignore[assignment]
                 replacement = RmsNorm(weight, child.variance_epsilon)  # type: ignore[arg-type]
@@ -84,6 +86,9 @@ def optimise_for_cpu(
                 setattr(module, name, linear(child.weight, child.bias))
                 done.packed += 1
     done.last = finish_wanted_rows_only(model, probed, backend, dtype)
+    short_way = find_short_way(model, probed, backend, dtype) if pack and not exact else None
+    setattr(model, SHORT_WAY, short_way)
+    done.short = short_way is not None
     return done
 
 
@@ -218,7 +223,7 @@ def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
 def _linears(layer: nn.Module) -> list[nn.Module]:
     """Return the linear layers of a layer of the known kind, and what else has their names."""
     parents = ((layer.self_attn, _ATTENTION), (layer.mlp, ("gate_proj", "up_proj", "down_proj")))
-    found = [getattr(parent, name, parent) for parent, names in parents for name in names]
+    found: list[Any] = [getattr(parent, name, parent) for parent, names in parents for name in names]
     return [linear if type(linear) in _LINEAR else nn.Identity() for linear in found]
 
 
