@@ -160,6 +160,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     parameters: int
     dtype: str
+    weights: str = ""  # how they are packed in memory: q8, q4 or GGUF formats; empty: they are of the dtype
     device: str
     attention_backend: str
     max_context: int

@@ -248,7 +248,7 @@ def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Exp
     automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
     itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
     directory = Path(source_of(settings.model.source)).expanduser()
-    shape = model_shape(directory, itemsize, settings.model.max_context)
+    shape = model_shape(directory, itemsize, settings.model.max_context, settings.model.weights)
     if shape is None:
         return None
     return expected_sizes(settings, shape, has, int(devices[0]["gib"] * GIB) if devices else None)

@@ -10,6 +10,8 @@ from engine.build.resources import Memory, disk_room
 from engine.build.sizes import Sizes, automatic_sizes
 from engine.config import WEIGHT_BUFFERS
 
+# Bits of a number, with what scales and lows take: of embeddings and heads, and of layers.
+_PACKED_BITS = {"q8": (8.5, 8.5), "q4": (8.5, 5.0)}
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -69,9 +71,9 @@ def _disk_room(settings: Settings) -> int:
         return 0
 
 
-def model_shape(directory: Path, itemsize: int, max_context: int) -> ModelShape | None:
+def model_shape(directory: Path, itemsize: int, max_context: int, weights: str = "auto") -> ModelShape | None:
     """Return the shape of a model on this machine; None if its configuration does not give it in the usual fields.
-    itemsize: bytes per element of the type that it will be computed in."""
+    itemsize: bytes per element of the type that it will be computed in; weights: see model.weights."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
@@ -83,15 +85,18 @@ def model_shape(directory: Path, itemsize: int, max_context: int) -> ModelShape 
         stored = ITEMSIZE.get(config.get("dtype") or config.get("torch_dtype"), itemsize)
         files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         window = text["max_position_embeddings"]
-        weights = files * itemsize // stored
+        unpacked = files * itemsize // stored
         tables = 1 if config.get("tie_word_embeddings") else 2  # embedding and head
         table_bytes = tables * text.get("vocab_size", 0) * text.get("hidden_size", 0) * itemsize
+        in_layers = max(0, unpacked - table_bytes)
+        tables_packed, layers_packed = _PACKED_BITS.get(weights, (8 * itemsize, 8 * itemsize))
+        in_layers = int(in_layers * layers_packed / (8 * itemsize))
         return ModelShape(
-            weights=weights,
+            weights=in_layers + int(min(table_bytes, unpacked) * tables_packed / (8 * itemsize)),
             kv_bytes_per_token=int(kv_bytes),
             window_tokens=min(window, max_context or window),
             num_layers=text["num_hidden_layers"],
-            layer_weights=max(0, weights - table_bytes) // text["num_hidden_layers"],
+            layer_weights=in_layers // text["num_hidden_layers"],
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None

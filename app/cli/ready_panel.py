@@ -30,7 +30,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
         "page": url,
         "API": f"{url}/v1",
         "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
-        "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
+        "runs on": f"{model.device}, {_numbers(model)}, attention {model.attention_backend}",
         "exact": f"{'proven' if model.exact else 'no'}: {model.exactness}",
         "window": f"{model.max_context:,} tokens",
         "sampling": f"{_differing(sampling)} where a request says nothing",
@@ -47,6 +47,10 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
     for warning in model.warnings:
         about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
     return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)
+
+
+def _numbers(model: ModelInfo) -> str:
+    return f"{model.dtype}, weights in {model.weights}" if model.weights else model.dtype
 
 
 def _differing(sampling: SamplingDefaults) -> str:

@@ -211,6 +211,7 @@ def _model_info(
         architecture=type(loaded.module).__name__,
         parameters=loaded.parameters,
         dtype=str(loaded.dtype).removeprefix("torch."),
+        weights=loaded.packing,
         device=str(loaded.device),
         attention_backend=probed.backend.name,
         max_context=room.max_context,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
                 raise DamagedDirectory(f"{directory / INDEX} names a file elsewhere: {file[:80]}")
             with safe_open(directory / file, framework="pt") as opened:
                 parts |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DamagedDirectory(f"weights of {directory} cannot be read: {error}") from error
     try:
         for name, how in index.tensors.items():

@@ -47,6 +47,7 @@ def _describe(
         "num_layers": model.layers,
         "vocab_size": model.vocab_size,
         "dtype": model.dtype,
+        "weights": model.weights or model.dtype,
         "device": model.device,
         "attention_backend": model.attention_backend,
         "default_sampling": msgspec.structs.asdict(readiness.sampling_defaults),

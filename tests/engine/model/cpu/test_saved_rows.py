@@ -12,8 +12,8 @@ import torch
 
 from cache.storage.slab import LayerShape, Slab
 from cache.transfer.capture import Captured, CaptureSink, SavedRows
-from engine.model.cpu.modules import packing_works
 from engine.model.cpu.few_rows import join_runs
+from engine.model.cpu.modules import packing_works
 from kernels.cpu.available import decode_kernels
 from kernels.views import as_bits
 from tests.engine.driver import Driver

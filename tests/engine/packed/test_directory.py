@@ -1,0 +1,80 @@
+"""Tests packed directories: what is written comes back, and what is damaged is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.packed.directory import INDEX, DamagedDirectory, is_packed, read, read_index, write
+from kernels.packed import PackedWeight, pack
+from tests.kernels.packed_weights import FORMS, random_codes
+
+
+def a_directory(path: Path) -> Path:
+    packed = [(f"layer{i}.weight", pack(random_codes(form, 40, 64, i))) for i, form in enumerate(FORMS)]
+    write(path, "q4", [*packed, ("norm.weight", torch.ones(64))])
+    return path
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    assert not is_packed(tmp_path)
+    a_directory(tmp_path)
+    assert is_packed(tmp_path)
+    assert read_index(tmp_path).weights == "q4"
+    found: dict[str, Any] = dict(read(tmp_path))
+    assert torch.equal(found.pop("norm.weight"), torch.ones(64))
+    for i, form in enumerate(FORMS):
+        want, got = pack(random_codes(form, 40, 64, i)), found.pop(f"layer{i}.weight")
+        assert isinstance(got, PackedWeight)
+        assert (got.bits, got.group, got.outputs, got.inputs) == (*form[:2], 40, 64)
+        assert torch.equal(got.codes, want.codes)
+        assert torch.equal(got.scales, want.scales)
+        assert (got.lows is None) == (want.lows is None)
+    assert not found
+
+
+def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.packed.directory._SHARD_BYTES", 3000)
+    a_directory(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert len(list(read(tmp_path))) == len(FORMS) + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outputs": 400},
+        {"inputs": 4096},
+        {"outputs": -1},
+        {"bits": 8},
+        {"bits": 3},
+        {"group": 16},
+        {"lows": True},
+        {"outputs": "many"},
+    ],
+)
+def test_a_weight_of_another_size_than_it_says_is_not_read(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Kernels would read behind its end."""
+    index = json.loads((a_directory(tmp_path) / INDEX).read_text())
+    index["tensors"]["layer0.weight"] |= change
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises((DamagedDirectory, ValueError)):
+        list(read(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd"])
+def test_no_file_elsewhere_is_read(tmp_path: Path, file: str) -> None:
+    index = json.loads((a_directory(tmp_path) / INDEX).read_text())
+    index["files"]["norm.weight"] = file
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(DamagedDirectory, match="elsewhere"):
+        list(read(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "weights": "q4"}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(DamagedDirectory):
+        read_index(tmp_path)

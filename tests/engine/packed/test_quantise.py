@@ -1,0 +1,43 @@
+"""Tests how far rounded weights are from the given ones."""
+
+import gguf
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+
+from engine.packed.quantise import quantise
+from kernels.packed import pack, unpack
+
+
+def random(outputs: int = 64, inputs: int = 512) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "Q4_1"), (8, "Q8_0")])
+def test_it_is_no_further_off_than_the_formats_of_as_many_bits(bits, kind) -> None:
+    weight = random()
+    number = GGMLQuantizationType[kind]
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), number), number)
+    assert error(unpack(pack(quantise(weight, bits)), torch.float32), weight) <= error(torch.from_numpy(theirs), weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_that_are_all_alike_are_kept(bits) -> None:
+    weight = torch.zeros(3, 64)
+    weight[1], weight[2, 32:] = 0.5, -2.0
+    back = unpack(pack(quantise(weight, bits)), torch.float32)
+    assert (back - weight).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_large_weights_are_rounded_in_parts_alike(bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantise(random(), bits)
+    monkeypatch.setattr("engine.packed.quantise._ROWS", 512 * 5)
+    parts = quantise(random(), bits)
+    assert torch.equal(whole.codes, parts.codes)
+    assert torch.equal(whole.scales, parts.scales)

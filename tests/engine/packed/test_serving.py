@@ -1,0 +1,107 @@
+"""Tests engines whose weights are packed: kept from a GGUF file, or packed at the first start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file
+
+from engine.gguf.convert import convert
+from engine.model.loading import ModelRefused
+from engine.packed.directory import is_packed
+from engine.packed.modules import QuantisedLinear
+from kernels.cpu.available import decode_kernels, product_kernels
+from tests.engine.driver import Driver
+from tests.engine.gguf import gguf_files
+from tests.engine.models import random_ids, save_tiny
+
+pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+
+TURNS = 3
+
+
+def driver(model: Path, tmp_path: Path, **changes: Any) -> Driver:
+    return Driver(model, dtype="bfloat16", disk_dir=str(tmp_path / "state"), **changes)
+
+
+def gguf_file(tmp_path: Path, kind: str) -> Path:
+    model = gguf_files.random_llama(num_hidden_layers=3)
+    return gguf_files.write(tmp_path / "tiny.gguf", model, kind=GGMLQuantizationType[kind])
+
+
+def conversation(engine: Driver, session: str | None, vocab: int) -> list[list[int]]:
+    """Return the answers of some turns. Without a session, every prompt is computed anew."""
+    text, answers = [token % vocab for token in random_ids(40, seed=1)], []
+    for turn in range(TURNS):
+        answer = engine.submit(f"{session}/{turn}", text, session=session or f"{turn}", max_tokens=12, ignore_eos=True)
+        engine.run()
+        answers.append(answer.text[len(text) :])
+        text = [*answer.text, *(token % vocab for token in random_ids(5, seed=turn))]
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_gguf_files_weights_stay_as_they_are_packed(tmp_path: Path, kind: str) -> None:
+    source = gguf_file(tmp_path, kind)
+    engine = driver(source, tmp_path)
+    info = engine.engine.model
+    assert info.weights == kind
+    kept = [module for module in engine.model.modules() if isinstance(module, QuantisedLinear)]
+    assert kept
+    convert(source, tmp_path / "unpacked")
+    (file,) = (tmp_path / "unpacked").glob("*.safetensors")
+    head = load_file(file)["model.embed_tokens.weight"]
+    assert (kept[-1].weight.float() - head.float()).abs().max() <= head.abs().max() * 2**-7  # scales of K-formats
+
+
+def test_how_weights_are_packed_tells_one_models_kv_from_anothers(tmp_path: Path) -> None:
+    source = gguf_file(tmp_path, "Q4_1")
+    prints = {driver(source, tmp_path, model_weights=way).engine.model.fingerprint for way in ("auto", "bf16", "q8", "q4")}
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+def test_reuse_gives_the_text_of_a_recompute(tmp_path: Path, weights: str) -> None:
+    source = gguf_file(tmp_path, "Q4_K")
+    vocab = len(gguf_files.TOKENS)
+    reuse = driver(source, tmp_path, model_weights=weights, cache_mode="attentionstore", dram_bytes=1 << 24)
+    anew = driver(source, tmp_path, model_weights=weights, cache_mode="recompute")
+    assert conversation(reuse, "s", vocab) == conversation(anew, None, vocab)
+
+
+@pytest.mark.skipif(product_kernels() is None, reason="no AVX512_BF16 here")
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+def test_bits_are_proven_to_depend_on_a_rows_own_tokens(tmp_path: Path, weights: str) -> None:
+    engine = driver(gguf_file(tmp_path, "Q4_1"), tmp_path, model_weights=weights, exact="on")
+    assert engine.engine.model.exact, engine.engine.model.exactness
+
+
+def test_a_directory_is_packed_once_and_read_after_that(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", dtype=torch.bfloat16)
+    first = driver(model, tmp_path, model_weights="q4")
+    (made,) = (tmp_path / "state" / "models").iterdir()
+    assert is_packed(made)
+    stamp = (made / "packed.json").stat().st_mtime_ns
+    again = driver(model, tmp_path, model_weights="q4")
+    assert (made / "packed.json").stat().st_mtime_ns == stamp
+    assert first.engine.model.fingerprint == again.engine.model.fingerprint
+    assert first.engine.model.parameters == driver(model, tmp_path).engine.model.parameters
+
+
+def test_a_damaged_directory_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", dtype=torch.bfloat16)
+    driver(model, tmp_path, model_weights="q8")
+    (made,) = (tmp_path / "state" / "models").iterdir()
+    (made / "packed-00000.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelRefused, match="delete that directory"):
+        driver(model, tmp_path, model_weights="q8")
+
+
+def test_where_packed_weights_cannot_be_computed_with_they_are_refused(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    with pytest.raises(ModelRefused, match="bfloat16"):
+        Driver(model, dtype="float32", model_weights="q4", disk_dir=str(tmp_path / "state"))
+    engine = Driver(gguf_file(tmp_path, "Q4_1"), dtype="float32", disk_dir=str(tmp_path / "state"))
+    assert not engine.engine.model.weights

@@ -1,0 +1,32 @@
+"""Tests that packed weights come back as they were, whole and row by row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.packed import ZERO, Codes, pack, unpack, unpack_codes, unpack_rows
+from tests.kernels.packed_weights import FORMS, Form, random_codes, truth
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(FORMS), st.integers(1, 100), st.integers(1, 5), st.integers(0, 1 << 30))
+def test_a_weight_comes_back_bit_for_bit(form: Form, outputs: int, groups: int, seed: int) -> None:
+    given_codes = random_codes(form, outputs, 32 * groups, seed)
+    packed, want = pack(given_codes), truth(given_codes)
+    assert torch.equal(unpack(packed, torch.float32), want)
+    rows = torch.randint(0, outputs, (7,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(unpack_rows(packed, rows, torch.float32), want[rows])
+    zero = ZERO if form == (4, 32, False) else 0
+    assert torch.equal(unpack_codes(packed), given_codes.codes - zero)
+
+
+def test_four_bits_take_a_quarter_of_bf16_and_what_scales_take() -> None:
+    packed = pack(random_codes((4, 32, True), 64, 256, 0))
+    assert packed.size_bytes == 64 * 256 // 2 + 2 * 2 * 64 * 256 // 32
+
+
+def test_scales_beyond_fp16_are_refused() -> None:
+    codes = Codes(torch.zeros(32, 32, dtype=torch.int8), torch.full((32, 1), 1e6), None, 8)
+    with pytest.raises(ValueError, match="65504"):
+        pack(codes)
