@@ -2,6 +2,7 @@
 
     python -m benchmarks.fidelity.equality --data DIR [--model smollm2] [--dtype bfloat16 --exact on]
     python -m benchmarks.fidelity.equality --data DIR --codec activation --model DIR
+    python -m benchmarks.fidelity.equality --data DIR --model smollm2 --dtype bfloat16 --exact on --weights q4
 
 Both servers of a mode get the same user turns and their own answers back as history, so they see the same conversation
 for as long as they say the same; a conversation ends at its first difference. Conversations go round, one turn each, so
@@ -363,6 +364,7 @@ def measure(run: Run) -> dict[str, Any]:
         "model.source": str(arguments.model),
         "model.dtype": arguments.dtype,
         "model.exact": arguments.exact,
+        "model.weights": arguments.weights,
         "engine.threads": 1,
     }
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
@@ -426,6 +428,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--codec", choices=("raw", "activation"), default="raw", help="cache.codec, where it is lossless"
     )
+    parser.add_argument("--weights", choices=("auto", "bf16", "q8", "q4"), default="auto", help="model.weights")
     parser.add_argument(
         "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
     )
@@ -440,6 +443,7 @@ def mode_names(text: str) -> list[str]:
 
 def file_name(words: Namespace) -> str:
     name = "equality_exact" if words.exact == "on" else "equality"
+    name += "" if words.weights == "auto" else f"_{words.weights}"
     return result_name(name if words.codec == "raw" else f"{name}_{words.codec}", words.model)
 
 

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
-from benchmarks.figures import codecs, coded_capacity, gpu, sparsity
+from benchmarks.figures import codecs, coded_capacity, cpu, gpu, sparsity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
@@ -244,6 +244,9 @@ def main() -> None:
             lines += replay_section(title, result)
     if (speed := load("raw_speed")) is not None:
         lines += speed_section(speed)
+    if (on_cpu := load("cpu_speed")) is not None:
+        cpu.draw(on_cpu, DOCS / "packed.png")
+        lines += cpu.section(on_cpu, machine(on_cpu))
     lines += tier_sections(load, machine, DOCS)
     if (capacity := load("coded_capacity")) is not None:
         coded_capacity.draw(capacity, DOCS / "coded_capacity.png")

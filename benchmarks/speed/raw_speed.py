@@ -54,10 +54,14 @@ def engine_config(model: str, exact: str = "off") -> EngineConfig:
 
 def engine_arm(model: str, exact: str) -> Measure:
     # Here and not above: the process of vanilla transformers does not load our engine.
-    from benchmarks.harness.in_process import greedy
     from engine.build.engine import build_engine
 
-    engine = build_engine(engine_config(model, exact))
+    return engine_measure(build_engine(engine_config(model, exact)))
+
+
+def engine_measure(engine: Any) -> Measure:
+    """Prefill and decode steps of an engine that runs nothing else."""
+    from benchmarks.harness.in_process import greedy
 
     def submit(prompts: list[list[int]], new_tokens: int) -> None:
         for index, prompt in enumerate(prompts):

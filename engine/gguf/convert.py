@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.gguf import blocks, llama, vocabulary
-from engine.gguf.reader import GgufFile, GgufRefused, kind_name
+from engine.gguf.reader import GgufFile, GgufRefused
 from engine.packed import directory as packed_directory
 from kernels.packed import PackedWeight
 
@@ -49,7 +48,7 @@ def convert(
             else:
                 from engine.gguf import foreign
 
-                foreign.write(file, fresh)
+                foreign.write(file, fresh, keep and can_keep(file))
             if chat_template is not None:
                 _set_template(fresh, chat_template)
             _tell_sampling(fresh / "generation_config.json", {**_sampling_of(file), **(sampling or {})})
@@ -61,7 +60,7 @@ def can_keep(file: GgufFile) -> bool:
     """Whether most of a file's weights can stay packed as they are."""
     matrices = [info for info in file.tensors.values() if len(info.shape) == 2]
     kept = sum(info.elements for info in matrices if blocks.is_kept(info.kind))
-    return _is_ours(file) and 2 * kept > sum(info.elements for info in matrices)
+    return 2 * kept > sum(info.elements for info in matrices)
 
 
 def _is_ours(file: GgufFile) -> bool:
@@ -104,18 +103,9 @@ def _write_llama(file: GgufFile, out: Path, keep: bool) -> None:
     _write_json(out / "config.json", {**shape.config(dtype), **ids, "eos_token_id": words.end_ids})
     _write_json(out / "generation_config.json", {**ids, "eos_token_id": words.end_ids})
     if keep:
-        packed_directory.write(out, _formats(file), _kept_weights(file, shape, dtype))
+        packed_directory.write(out, file.formats, _kept_weights(file, shape, dtype))
     else:
         _write_weights(file, shape, dtype, out)
-
-
-def _formats(file: GgufFile) -> str:
-    """Name the formats of a file's matrices, the most frequent first."""
-    sizes = Counter[str]()
-    for info in file.tensors.values():
-        if len(info.shape) == 2:
-            sizes[kind_name(info.kind)] += info.elements
-    return "+".join(name for name, _ in sizes.most_common())
 
 
 def _kept_weights(

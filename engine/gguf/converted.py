@@ -17,7 +17,7 @@ _WRITTEN_BY = 1  # version of the converter; increase it to discard older conver
 log = logging.getLogger(__name__)
 
 
-def converted(source: Path, directory: Path, keep: bool) -> Path:
+def converted(source: Path, directory: Path, keep: bool = False) -> Path:
     """Return the model directory for a file, converting it if no earlier start has. The directory is named after the
     file's content. keep: leave weights packed as they are in the file, if possible. Raises GgufRefused."""
     try:

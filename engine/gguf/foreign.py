@@ -1,19 +1,27 @@
 """Converts GGUF files of other architectures with transformers' reader."""
 
 import logging
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from engine.gguf.reader import GgufFile, GgufRefused
+from engine.gguf import blocks
+from engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
+from engine.packed import directory as packed_directory
+from kernels.packed import PackedWeight, pack, unpack
+
+_ROUNDING = 2**-8  # of the largest number: what bf16 and scales in fp16 are off by
 
 log = logging.getLogger(__name__)
 
 
-def write(file: GgufFile, out: Path) -> None:
-    """Write the model in bfloat16, its tokenizer and configuration. Raises GgufRefused, OSError."""
+def write(file: GgufFile, out: Path, keep: bool = False) -> None:
+    """Write the model in bfloat16, its tokenizer and configuration. keep: leave weights packed as they are in the file,
+    where they can be found in it. Raises GgufRefused, OSError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -36,7 +44,12 @@ def write(file: GgufFile, out: Path) -> None:
         raise GgufRefused(f"{file.path} holds {stored:,} weights, transformers' model of it {known:,}")
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(out, max_shard_size="2GB")
+    if keep:
+        model.config.save_pretrained(out)
+        model.generation_config.save_pretrained(out)
+        packed_directory.write(out, file.formats, _weights(file, model))
+    else:
+        model.save_pretrained(out, max_shard_size="2GB")
     tokenizer.save_pretrained(out)
 
 
@@ -47,3 +60,31 @@ def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
     factors = [name for name in file.tensors if name.startswith("rope_f")]
     if scaling != "none" or factors:
         raise GgufRefused(f"{file.path}: scaled positions are converted for Llama's byte-level vocabularies only")
+
+
+def _weights(file: GgufFile, model: Any) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield transformers' weights, as packed as they are in the file where that has the same rows in the same order."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = file.get("general.architecture", str, "")
+    number = next((number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    names = None if number is None else get_tensor_name_map(number, model.config.num_hidden_layers)
+    tied = model.config.tie_word_embeddings and "output.weight" not in file.tensors
+    for name, weight in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        stem, _, leaf = name.rpartition(".")
+        theirs = None if names is None else names.get_name(stem)
+        info = file.tensors.get(f"{theirs}.{leaf}")
+        yield name, weight if info is None else _kept(file, info, weight)
+
+
+def _kept(file: GgufFile, info: TensorInfo, weight: Tensor) -> Tensor | PackedWeight:
+    if len(info.shape) != 2 or not blocks.is_kept(info.kind) or info.shape != tuple(weight.shape):
+        return weight
+    try:
+        packed = pack(blocks.codes_of(info.kind, torch.from_numpy(file.raw_rows(info))))
+    except ValueError as error:
+        raise GgufRefused(f"{file.path}: tensor {info.name}: {error}") from None
+    error = (unpack(packed, torch.float32) - weight.float()).abs().max()
+    return packed if error <= weight.float().abs().max() * _ROUNDING else weight

@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,6 +79,15 @@ class GgufFile:
         header = _Header(self._bytes, path)
         self.metadata, self.tensors = header.read()
 
+    @property
+    def formats(self) -> str:
+        """The storage types of the file's matrices, the most frequent first."""
+        sizes = Counter[str]()
+        for info in self.tensors.values():
+            if len(info.shape) == 2:
+                sizes[_kind(info.kind).name] += info.elements
+        return "+".join(name for name, _ in sizes.most_common())
+
     def raw_rows(self, info: TensorInfo) -> np.ndarray:
         """Return a copy of a tensor's bytes, uint8 [rows, bytes of a row]."""
         count = info.elements // info.shape[-1]
@@ -111,11 +121,6 @@ class GgufFile:
         if value is not default and not fits:
             raise GgufRefused(f"{self.path}: {key} is {_shown(value)}, not of type {kind.__name__}")
         return value
-
-
-def kind_name(number: int) -> str:
-    """Return the name of a storage type that the file has been checked for."""
-    return str(_kind(number).name)
 
 
 def _kind(number: int) -> Any:

@@ -128,7 +128,9 @@ def _check_config(config: Any) -> None:
         method = getattr(config.quantization_config, "quant_method", None) or dict(config.quantization_config).get(
             "quant_method", "unknown"
         )
-        raise ModelRefused(f"quantised checkpoints ({method}) cannot be run; use the unquantised one")
+        raise ModelRefused(
+            f"quantised checkpoints ({method}) cannot be run; use the unquantised one (on CPU with model.weights q4)"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
     if getattr(config, "attention_chunk_size", None):

@@ -25,11 +25,12 @@ class ShortWay:
 
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head
+        self._run = first.run  # of all layers
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
         """Return logits [rows, vocab], or None where another way has to be taken. Arguments as of `forward`."""
         first = self._first
-        if not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
+        if first.run is not self._run or not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
             return None
         hidden: Tensor = self._embedding(token_ids)
         cos, sin = self._rope.tables(hidden, positions)

@@ -14,7 +14,7 @@ def conversions(monkeypatch) -> list[Path]:
     """Where to something was converted."""
     made: list[Path] = []
 
-    def convert(source: Path, out: Path) -> None:
+    def convert(source: Path, out: Path, *, keep: bool) -> None:
         if source.read_text() == "bad":
             raise GgufRefused("bad")
         out.mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_converted_is_refused(tmp_path, conversions):
 
 
 def test_another_server_may_be_quicker(tmp_path, conversions, monkeypatch):
-    def beaten(source: Path, out: Path) -> None:
+    def beaten(source: Path, out: Path, *, keep: bool) -> None:
         out.mkdir(parents=True)
         raise GgufRefused("already exists")
 

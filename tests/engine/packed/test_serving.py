@@ -56,9 +56,23 @@ def test_a_gguf_files_weights_stay_as_they_are_packed(tmp_path: Path, kind: str)
     assert (kept[-1].weight.float() - head.float()).abs().max() <= head.abs().max() * 2**-7  # scales of K-formats
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_so_do_those_of_other_architectures(tmp_path: Path, kind: str) -> None:
+    model = gguf_files.random_qwen2()
+    source = gguf_files.write(tmp_path / "tiny.gguf", model, kind=GGMLQuantizationType[kind], architecture="qwen2")
+    engine = driver(source, tmp_path)
+    assert engine.engine.model.weights == kind
+    assert sum(isinstance(module, QuantisedLinear) for module in engine.model.modules()) >= 1
+    vocab = len(gguf_files.TOKENS)
+    unpacked = driver(source, tmp_path, model_weights="bf16", cache_mode="recompute")
+    assert unpacked.engine.model.parameters == engine.engine.model.parameters
+    assert len(conversation(engine, "s", vocab)) == TURNS
+
+
 def test_how_weights_are_packed_tells_one_models_kv_from_anothers(tmp_path: Path) -> None:
     source = gguf_file(tmp_path, "Q4_1")
-    prints = {driver(source, tmp_path, model_weights=way).engine.model.fingerprint for way in ("auto", "bf16", "q8", "q4")}
+    ways = ("auto", "bf16", "q8", "q4")
+    prints = {driver(source, tmp_path, model_weights=way).engine.model.fingerprint for way in ways}
     assert len(prints) == 4
 
 

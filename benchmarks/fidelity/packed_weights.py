@@ -1,0 +1,169 @@
+"""What packed weights change of a model's answers: benchmarks/results/packed_weights*.json.
+
+    python -m benchmarks.fidelity.packed_weights --data DIR [--model bundled] [--gguf FILE] [--llama-python PYTHON]
+
+The mean Kullback-Leibler divergence, in nats a token, of next-token distributions from those of the same weights in
+fp32, over at least 20,000 tokens of WikiText-2 in rows of 512; how often the most likely token is another; and the
+change in perplexity.
+
+With `--gguf` the weights are those of the file: as the engine computes with them packed, unpacked to bf16, and by
+llama.cpp, whose activations are rounded to 8 bits. Without, they are the model's, and arms pack them: `q8` and `q4`
+(`model.weights`), and `Q8_0`, `Q4_0` and `Q4_1`, which are llama.cpp's own formats, rounded by its own code (embedding
+and head in `Q8_0`, as `q4` has them in 8 bits) and computed in fp32.
+"""
+
+import gzip
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.models import model_directory, result_name
+from benchmarks.harness.result_files import ROOT
+from engine.gguf.convert import convert
+from engine.packed.directory import is_packed
+from engine.packed.from_directory import packed
+from engine.packed.load import load_packed
+
+ROW = 512
+_LLAMA = ROOT / "benchmarks" / "speed" / "llama_cpp_worker.py"
+Logits = Callable[[int, Tensor], Tensor]
+"""(number of a row, its tokens) -> logits fp32 [tokens, vocab]"""
+
+
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    directory = arguments.model
+    if arguments.gguf:
+        directory = run.directory / "kept"
+        convert(Path(arguments.gguf), directory, keep=True)
+    with gzip.open(arguments.data / "text" / "wikitext2_valid.txt.gz", "rt", encoding="utf-8") as file:
+        ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(file.read()).ids
+    rows = torch.tensor(ids[: arguments.tokens // ROW * ROW]).view(-1, ROW)
+    truth = _logits(_loaded(directory, torch.float32))
+    arms = dict(_arms_of_file(run, directory, rows) if arguments.gguf else _arms_of_model(run, directory))
+    sums: dict[str, list[Tensor]] = {name: [] for name in arms}
+    for number, row in enumerate(run.track(list(rows), "rows")):
+        want = truth(number, row).log_softmax(-1)
+        for name, arm in arms.items():
+            sums[name].append(_compare(want, arm(number, row).log_softmax(-1), row))
+    figures = {}
+    for name, found in sums.items():
+        kl, other, ours, theirs = torch.stack(found).mean(0).tolist()
+        figures[name] = {
+            "kl": round(kl, 6),
+            "kl_by_row": [round(float(part[0]), 6) for part in found],
+            "other_token": round(other, 5),
+            "perplexity": round(float(np.exp(ours)), 4),
+            "perplexity_change": round(float(np.exp(ours - theirs)) - 1, 5),
+        }
+    held = {}
+    if {"gguf", "llama.cpp"} <= figures.keys():
+        held["packed: divergence no greater than llama.cpp's"] = figures["gguf"]["kl"] <= figures["llama.cpp"]["kl"]
+    for ours, theirs in (("q8", "Q8_0"), ("q4", "Q4_1")):
+        if {ours, theirs} <= figures.keys():
+            held[f"{ours}: divergence no greater than {theirs}'s"] = figures[ours]["kl"] <= figures[theirs]["kl"]
+    return {"tokens": rows.numel(), "arms": figures, "held": held}
+
+
+def _compare(want: Tensor, got: Tensor, row: Tensor) -> Tensor:
+    """Return the divergence, how often another token is the most likely, and both mean losses."""
+    kl = (want.exp() * (want - got)).sum(-1).mean()
+    other = (want.argmax(-1) != got.argmax(-1)).float().mean()
+    losses = [-part[:-1].gather(-1, row[1:, None]).mean() for part in (got, want)]
+    return torch.stack((kl, other, *losses))
+
+
+def _loaded(directory: Path, dtype: torch.dtype) -> nn.Module:
+    if is_packed(directory):
+        return load_packed(directory, AutoConfig.from_pretrained(directory), dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()  # type: ignore[no-any-return]
+
+
+def _logits(model: nn.Module) -> Logits:
+    @torch.inference_mode()
+    def logits(_: int, row: Tensor) -> Tensor:
+        found: Tensor = model(row[None]).logits[0].float()
+        return found
+
+    return logits
+
+
+def _arms_of_file(run: Run, directory: Path, rows: Tensor) -> Iterator[tuple[str, Logits]]:
+    yield "gguf", _logits(_loaded(directory, torch.bfloat16))
+    unpacked = run.directory / "unpacked"
+    convert(Path(run.arguments.gguf), unpacked)
+    yield "gguf bf16", _logits(_loaded(unpacked, torch.bfloat16))
+    tokens, out = run.directory / "tokens.npy", run.directory / "logits.npy"
+    np.save(tokens, rows.numpy())
+    words = [run.arguments.llama_python, "-P", str(_LLAMA), run.arguments.gguf, "--logits", str(tokens), str(out)]
+    run.describe("llama.cpp")
+    try:
+        subprocess.run(words, check=True, capture_output=True, timeout=3600)
+    except (OSError, subprocess.CalledProcessError) as error:
+        run.console.print(f"left out: llama.cpp ({error})")
+        return
+    theirs = np.load(out, mmap_mode="r")
+    yield "llama.cpp", lambda number, _: torch.from_numpy(theirs[number].astype(np.float32))
+
+
+def _arms_of_model(run: Run, directory: Path) -> Iterator[tuple[str, Logits]]:
+    yield "bf16", _logits(_loaded(directory, torch.bfloat16))
+    for weights in ("q8", "q4"):
+        yield weights, _logits(_loaded(packed(directory, run.directory / "packed", weights), torch.bfloat16))
+    for kind in ("Q8_0", "Q4_0", "Q4_1"):
+        yield kind, _logits(_rounded(directory, kind))
+
+
+def _rounded(directory: Path, kind: str) -> nn.Module:
+    """The model in fp32 with its matrices rounded by ggml's own code."""
+    model = _loaded(directory, torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            number = GGMLQuantizationType["Q8_0" if "embed" in name or "head" in name else kind]
+            parameter.data = torch.from_numpy(dequantize(quantize(parameter.data.numpy(), number), number))
+    return model
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title=f"packed weights, {result['tokens']:,} tokens")
+    for column in ("", "KL, nats", "another token", "perplexity", "its change"):
+        table.add_column(column, justify="right")
+    for name, found in result["arms"].items():
+        table.add_row(
+            name, f"{found['kl']:.6f}", f"{found['other_token']:.2%}", f"{found['perplexity']:.3f}",
+            f"{found['perplexity_change']:+.2%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="folder with text/wikitext2_valid.txt.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2 or a directory")
+    parser.add_argument("--gguf", help="a GGUF file, instead of a model")
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--tokens", type=int, default=40 * ROW)
+
+
+EXPERIMENT = Experiment(
+    name=lambda arguments: (
+        "packed_weights_gguf" if arguments.gguf else result_name("packed_weights", arguments.model)
+    ),
+    about=__doc__, measure=measure, show=show, options=options,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(EXPERIMENT.main())
