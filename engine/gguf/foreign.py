@@ -86,5 +86,5 @@ def _kept(file: GgufFile, info: TensorInfo, weight: Tensor) -> Tensor | PackedWe
         packed = pack(blocks.codes_of(info.kind, torch.from_numpy(file.raw_rows(info))))
     except ValueError as error:
         raise GgufRefused(f"{file.path}: tensor {info.name}: {error}") from None
-    error = (unpack(packed, torch.float32) - weight.float()).abs().max()
-    return packed if error <= weight.float().abs().max() * _ROUNDING else weight
+    off = (unpack(packed, torch.float32) - weight.float()).abs().max()
+    return packed if off <= weight.float().abs().max() * _ROUNDING else weight
