@@ -157,6 +157,8 @@ def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Pa
     if against and wanted in ("q4", "q8"):
         raise ModelRefused(f"model.weights is {wanted}, but {against}: take auto")
     path = resolve_files(config.model.source, kept, keep=wanted == "auto" and not against)
+    if against and is_packed(path):
+        raise ModelRefused(f"the weights of {path} are packed, but {against}: take the original model")
     return pack_weights(path, kept, wanted) if wanted in ("q4", "q8") else path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from engine.packed.directory import DamagedDirectory, read
@@ -42,6 +42,8 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     _check_kernels(model)
     if missing:
         raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
     return model
 
 

@@ -71,8 +71,9 @@ def prefill_kernels() -> ModuleType | None:
 
 @functools.cache
 def select_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.select`, or None if it cannot run. It needs the decode kernels."""
-    if decode_kernels() is None:
+    """Return `kernels.cpu.select`, or None if it cannot run. It needs the decode kernels, and that numba compiles for
+    AVX-512. If it did not, LLVM would end the process."""
+    if decode_kernels() is None or "+avx512f" not in _features():
         return None
     try:
         module = importlib.import_module("kernels.cpu.select")

@@ -1,5 +1,6 @@
 """Tests engines whose weights are packed: kept from a GGUF file, or packed at the first start."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,19 @@ def test_where_packed_weights_cannot_be_computed_with_they_are_refused(tmp_path:
         Driver(model, dtype="float32", model_weights="q4", disk_dir=str(tmp_path / "state"))
     engine = Driver(gguf_file(tmp_path, "Q4_1"), dtype="float32", disk_dir=str(tmp_path / "state"))
     assert not engine.engine.model.weights
+
+
+def test_a_packed_directory_is_a_model_too(tmp_path: Path) -> None:
+    """With the ends of texts that its generation_config.json names."""
+    model = save_tiny(tmp_path / "tiny", dtype=torch.bfloat16)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [7, 9]}))
+    driver(model, tmp_path, model_weights="q8")
+    (made,) = (tmp_path / "state" / "models").iterdir()
+    engine = driver(made, tmp_path)
+    assert engine.engine.model.weights == "q8"
+    assert engine.engine.model.eos_token_ids == (7, 9)
+    with pytest.raises(ModelRefused, match="packed, but"):
+        Driver(made, dtype="float32", disk_dir=str(tmp_path / "state"))
+    with pytest.raises(ModelRefused, match="packed already"):
+        driver(made, tmp_path, model_weights="q4")

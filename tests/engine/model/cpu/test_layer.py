@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model.cpu import few_rows as few_rows_module
 from engine.model.cpu import layer as cpu_layer
 from engine.model.cpu import modules
 from engine.model.cpu.modules import packing_works
@@ -131,7 +132,11 @@ def test_a_few_rows_go_another_way_and_are_as_exact(name: str, streams: int, mon
 
 
 @few_rows
-def test_neither_threads_nor_company_change_a_bit_of_a_few_rows() -> None:
+@pytest.mark.parametrize("dots", [True, False], ids=["pairs", "fp32"])
+def test_neither_threads_nor_company_change_a_bit_of_a_few_rows(dots: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not dots:  # as on a processor without AVX512_BF16
+        for module in (modules, few_rows_module):
+            monkeypatch.setattr(module, "dots_of_pairs", lambda: False)
     served = in_bf16(family_model("qwen3"))
     optimise(served.ours, served.probed)
     (one, pool), (two, other) = decoded(served, 3, threads=1), decoded(served, 3, threads=2)
