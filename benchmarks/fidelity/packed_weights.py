@@ -9,7 +9,7 @@ change in perplexity.
 With `--gguf` the weights are those of the file: as the engine computes with them packed, unpacked to bf16, and by
 llama.cpp, whose activations are rounded to 8 bits. Without, they are the model's, and arms pack them: `q8` and `q4`
 (`model.weights`), and `Q8_0`, `Q4_0` and `Q4_1`, which are llama.cpp's own formats, rounded by its own code (embedding
-and head in `Q8_0`, as `q4` has them in 8 bits) and computed in fp32.
+and head in `Q8_0`, as `q4` has them in 8 bits), all computed in fp32; `bf16` says what computing in bf16 changes.
 """
 
 import gzip
@@ -123,7 +123,7 @@ def _arms_of_file(run: Run, directory: Path, rows: Tensor) -> Iterator[tuple[str
 def _arms_of_model(run: Run, directory: Path) -> Iterator[tuple[str, Logits]]:
     yield "bf16", _logits(_loaded(directory, torch.bfloat16))
     for weights in ("q8", "q4"):
-        yield weights, _logits(_loaded(packed(directory, run.directory / "packed", weights), torch.bfloat16))
+        yield weights, _logits(_loaded(packed(directory, run.directory / "packed", weights), torch.float32))
     for kind in ("Q8_0", "Q4_0", "Q4_1"):
         yield kind, _logits(_rounded(directory, kind))
 

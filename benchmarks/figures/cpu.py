@@ -32,8 +32,8 @@ def draw(result: dict[str, Any], out: Path) -> None:
             bars = axis.bar(at, values, 0.13, color=SHOWN[arm], label=arm)
             axis.bar_label(bars, fmt="%.1f", fontsize=6)
         axis.set(title=f"{count} stream{'s' * (count > 1)}", ylabel="ms a step", xlabel="tokens of context")
-        axis.set(xticks=range(len(rows)), xticklabels=[f"{row['context']:,}" for row in rows], yscale="log")
-    axes[0].legend(frameon=False, fontsize=7, ncols=2)
+        axis.set(xticks=range(len(rows)), xticklabels=[f"{row['context']:,}" for row in rows])
+    axes[0].legend(frameon=False, fontsize=7, ncols=2, loc="upper left")
     save_panels(figure, axes, out)
 
 

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from engine.model.cpu import short_way
 from engine.model.cpu.few_rows import join_runs
+from engine.model.cpu.modules import packing_works
 from engine.model.hf_model import SHORT_WAY
 from kernels.cpu.available import decode_kernels
 from tests.engine.models import copied, family_model, random_ids
 from tests.engine.paged import Pool, Served, Text, optimise, serve
 
-pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(
+    decode_kernels() is None or not packing_works(), reason="no numba, no AVX-512 or no packed bf16 products here"
+)
 
 
 def served(name: str = "llama") -> Served:
