@@ -43,7 +43,7 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     if missing:
         raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
     if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
 
 

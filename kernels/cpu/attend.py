@@ -15,6 +15,7 @@ from kernels.cpu.emit import F32, LANES, VEC, Emit, compiled, emitted
 from kernels.views import Constant, Fp32, Int32, Int64
 
 PART = 512  # keys that one task of attention covers
+_NO_WINDOW = 1 << 62
 _PREFETCH = 4096  # bytes; needed because the hardware's own prefetch stops at the end of a page
 _AHEAD = 32  # at most this many rows ahead, so that the row is in this run of pages or in the next
 
@@ -40,13 +41,21 @@ class Pool(NamedTuple):
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
     """Split attention of single rows into tasks."""
-    last = np.asarray(contexts, dtype=np.int64)
-    begin = np.zeros_like(last) if window is None else np.maximum(0, last - window)
-    tasks = -(-(last - begin) // PART)
-    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(tasks)))
-    row = np.repeat(np.arange(len(last)), tasks)
-    first = begin[row] + (np.arange(starts[-1]) - starts[row]) * PART
-    return AttentionTasks(row, first, np.minimum(PART, last[row] - first), starts)
+    return AttentionTasks(*_plan(np.array(contexts, np.int64), _NO_WINDOW if window is None else window))
+
+
+@compiled()
+def _plan(contexts: Int64, window: int) -> tuple[Int64, Int64, Int64, Int64]:
+    starts = np.zeros(len(contexts) + 1, np.int64)
+    for row in range(len(contexts)):
+        starts[row + 1] = starts[row] + (min(contexts[row], window) + PART - 1) // PART
+    rows, firsts, keys = np.empty((3, starts[-1]), np.int64)
+    for row in range(len(contexts)):
+        first = max(0, contexts[row] - window)
+        for part in range(starts[row], starts[row + 1]):
+            rows[part], firsts[part], keys[part] = row, first, min(PART, contexts[row] - first)
+            first += PART
+    return rows, firsts, keys, starts
 
 
 def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, behind: Any, lanes: int) -> None:

@@ -228,7 +228,9 @@ class FewRows:
         key = f"few rows {window}"
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)
         if plan is None:
-            table = np.repeat(meta.block_table.numpy(), meta.query_lens, axis=0)
+            table = meta.block_table.numpy()
+            if max(meta.query_lens) > 1:
+                table = np.repeat(table, meta.query_lens, axis=0)
             plan = meta.scratch[key] = (table, meta.slots.numpy(), self.run.kernels.plan(_contexts(meta), window))
         return plan
 

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from engine.model.cpu.few_rows import FewRows, Layers
 from engine.model.cpu.modules import RmsNorm
 from engine.model.hf_model import Step, forward
+from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 
 _CHECK_TOKENS = 5
 _CHECK_POSITION = 300  # of the first row: where rotations show
+_KNOWN_POSITIONS = 8192  # whose rotations are kept, 2 MiB with heads of 64
+_CHECK_POSITIONS = (*range(40), 1000, 4097, 8190, 8191)
 
 
 class ShortWay:
@@ -26,6 +29,7 @@ class ShortWay:
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head
         self._run = first.run  # of all layers
+        self._known: tuple[Tensor, Tensor] | None = None  # rotary tables of the first positions
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
         """Return logits [rows, vocab], or None where another way has to be taken. Arguments as of `forward`."""
@@ -33,12 +37,30 @@ class ShortWay:
         if first.run is not self._run or not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
             return None
         hidden: Tensor = self._embedding(token_ids)
-        cos, sin = self._rope.tables(hidden, positions)
+        cos, sin = self._tables(hidden, positions)
         hidden = first(hidden, cos, sin)
         if len(logit_rows) < len(hidden):
             hidden = hidden[logit_rows]
         logits: Tensor = self._head(self._norm(hidden))
         return logits
+
+    def _tables(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [1, rows, dim], looked up where possible: to compute them takes as long as four layers."""
+        if self._known is None or int(positions.max()) >= _KNOWN_POSITIONS:
+            return self._rope.tables(hidden, positions)
+        return self._known[0][:, positions], self._known[1][:, positions]
+
+    def remember_tables(self, dtype: torch.dtype) -> None:
+        """Compute the tables of the first positions, if they are the same to the bit as those of single positions."""
+        like, every = torch.zeros(1, dtype=dtype), torch.arange(_KNOWN_POSITIONS)
+        known = self._rope.tables(like, every)
+        single = [self._rope.tables(like, every[place : place + 1]) for place in _CHECK_POSITIONS]
+        same = all(
+            torch.equal(table[:, place : place + 1], one)
+            for place, tables in zip(_CHECK_POSITIONS, single, strict=True)
+            for table, one in zip(known, tables, strict=True)
+        )
+        self._known = known if same else None
 
 
 def find_short_way(
@@ -54,6 +76,8 @@ def find_short_way(
     if any(way is None or way.run is not ways[0].run for way in ways):
         return None
     way = ShortWay(embedding=embedding, rope=rope, first=ways[0], norm=norm, head=head)
+    if rope_limit(model.config.get_text_config()) is None:  # type: ignore[operator,union-attr]
+        way.remember_tables(dtype)
     positions = torch.arange(_CHECK_TOKENS) + _CHECK_POSITION
     tokens, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
     page = backend.page_multiple
