@@ -19,13 +19,13 @@ from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
 from engine.config import CacheConfig, EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
+from engine.model.cpu.quantised import size_of
 from engine.model.loading import ModelRefused, fingerprint, load_model, pack_weights, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
 from engine.model.offload.offloaded_weights import OffloadedWeights
 from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
 from engine.packed.directory import is_packed, read_index
-from engine.packed.modules import size_of
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
 from kernels.attention.torch_cpu import ExactAttention

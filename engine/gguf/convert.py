@@ -4,11 +4,8 @@ Files with Llama's architecture and a known vocabulary are read by our own code,
 transformers' reader, which loads the whole model into memory.
 """
 
-import contextlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from safetensors.torch import save_file
 from engine.gguf import blocks, llama, vocabulary
 from engine.gguf.reader import GgufFile, GgufRefused
 from engine.packed import directory as packed_directory
+from engine.packed.directory import fresh_directory
 from kernels.packed import PackedWeight
 
 SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
@@ -65,24 +63,6 @@ def can_keep(file: GgufFile) -> bool:
 
 def _is_ours(file: GgufFile) -> bool:
     return file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
-
-
-@contextlib.contextmanager
-def fresh_directory(out: Path) -> Iterator[Path]:
-    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
-    Raises OSError."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
-    try:
-        yield fresh
-        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
-        for path in fresh.iterdir():
-            path.chmod(0o644)
-            with path.open("rb") as written:
-                os.fsync(written.fileno())
-        fresh.rename(out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _write_llama(file: GgufFile, out: Path, keep: bool) -> None:

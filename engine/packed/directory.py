@@ -5,7 +5,11 @@ NAME.scales and perhaps NAME.lows, in the layout of `kernels.packed`; any other 
 says which are packed, and how.
 """
 
+import contextlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +37,24 @@ class PackedDirectory:
     weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
     tensors: dict[str, dict[str, Any]]
     files: dict[str, str]
+
+
+@contextlib.contextmanager
+def fresh_directory(out: Path) -> Iterator[Path]:
+    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
+    Raises OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
+    try:
+        yield fresh
+        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
+        for path in fresh.iterdir():
+            path.chmod(0o644)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        fresh.rename(out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def is_packed(directory: Path) -> bool:

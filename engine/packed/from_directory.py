@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.gguf.convert import fresh_directory
 from engine.packed import directory as packed_directory
+from engine.packed.directory import fresh_directory
 from engine.packed.quantise import quantise
 from kernels.packed import GROUP, Bits, PackedWeight, pack
 

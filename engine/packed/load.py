@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
+from engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
 from engine.packed.directory import DamagedDirectory, read
-from engine.packed.modules import QuantisedEmbedding, QuantisedLinear
 from kernels.packed import PackedWeight, unpack
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from engine.model.cpu.few_rows import FewRows, LayerParts
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.cpu.modules import ExactGate, ExactLinear, Gate, PackedLinear, RmsNorm, SummedLinear
+from engine.model.cpu.quantised import QuantisedGate, QuantisedLinear, QuantisedTogether
 from engine.model.hf_model import Step, attend, current_step, in_part, turn_halves
-from engine.packed.modules import QuantisedGate, QuantisedLinear, QuantisedTogether
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, Selection
 
 

@@ -26,11 +26,11 @@ from engine.model.cpu.modules import (
     agree,
     packing_works,
 )
+from engine.model.cpu.quantised import QuantisedLinear
 from engine.model.cpu.short_way import find_short_way
 from engine.model.hf_model import SHORT_WAY, Step, running, turns_halves
 from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, single_sequence_meta
-from engine.packed.modules import QuantisedLinear
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

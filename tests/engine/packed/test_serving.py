@@ -10,9 +10,9 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from engine.gguf.convert import convert
+from engine.model.cpu.quantised import QuantisedLinear
 from engine.model.loading import ModelRefused
 from engine.packed.directory import is_packed
-from engine.packed.modules import QuantisedLinear
 from kernels.cpu.available import decode_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.gguf import gguf_files

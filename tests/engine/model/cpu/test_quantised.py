@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.packed import modules
-from engine.packed.modules import QuantisedEmbedding, QuantisedGate, QuantisedLinear, QuantisedTogether
+from engine.model.cpu import quantised as modules
+from engine.model.cpu.quantised import QuantisedEmbedding, QuantisedGate, QuantisedLinear, QuantisedTogether
 from kernels.cpu.available import decode_kernels
 from kernels.packed import PackedWeight, pack, unpack
 from tests.kernels.packed_weights import FORMS, Form, random_codes
