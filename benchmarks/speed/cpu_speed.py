@@ -3,7 +3,8 @@
     python -m benchmarks.speed.cpu_speed --gguf FILE [--llama-python PYTHON] [--model DIR] [--rounds 5]
 
 Arms are processes that take turns, one works while the others wait. For 1 and 8 streams behind 16 and 1,000 tokens: the
-time until every stream has one new token (prefill), and the median of 32 decode steps of all streams together (TPOT).
+time until every stream has one new token (prefill), and what a decode step of all streams together takes (TPOT): the
+mean of 32 steps of ours and of transformers, the median of llama.cpp's.
 
 gguf          the engine with `--model FILE.gguf`: weights as packed as they are in the file
 gguf bf16     the same file with `model.weights bf16`

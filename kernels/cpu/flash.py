@@ -12,8 +12,7 @@ no effect.
 
 Sums are fp32; probabilities are rounded to bf16 before they are multiplied by the values; numbers below 1.2e-38 are 0.
 
-Import this through `kernels.cpu.available.flash_kernels`. No compiled code is shared with `kernels.cpu.decode`, because
-numba's disk cache would not notice changes there.
+Import this through `kernels.cpu.available.flash_kernels`.
 """
 
 import inspect

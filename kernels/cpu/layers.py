@@ -7,7 +7,7 @@ have been taken. So a thread that comes late, or that the system sets aside, hol
 Sums are fp32; what enters a product is rounded to bf16 where dot products of pairs multiply it. The order of a sum
 depends only on the row it belongs to, neither on other rows of the batch nor on the number of threads. NaN stays NaN.
 
-Import this through `kernels.cpu.available.layer_kernels`.
+`kernels.cpu.decode` hands it on.
 """
 
 from typing import Any, NamedTuple

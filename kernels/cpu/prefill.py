@@ -6,8 +6,7 @@ threads. bf16 is widened in registers and rounded once, to nearest and ties to e
 
 Measured on one core, us with torch -> compiled: rotating 1,124 rows of 12 + 4 + 4 heads of 64 1,300 -> 460.
 
-Import this through `kernels.cpu.available.prefill_kernels`. No compiled code is shared with `kernels.cpu.decode`,
-because numba's disk cache would not notice changes there.
+Import this through `kernels.cpu.available.prefill_kernels`.
 """
 
 from typing import Any

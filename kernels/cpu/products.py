@@ -10,8 +10,7 @@ Weights have oneDNN's packed layout: blocks of outputs, containing pairs of inpu
 outputs fill the registers. Strips of rows and runs of outputs are as large as fits together into the cache next to a
 core.
 
-Import this through `kernels.cpu.available.product_kernels`. No compiled code is shared with `kernels.cpu.decode`,
-because numba's disk cache would not notice changes there.
+Import this through `kernels.cpu.available.product_kernels`.
 """
 
 import inspect

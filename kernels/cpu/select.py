@@ -5,8 +5,7 @@ along lanes. `choose` brings the index up to date, scores all rows of a context 
 `attend` reads the keys and values of these alone. Sums are fp32. What is chosen and computed for a row depends on its
 own context alone, not on other rows of the batch or on the number of threads.
 
-Import this through `kernels.cpu.available.select_kernels`. No compiled code is shared with `kernels.cpu.decode`,
-because numba's disk cache would not notice changes there.
+Import this through `kernels.cpu.available.select_kernels`.
 """
 
 import inspect
