@@ -3,15 +3,12 @@
 import hashlib
 import logging
 import os
-import shutil
-import time
 from pathlib import Path
 
 from engine.gguf.convert import convert
 from engine.gguf.reader import GgufRefused
+from engine.packed.directory import forget_old
 
-KEPT = 3  # number of conversions; the least recently used are deleted
-ABANDONED_S = 86_400.0  # no conversion takes that long
 _WRITTEN_BY = 1  # version of the converter; increase it to discard older conversions
 
 log = logging.getLogger(__name__)
@@ -32,16 +29,7 @@ def converted(source: Path, directory: Path, keep: bool = False) -> Path:
                 if not found.is_dir():  # else another server has made it meanwhile
                     raise
         os.utime(found)
-        _forget(directory)
+        forget_old(directory)
     except OSError as error:
         raise GgufRefused(f"{source} cannot be converted: {error.strerror or error}") from None
     return found
-
-
-def _forget(directory: Path) -> None:
-    """Delete all but the most recent conversions, and what killed conversions have left."""
-    made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
-    finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
-    abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]
-    for _, path in (*finished[KEPT:], *abandoned):
-        shutil.rmtree(path, ignore_errors=True)

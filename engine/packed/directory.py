@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from kernels.packed import BLOCK, GROUP, PackedWeight
 
 INDEX = "packed.json"
 FORMAT = 1
+KEPT = 3  # number of models made for later starts; the least recently used are deleted
+ABANDONED_S = 86_400.0  # to make one takes less
 _SHARD_BYTES = 2 << 30
 
 
@@ -55,6 +58,15 @@ def fresh_directory(out: Path) -> Iterator[Path]:
         fresh.rename(out)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def forget_old(directory: Path) -> None:
+    """Delete all but the most recently used of the models made in a directory, and what killed makers have left."""
+    made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
+    finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
+    abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]
+    for _, path in (*finished[KEPT:], *abandoned):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_packed(directory: Path) -> bool:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.packed import directory as packed_directory
-from engine.packed.directory import fresh_directory
+from engine.packed.directory import forget_old, fresh_directory
 from engine.packed.quantise import quantise
 from kernels.packed import GROUP, Bits, PackedWeight, pack
 
@@ -37,6 +37,7 @@ def packed(source: Path, directory: Path, weights: str) -> Path:
                         shutil.copy(file, fresh)
             packed_directory.write(fresh, weights, _packed_weights(source, _BITS[weights]))
     os.utime(found)
+    forget_old(directory)
     return found
 
 

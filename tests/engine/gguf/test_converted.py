@@ -7,6 +7,7 @@ import pytest
 
 from engine.gguf import converted
 from engine.gguf.reader import GgufRefused
+from engine.packed.directory import ABANDONED_S, KEPT
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_file_is_converted_once_whatever_it_is_called(tmp_path, conversions):
 
 def test_those_not_used_for_the_longest_time_leave(tmp_path, conversions):
     made = []
-    for number in range(converted.KEPT):
+    for number in range(KEPT):
         made.append(converted.converted(file_of(tmp_path, "a", str(number)), tmp_path / "made"))
         os.utime(made[-1], (number, number))
     converted.converted(file_of(tmp_path, "a", "0"), tmp_path / "made")  # the oldest is used again
@@ -48,7 +49,7 @@ def test_those_not_used_for_the_longest_time_leave(tmp_path, conversions):
 
 
 def test_what_a_killed_conversion_left_leaves_in_time(tmp_path, conversions):
-    for name, age_s in ((".old.tmp", 2 * converted.ABANDONED_S), (".new.tmp", 0.0)):
+    for name, age_s in ((".old.tmp", 2 * ABANDONED_S), (".new.tmp", 0.0)):
         left = tmp_path / "made" / name
         left.mkdir(parents=True)
         os.utime(left, (left.stat().st_mtime - age_s,) * 2)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from engine.gguf.convert import convert
 from engine.model.cpu.quantised import QuantisedLinear
 from engine.model.loading import ModelRefused
-from engine.packed.directory import is_packed
+from engine.packed.directory import KEPT, is_packed
+from engine.packed.from_directory import packed
 from kernels.cpu.available import decode_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.gguf import gguf_files
@@ -103,6 +104,14 @@ def test_a_directory_is_packed_once_and_read_after_that(tmp_path: Path) -> None:
     assert (made / "packed.json").stat().st_mtime_ns == stamp
     assert first.engine.model.fingerprint == again.engine.model.fingerprint
     assert first.engine.model.parameters == driver(model, tmp_path).engine.model.parameters
+
+
+def test_the_packed_models_that_are_kept_are_bounded(tmp_path: Path) -> None:
+    for number in range(KEPT + 2):
+        model = save_tiny(tmp_path / f"tiny{number}", seed=number, dtype=torch.bfloat16)
+        made = packed(model, tmp_path / "models", "q8")
+    assert len(list((tmp_path / "models").iterdir())) == KEPT
+    assert made.is_dir()
 
 
 def test_a_damaged_directory_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
