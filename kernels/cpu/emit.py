@@ -25,7 +25,7 @@ LOG2_E = 1.4426950408889634
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 
 F32, F16 = ir.FloatType(), ir.HalfType()
-I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 VEC, VEC_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 VEC_I16, VEC_I8, VEC_F16 = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES), ir.VectorType(F16, LANES)
 PAIRS = ir.VectorType(I16, 2 * LANES)  # of bf16, as one operand of a dot product
@@ -112,14 +112,6 @@ class Emit:
     def halves(self, both: Any) -> tuple[Any, Any]:
         """Split 16 words into their lower and upper bf16 numbers, widened."""
         return self.upper(both), self.b.bitcast(self.b.and_(both, self.words(0xFFFF0000)), VEC)
-
-    def rounded(self, x: Any) -> Any:
-        """Round 16 numbers to bf16, to nearest and ties to even; NaN stays NaN. Returns 16 x 16 bits."""
-        bits = self.b.bitcast(x, VEC_I32)
-        odd = self.b.and_(self.b.lshr(bits, self.words(16)), self.words(1))
-        up = self.b.lshr(self.b.add(bits, self.b.add(odd, self.words(0x7FFF))), self.words(16))
-        nan = self.b.fcmp_unordered("uno", x, x)
-        return self.b.trunc(self.b.select(nan, self.words(0x7FC0), up), VEC_I16)
 
     def exp2(self, x: Any) -> Any:
         """Compute 2 ** x for x <= 0; values below the range give 0."""

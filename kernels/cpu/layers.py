@@ -57,7 +57,7 @@ from kernels.views import Bf16, Constant, Fp32, Int32, Int64
 PROJECT, TURN, ATTEND, COMPLETE = range(4)
 
 _Q, _K, _V, _OUT, _GATE, _UP, _DOWN = range(7)
-LAYER_PRODUCTS = 7  # keys and values may be part of queries' product, and are NOTHING then
+LAYER_PRODUCTS = 7  # keys and values may be part of queries' product, and have no kernel then
 _NORMS = LAYER_PRODUCTS * PRODUCT_FIELDS
 _INPUT_NORM, _Q_NORM, _K_NORM, _POST_NORM, _K_POOL, _V_POOL, _SAVED = range(_NORMS, _NORMS + 7)
 LAYER_FIELDS = _NORMS + 7
@@ -392,8 +392,8 @@ class Scratch(NamedTuple):
     stats: Fp32
 
 
-# The phases of a layer. NORM and those after MERGE come in every run that has the part which they belong to.
-_NORM, _PROJECT, _HEADS, _ATTEND, _MERGE, _OUTPUT, _POST_NORM_PHASE, _GATED, _SHRINK = range(9)
+# The phases of a layer, in order: each ends before the next begins.
+_NORM, _PROJECT, _HEADS, _ATTEND, _MERGE, _OUTPUT, _POST_NORM_PHASE, _GATED, _DOWN_PHASE = range(9)
 _PHASES = 9
 
 
