@@ -21,7 +21,6 @@ memory's speed behind 16 tokens.
 import json
 import os
 import random
-import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -34,8 +33,7 @@ from rich.table import Table
 from app.settings.settings import load_settings
 from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.models import NAMES, model_directory
-from benchmarks.harness.result_files import ROOT
-from benchmarks.speed.raw_speed import Measure, engine_measure, read_rate, transformers_arm
+from benchmarks.speed.raw_speed import Measure, Worker, engine_measure, read_rate, transformers_arm
 from engine.config import EngineConfig
 from engine.process.child import engine_environment
 
@@ -76,39 +74,15 @@ def work(arm: str, model: str) -> None:
         answers.write(json.dumps(measure(json.loads(line))) + "\n")
 
 
-class Worker:
-    """One arm in a process of its own. Raises RuntimeError if it does not start."""
-
-    def __init__(self, arm: str, model: str, llama_python: str) -> None:
-        words = [sys.executable, "-m", "benchmarks.speed.cpu_speed", WORKER, arm, model]
-        environment = dict(os.environ)
-        if arm == "llama.cpp":
-            words = [llama_python, "-P", str(_LLAMA), model]  # its folder has modules with names of Python's own
-        elif arm in ENGINE_ARMS:
-            environment = engine_environment(engine_config(model, ENGINE_ARMS[arm]), os.environ)
-        self._process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        said = self._read()
-        if not said:
-            raise RuntimeError(f"{arm} did not start")
-        self.says: dict[str, int] = json.loads(said)
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def measure(self, prompts: list[list[int]]) -> tuple[float, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
-        first_s, step_s = json.loads(self._read())
-        return first_s, step_s
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(timeout=10)
+def start(arm: str, model: str, llama_python: str) -> Worker:
+    """Raises RuntimeError if it does not start."""
+    words = [sys.executable, "-m", "benchmarks.speed.cpu_speed", WORKER, arm, model]
+    environment = dict(os.environ)
+    if arm == "llama.cpp":
+        words = [llama_python, "-P", str(_LLAMA), model]  # its folder has modules with names of Python's own
+    elif arm in ENGINE_ARMS:
+        environment = engine_environment(engine_config(model, ENGINE_ARMS[arm]), os.environ)
+    return Worker(arm, words, environment)
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -120,9 +94,10 @@ def measure(run: Run) -> dict[str, Any]:
         model = arguments.gguf if reads_file else str(arguments.model)
         try:
             if model is not None:
-                workers[arm] = Worker(arm, model, arguments.llama_python)
+                workers[arm] = start(arm, model, arguments.llama_python)
         except RuntimeError as error:
             run.console.print(f"left out: {error}")
+    says: dict[str, dict[str, int]] = {arm: json.loads(worker.says) for arm, worker in workers.items()}
     vocab = json.loads((arguments.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rng, arms = random.Random(0), tuple(workers)
     samples: dict[str, dict[tuple[int, int], list[tuple[float, float]]]] = {arm: {} for arm in arms}
@@ -140,16 +115,16 @@ def measure(run: Run) -> dict[str, Any]:
         for worker in workers.values():
             worker.close()
     rate = median(rates)
-    kv_bytes = max(worker.says.get("kv", 0) for worker in workers.values())
+    kv_bytes = max(said.get("kv", 0) for said in says.values())
     rows = [
-        _row(case, {arm: samples[arm][case] for arm in arms}, {arm: workers[arm].says["weights"] for arm in arms},
+        _row(case, {arm: samples[arm][case] for arm in arms}, {arm: says[arm]["weights"] for arm in arms},
              kv_bytes, rate)
         for case in CASES
     ]  # fmt: skip
     return {
         "settings": {"file": Path(arguments.gguf).name if arguments.gguf else None, "rounds": arguments.rounds},
         "memory_read_gb_s": rate,
-        "weights_mb": {arm: round(workers[arm].says["weights"] / 1e6, 1) for arm in arms},
+        "weights_mb": {arm: round(says[arm]["weights"] / 1e6, 1) for arm in arms},
         "rows": rows,
         "held": _held(rows),
     }

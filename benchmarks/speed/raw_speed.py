@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,26 +144,16 @@ def work(arm: str, model: str) -> None:
 
 
 class Worker:
-    """One arm in a process of its own."""
+    """One arm in a process of its own: a line of prompts in, a line of seconds out. Raises RuntimeError if it does not
+    start."""
 
-    def __init__(self, arm: str, model: str) -> None:
-        base = {k: v for k, v in os.environ.items() if k not in MALLOC}
-        environments = {
-            "reprise": engine_environment(engine_config(model), base),
-            EXACT: engine_environment(engine_config(model), base),
-            "transformers": base,
-            "transformers+malloc": {**base, **MALLOC},
-        }
+    def __init__(self, arm: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.speed.raw_speed", WORKER, arm, model],
-            cwd=ROOT,
-            env=environments[arm],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        if self._read() != "ready":
+            words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self.says = self._read()  # about itself, once it is ready
+        if not self.says:
             raise RuntimeError(f"{arm} did not start")
 
     def _read(self) -> str:
@@ -223,12 +213,24 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
+def _start_one(arm: str, model: str) -> Worker:
+    base = {k: v for k, v in os.environ.items() if k not in MALLOC}
+    environments = {
+        "reprise": engine_environment(engine_config(model), base),
+        EXACT: engine_environment(engine_config(model), base),
+        "transformers": base,
+        "transformers+malloc": {**base, **MALLOC},
+    }
+    words = [sys.executable, "-m", "benchmarks.speed.raw_speed", WORKER, arm, model]
+    return Worker(arm, words, environments[arm])
+
+
 def start(arms: Sequence[str], model: str) -> dict[str, Worker]:
     """A worker for each arm that can be had here."""
     workers = {}
     for arm in arms:
         try:
-            workers[arm] = Worker(arm, model)
+            workers[arm] = _start_one(arm, model)
         except RuntimeError:
             if arm != EXACT:
                 raise
