@@ -2,46 +2,60 @@
 
 import functools
 import importlib
-import logging
-import platform
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import announce_compiling, decode_kernels, use_torch_threads
+from kernels.checksums import checksums
+from kernels.cpu.available import decode_kernels, load_kernels, use_torch_threads
 from kernels.views import as_bits, as_stream
-
-log = logging.getLogger(__name__)
 
 
 @functools.cache
-def load_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.load`, or None if it cannot run: without numba, or without AVX2, where torch rounds
-    differently. The first call compiles."""
-    if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
-        return None
+def triton_copies() -> ModuleType | None:
+    """Return `kernels.triton_copies`, or None without Triton."""
     try:
-        has_team = decode_kernels() is not None  # must come before numba chooses its threading layer
-        announce_compiling()
-        module = importlib.import_module("kernels.cpu.load")
-        module.self_test(has_team)
-    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
-        log.info("loading without compiled kernels: %s", error)
+        return importlib.import_module("kernels.triton_copies")
+    except ImportError:
         return None
-    return module
 
 
-class BlockWriter:
-    """Writes into one layer's pool, bf16 on CPU. Any thread may use it, as long as no other writes to the same pages.
+class BlockWriter(Protocol):
+    """Writes into one layer's pool in bf16. Any thread may use it, as long as no other writes to the same pages.
     Releases the GIL. Made by `block_writer`."""
+
+    has_team: bool
+    """Whether `write` can use torch's team of threads."""
+
+    def write(
+        self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
+    ) -> np.ndarray:
+        """Write blocks into pages, rotating their keys.
+        segments: contiguous bf16 on the CPU, [segments, elements], each a block of un-rotated keys [block_rows,
+        kv_heads, k_dim], followed by its values [block_rows, kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element
+        where a block begins, the number of its rows to write, the slot (page * page_size + row) of the first row, whose
+        page must hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's
+        segment, or [0] where that was compared. cos, sin: contiguous bf16 [rows, R] on the pool's device; dims i and
+        i + R / 2 turn together, dims from R on are copied. together: use torch's team of threads, which must belong to
+        the calling thread; only if `has_team`.
+        The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit; on CUDA it is there when the
+        current stream is. Returns bool [blocks]: True for blocks whose checksum differs; they are not written, or on
+        CUDA as they are. Raises ValueError for anything outside of segments, pool or tables, and RuntimeError for
+        tensors that are not contiguous."""
+        ...
+
+
+class _CpuWriter:
+    """Compares, rotates and writes in one pass over memory."""
 
     def __init__(self, kernels: ModuleType, pages: KvPages, block_rows: int) -> None:
         k, v = pages.k, pages.v
         self._kernels = kernels
-        self.has_team = decode_kernels() is not None  # whether `write` can use torch's team of threads
+        self.has_team = decode_kernels() is not None
         self._num_pages = len(k)
         self._block_rows = block_rows
         # Streams and strides are made once, because every layer of every load calls `write`.
@@ -52,28 +66,8 @@ class BlockWriter:
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
-        """Write blocks into pages, rotating their keys.
-        segments: contiguous bf16 [...], containing blocks of un-rotated keys [block_rows, kv_heads, k_dim], each
-        followed by its values [block_rows, kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element where a block
-        begins, the number of its rows to write, the slot (page * page_size + row) of the first row, whose page must
-        hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's segment, or
-        [0] where that was compared. cos, sin: contiguous bf16 [rows, R]; dims i and i + R / 2 turn together, dims from
-        R on are copied. together: use torch's team of threads, which must belong to the calling thread; only if
-        `has_team`.
-        The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit. Returns bool [blocks]: True
-        for blocks that were not written because their checksum differs. Raises ValueError for anything outside of
-        segments, pool or tables, and RuntimeError for tensors that are not contiguous."""
-        starts, counts, slots, angles = blocks.T
-        page_size = self._pool[4]
-        if len(blocks) and (
-            blocks.min() < 0
-            or starts.max() + self._segment > segments.numel()
-            or counts.max() > self._block_rows
-            or (slots % page_size + counts).max() > page_size
-            or slots.max() // page_size >= self._num_pages
-            or (angles + counts).max() > len(cos)
-        ):
-            raise ValueError("blocks outside of their segments, pages or tables")
+        """See BlockWriter."""
+        _check(blocks, segments, cos, self._block_rows, self._pool[4], self._num_pages, self._segment)
         wrong = np.zeros(len(blocks), np.bool_)
         if together:
             use_torch_threads()
@@ -93,12 +87,64 @@ class BlockWriter:
         return wrong
 
 
+class _CudaWriter:
+    """Compares checksums while the device reads the segments, out of page-locked memory by itself."""
+
+    has_team = False
+
+    def __init__(self, kernels: ModuleType, pages: KvPages, block_rows: int) -> None:
+        self._kernels, self._pages, self._block_rows = kernels, pages, block_rows
+        (num_pages, page_size, heads, k_dim), v_dim = pages.k.shape, pages.v.shape[3]
+        self._bounds = block_rows, page_size, num_pages, block_rows * heads * (k_dim + v_dim)
+
+    def write(
+        self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
+    ) -> np.ndarray:
+        """See BlockWriter."""
+        _check(blocks, segments, cos, *self._bounds)
+        if not len(blocks):
+            return np.zeros(0, np.bool_)
+        chosen = blocks[:, 0] // segments.stride(0)
+        memory, numbers, device = segments, torch.from_numpy(blocks), self._pages.k.device
+        if device.type == "cuda" and not segments.is_pinned():
+            memory = segments.index_select(0, torch.from_numpy(chosen)).to(device)
+            numbers = numbers.clone()
+            numbers[:, 0] = torch.arange(len(blocks)) * memory.stride(0)
+        pools = self._pages.k, self._pages.v
+        stream = segments.view(-1).view(torch.uint8).numpy()
+        self._kernels.write_blocks(memory, numbers.to(device), cos, sin, *pools, self._block_rows)
+        return (
+            checksums(stream, segments.stride(0) * segments.element_size(), chosen) != sums
+            if len(sums)
+            else np.zeros(len(blocks), np.bool_)
+        )
+
+
+def _check(
+    blocks: np.ndarray, segments: Tensor, cos: Tensor, block_rows: int, page_size: int, num_pages: int, elements: int
+) -> None:
+    """elements: of a segment. Raises ValueError for blocks outside of what they are read from and written to."""
+    starts, counts, slots, angles = blocks.T
+    if len(blocks) and (
+        blocks.min() < 0
+        or starts.max() + elements > segments.numel()
+        or counts.max() > block_rows
+        or (slots % page_size + counts).max() > page_size
+        or slots.max() // page_size >= num_pages
+        or (angles + counts).max() > len(cos)
+    ):
+        raise ValueError("blocks outside of their segments, pages or tables")
+
+
 def block_writer(pages: KvPages, block_rows: int) -> BlockWriter | None:
     """Return a writer for this pool, or None if the compiled kernels cannot be used."""
-    if any(x.dtype != torch.bfloat16 or x.is_cuda or x.stride(-1) != 1 for x in (pages.k, pages.v)):
+    if any(x.dtype != torch.bfloat16 or x.stride(-1) != 1 for x in (pages.k, pages.v)):
         return None
+    if pages.k.is_cuda:
+        triton = triton_copies()
+        return None if triton is None else _CudaWriter(triton, pages, block_rows)
     kernels = load_kernels()
     block_bytes = 2 * block_rows * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
     if kernels is None or block_bytes < kernels.MIN_BYTES:
         return None
-    return BlockWriter(kernels, pages, block_rows)
+    return _CpuWriter(kernels, pages, block_rows)

@@ -10,7 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.gpu_day.section import Asked, asked, seconds
+from benchmarks.gpu_day.section import Asked, asked, seconds, wait
+from kernels.attention import BACKENDS
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 GIB = 1 << 30
 _COPIES = (1 << 16, 1 << 17, 1 << 20, 1 << 26)  # bytes
@@ -38,6 +40,7 @@ def measure(wanted: Asked) -> dict[str, Any]:
     if on_gpu:
         result |= _link(device) | _graph(device)
     result["SDPA with sums"] = _sdpa(device)
+    result["a layer's attention, ms"] = _prompts(device)
     return result
 
 
@@ -127,6 +130,52 @@ def _sdpa(device: torch.device) -> dict[str, str]:
                 found[f"{name}, {kind}"] = f"{tflops:.2f} TFLOP/s{shape}"
             except (RuntimeError, NotImplementedError) as error:
                 found[f"{name}, {kind}"] = f"no: {str(error).splitlines()[0][:120]}"
+    return found
+
+
+def _prompts(device: torch.device) -> dict[str, str]:
+    """Rows behind a history: by torch's kernels, at a shape that is new to them and at one that is not, and by ours."""
+    heads, kv_heads, dim, page_size = 32, 8, 128, 64
+    found = {}
+    for rows, history in (
+        ((4096, 0), (2048, 26_000), (512, 27_500), (101, 28_000)) if device.type == "cuda" else ((8, 40),)
+    ):
+        context = rows + history
+        num_pages = -(-context // page_size)
+        q = torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16)
+        pool = torch.randn(2, kv_heads, num_pages, page_size, dim, device=device, dtype=torch.bfloat16)
+        k, v = pool.permute(0, 2, 3, 1, 4)
+        table = torch.randperm(num_pages, device=device, dtype=torch.int32)[None]
+        times = {}
+        if device.type == "cuda":
+            flat = (x.index_select(0, table[0]).flatten(0, 1).transpose(0, 1)[None] for x in (k, v))
+            gathered = tuple(flat)
+            times["gathering"] = seconds(lambda: k.index_select(0, table[0]), device)  # noqa: B023
+            calls: dict[str, Callable[..., Any]] = {
+                "cudnn": lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True),
+                "flash": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v),
+            }
+            for name, call in calls.items():
+                for shorter in range(3):
+                    inputs = q.transpose(0, 1)[None], *(x[:, :, : context - shorter] for x in gathered)
+                    wait(device)
+                    started = time.perf_counter()
+                    call(*inputs)
+                    wait(device)
+                    times[f"{name}, new shape {shorter}"] = time.perf_counter() - started
+                times[name] = seconds(lambda: call(*inputs), device)  # noqa: B023
+        backend = BACKENDS["triton" if device.type == "cuda" else "torch_cpu"]()
+        meta = AttentionMeta(
+            query_lens=[rows],
+            context_lens=[context],
+            query_start=torch.tensor([0, rows], device=device, dtype=torch.int32),
+            context_len=torch.tensor([context], device=device, dtype=torch.int32),
+            block_table=table,
+            slots=torch.arange(rows, device=device),
+        )
+        params = AttentionParams(scale=dim**-0.5, window=None, softcap=None, sinks=None)
+        times["ours"] = seconds(lambda: backend.forward(q, KvPages(k, v), meta, params), device)  # noqa: B023
+        found[f"{rows} behind {history}"] = ", ".join(f"{name} {1e3 * taken:.3f}" for name, taken in times.items())
     return found
 
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.extent_format import ALIGNMENT, checksum
+from cache.storage.extent_format import ALIGNMENT
+from kernels.checksums import checksums
 from kernels.codecs.codec import Codec, Projection
 
 
@@ -46,7 +48,8 @@ class Segments:
         if pinned:
             pin(self, self._memory)
         self.slot_bytes = sum(self.segment_bytes)  # of all layers
-        self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
+        self._streams = [memory.view(-1).numpy() for memory in self._memory]
+        self._views = [memoryview(stream.data) for stream in self._streams]
         self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # in the byte order of an extent's header
         self._is_sealed = bytearray(num_slots)
 
@@ -65,9 +68,8 @@ class Segments:
 
     def seal(self, *slots: int) -> None:
         """Mark slots as complete and compute their checksums."""
-        layers = list(zip(self._views, self.segment_bytes, strict=True))
-        sums = [checksum(view[slot * size : (slot + 1) * size]) for slot in slots for view, size in layers]
-        self._checksums[list(slots)] = np.frombuffer(b"".join(sums), ">u8").reshape(len(slots), self.num_layers)
+        chosen = np.array(slots, np.int64)
+        self._checksums[chosen] = np.stack([self.sums_now(layer, chosen) for layer in range(self.num_layers)], 1)
         for slot in slots:
             self._is_sealed[slot] = True
 
@@ -93,11 +95,9 @@ class Segments:
         """Return the checksums of sealed slots as numbers, uint64 [layers, slots]."""
         return self._checksums[list(slots)].T.astype(np.uint64)
 
-    def is_intact(self, layer: int, slot: int) -> bool:
-        """Whether a sealed slot's segment is unchanged since it was sealed."""
-        # From an array of one, because a single number would have the machine's byte order.
-        wanted = self._checksums[slot, layer : layer + 1].tobytes()
-        return self.is_sealed(slot) and wanted == checksum(self.segment(layer, slot))
+    def sums_now(self, layer: int, slots: NDArray[np.int64]) -> np.ndarray:
+        """Return the checksums that segments have now, uint64 [slots]."""
+        return checksums(self._streams[layer], self.segment_bytes[layer], slots)
 
     def checksums(self, slots: Sequence[int]) -> bytes:
         """Return the checksums of sealed slots, layer by layer, as in an extent's header. They are from the time of

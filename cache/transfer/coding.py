@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.storage.extent_format import checksum
 from cache.storage.slab import CodedSlab, Slab
+from kernels.checksums import Sums, checksums
 from kernels.codecs.codec import Codec, Decodes
 
 
@@ -33,11 +33,11 @@ def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlock
     for layer in range(slab.num_layers):
         segments = torch.empty(len(slots), codec.segment_bytes[layer], dtype=torch.uint8)
         raw = slab.segments(layer)[list(slots)]
-        taken &= np.frombuffer(b"".join(sums_of(raw.view(torch.uint8))), ">u8") == sealed[layer]
+        taken &= sums_of(raw.view(torch.uint8)) == sealed[layer]
         taken &= codec.encode(layer, raw, segments)
         layers.append(segments)
     kept = layers if taken.all() else [segments[torch.from_numpy(taken)] for segments in layers]
-    return EncodedBlocks(taken.tolist(), kept, b"".join(b"".join(sums_of(segments)) for segments in kept))
+    return EncodedBlocks(taken.tolist(), kept, b"".join(sums_of(segments).astype(">u8").tobytes() for segments in kept))
 
 
 def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Sequence[int]) -> list[bool]:
@@ -78,7 +78,6 @@ def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder 
     return None if decodes is None else Decoder(decodes, slab, num_blocks)
 
 
-def sums_of(segments: Tensor) -> list[bytes]:
+def sums_of(segments: Tensor) -> Sums:
     """Return the checksum of each row of a contiguous uint8 tensor."""
-    view, size = memoryview(segments.view(-1).numpy().data), segments.shape[1]
-    return [checksum(view[start : start + size]) for start in range(0, len(view), size)]
+    return checksums(segments.view(-1).numpy(), segments.shape[1], np.arange(len(segments)))

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -10,4 +11,4 @@ class KeyRotations(Protocol):
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...
-    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
+    def halves(self, layer: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor] | None: ...

@@ -15,7 +15,7 @@ from cache.blocks.keys import BlockKey
 from cache.moves import BlockLoad
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import io_buffer
-from cache.storage.extent_format import ALIGNMENT, checksum
+from cache.storage.extent_format import ALIGNMENT
 from cache.storage.extent_reader import ExtentReader, Landed
 from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
@@ -80,8 +80,8 @@ class SlotSource:
         return sums
 
     def altered(self, layer: int) -> list[BlockKey]:
-        blocks = [(block.key, block.slot) for block in self.blocks]
-        return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
+        wrong = self._slab.sums_now(layer, self._slots.numpy()) != self._sums[layer]
+        return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
 
 
 class DecodedSource(SlotSource):
@@ -94,7 +94,7 @@ class DecodedSource(SlotSource):
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
         stored = self._slab.segments(layer)[self._slots].view(torch.uint8)
-        wrong = np.frombuffer(b"".join(sums_of(stored)), ">u8") != self._sums[layer]
+        wrong = sums_of(stored) != self._sums[layer]
         if wrong.any():
             return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
         self._decoder.decode(layer, stored, together=together)
@@ -255,13 +255,8 @@ class LandedSource(ABC):
         return self._altered(layer) if self._decoder is None else []
 
     def _altered(self, layer: int) -> list[BlockKey]:
-        view, size = self._landed(layer), self._sizes[layer]
-        found = [checksum(view[number * size : (number + 1) * size]) for number in range(len(self.blocks))]
-        return [
-            block.key
-            for block, got, sums in zip(self.blocks, found, self._checksums, strict=True)
-            if got != sums[layer]
-        ]
+        wrong = sums_of(self._as_stored(layer)) != self._sums[layer]
+        return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
 
     def keep(self, layer: int) -> None:
         """Copy a layer that was checked into the slots that are to hold it."""

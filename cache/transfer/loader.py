@@ -44,10 +44,10 @@ class Loader:
     def place(self, layer: int, failed: dict[BlockKey, str], rotations: KeyRotations, *, together: bool) -> None:
         """Write the layer that the source has brought, with its keys rotated; done on return, or on CUDA when the
         current stream is. Blocks that are not what they were when they were sealed are noted in `failed` and not
-        written. rotations: the calling thread's. together: with torch's team of threads, which only the thread that
-        computes has (`cache.transfer.transfer`)."""
+        written, or on CUDA as they are. rotations: the calling thread's. together: with torch's team of threads, which
+        only the thread that computes has (`cache.transfer.transfer`)."""
         writer = self._pool.writers[layer]
-        tables = rotations.halves(layer, self._stop) if writer is not None else None
+        tables = rotations.halves(layer, self._stop, self._pool.device) if writer is not None else None
         if writer is None or tables is None:
             segments = _brought(*self._source.segments(layer), self._pool.device)  # to CUDA while they are compared
             failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))

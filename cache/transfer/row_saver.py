@@ -18,13 +18,19 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
         if capture.ready is not None:
             capture.ready.synchronize()
     targets = slab.parts(layers)
-    sources = [on_host(capture.step.parts) for capture in captures]
+    sources: list[Sequence[Tensor]] = [capture.step.parts for capture in captures]
     pieces = [
         (step, piece.batch_row, piece.slot, piece.slot_row, piece.num_rows)
         for step, capture in enumerate(captures)
         for piece in capture.pieces
     ]
-    if not copy_into_blocks(targets, sources, np.array(pieces)):
+    table, device = np.array(pieces), sources[0][0].device
+    if device.type == "cuda":
+        if copy_into_blocks(targets, sources, table):
+            torch.cuda.current_stream(device).synchronize()
+            return
+        sources = [on_host(parts) for parts in sources]
+    if not copy_into_blocks(targets, sources, table):
         _place_by_index(targets, sources, captures)
 
 

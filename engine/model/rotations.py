@@ -28,13 +28,14 @@ class ModelRotations:
         cos, sin = self._tables_of(rope, k_plain, positions)
         return self._call(rope, cos, sin).rotate(k_plain)[0]
 
-    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin bf16 [positions, R] on CPU for at least all positions before `stop`. `rotate` multiplies
-        bf16 keys by them if it turns dims i and i + R / 2 together and copies those from R on; otherwise, and where the
-        model's own tables are of another type, None is returned. R is 0 if the layer does not rotate."""
+    def halves(self, layer: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin bf16 [positions, R] for at least all positions before `stop`, on the pages' device.
+        `rotate` multiplies bf16 keys by them if it turns dims i and i + R / 2 together and copies those from R on;
+        otherwise, and where the model's own tables are of another type, None is returned. R is 0 if the layer does not
+        rotate."""
         rope = self._ropes[layer]
         if rope is None:
-            empty = torch.empty(stop, 0, dtype=torch.bfloat16)
+            empty = torch.empty(stop, 0, dtype=torch.bfloat16, device=device)
             return empty, empty
         if not rope.call.is_by_halves:
             return None
@@ -42,8 +43,9 @@ class ModelRotations:
         known = self._by_position.get(key)
         done = len(known[0]) if known is not None else 0
         if done < stop:
+            positions = torch.arange(done, stop, device=device)
             # Never compute more positions than requested: some models' tables depend on the longest.
-            cos, sin = rope.tables(torch.empty(0, dtype=torch.bfloat16), torch.arange(done, stop))
+            cos, sin = rope.tables(torch.empty(0, dtype=torch.bfloat16, device=device), positions)
             fresh = cos[0].contiguous(), sin[0].contiguous()
             known = fresh if known is None else (torch.cat((known[0], fresh[0])), torch.cat((known[1], fresh[1])))
             self._by_position[key] = known

@@ -56,6 +56,23 @@ def decode_kernels() -> ModuleType | None:
 
 
 @functools.cache
+def load_kernels() -> ModuleType | None:
+    """Return `kernels.cpu.load`, or None if it cannot run: without numba, or without AVX2, where torch rounds
+    differently. The first call compiles."""
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
+        return None
+    try:
+        has_team = decode_kernels() is not None  # must come before numba chooses its threading layer
+        announce_compiling()
+        module = importlib.import_module("kernels.cpu.load")
+        module.self_test(has_team)
+    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
+        log.info("loading without compiled kernels: %s", error)
+        return None
+    return module
+
+
+@functools.cache
 def prefill_kernels() -> ModuleType | None:
     """Return `kernels.cpu.prefill`, or None if it cannot run. It needs the decode kernels."""
     if decode_kernels() is None:

@@ -285,6 +285,13 @@ def _sumsum(x: Bf16, at: int, size: int) -> np.uint64:
     return digest
 
 
+@compiled(error_model="numpy")
+def add_sums(memory: Bf16, starts: Int64, size: int, sums: NDArray[np.uint64]) -> None:
+    """Note the xxh3_64 of `size` bytes, more than 240, from each of `starts` on, which count bytes, in `sums`."""
+    for number in range(len(starts)):
+        sums[number] = _sumsum(memory, starts[number], size)
+
+
 # --- a block into its page --------------------------------------------------------------------------------------------
 
 
@@ -421,6 +428,10 @@ def self_test(has_team: bool) -> None:
     cos, sin = np.zeros(rows * dim, np.uint16), np.full(rows * dim, one)  # a quarter turn: (x, y) -> (-y, x)
     strides = (rows * dim, dim, rows * dim)
     right = xxh3_64_intdigest(segments.tobytes())
+    found = np.zeros(2, np.uint64)
+    add_sums(segments, np.array([0, 64]), 400, found)
+    if found.tolist() != [xxh3_64_intdigest(segments.tobytes()[start:][:400]) for start in (0, 64)]:
+        raise RuntimeError("the compiled checksum is wrong")
     for way in (place, place_together) if has_team else (place,):
         for expected in (right, right ^ 1):
             k, v, wrong = np.zeros(rows * dim, np.uint16), np.zeros(rows * dim, np.uint16), np.zeros(1, np.bool_)

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.rope import rotate
 from tests.engine.raw_codec import RawCodec, Segment, SegmentKey
 
 HEADS, K_DIM, V_DIM, PAGES, SIZE = 2, 8, 6, 4, 8
@@ -14,7 +14,8 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 def turn(layer, k_plain, positions):
     """Frequencies that differ by layer, so that a layer mistaken for another is seen."""
     angles = positions[:, None] * 10.0 ** -(torch.arange(K_DIM // 2) / 4 + layer)
-    return rotate(k_plain, angles.cos(), angles.sin(), "half")
+    tables = (torch.cat((table, table), 1)[:, None].to(k_plain.dtype) for table in (angles.cos(), angles.sin()))
+    return turn_halves(k_plain, *tables)
 
 
 def empty_pages(dtype=torch.float32):

@@ -12,8 +12,8 @@ from xxhash import xxh3_64_intdigest
 
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.block_writer import BlockWriter, block_writer, load_kernels
-from kernels.cpu.available import decode_kernels
+from kernels.block_writer import BlockWriter, block_writer
+from kernels.cpu.available import decode_kernels, load_kernels
 from kernels.kv_copy import write_rows
 
 ROWS = 32  # of a block

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.slab import LayerShape, Slab
+from tests.cache.intact import is_intact
 
 SHAPES = [LayerShape(kv_heads=2, k_dim=8, v_dim=8), LayerShape(kv_heads=1, k_dim=12, v_dim=4)]
 
@@ -40,16 +41,16 @@ def test_what_is_read_into_a_segment_is_seen_at_once():
 @given(layer=st.integers(0, 1), place=st.integers(0, 2047))
 def test_a_slot_is_vouched_for_from_its_seal_to_its_next_filling(layer, place):
     made = slab()
-    assert not made.is_intact(layer, 1), "never filled"
+    assert not is_intact(made, layer, 1), "never filled"
     made.seal(1)
-    assert made.is_intact(layer, 1)
-    assert not made.is_intact(layer, 2)
+    assert is_intact(made, layer, 1)
+    assert not is_intact(made, layer, 2)
     made.segment(layer, 1)[place % made.segment_bytes[layer]] ^= 16
-    assert not made.is_intact(layer, 1)
-    assert made.is_intact(1 - layer, 1)
+    assert not is_intact(made, layer, 1)
+    assert is_intact(made, 1 - layer, 1)
     made.seal(1)
     made.unseal(1)
-    assert not made.is_intact(layer, 1)
+    assert not is_intact(made, layer, 1)
 
 
 def test_rows_that_an_open_block_does_not_have_are_cleared():

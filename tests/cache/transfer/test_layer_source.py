@@ -14,6 +14,7 @@ from cache.storage.extent_format import checksum
 from cache.storage.slab import LayerShape, Slab
 from cache.transfer import layer_source
 from cache.transfer.layer_source import KEPT_BYTES, LAYERS_LANDED, ExtentSource, Landings
+from tests.cache.intact import is_intact
 
 SHAPES = [LayerShape(heads, 16, 16) for heads in (1, 2, 1, 3, 1)]
 
@@ -114,8 +115,8 @@ def test_slots_get_what_was_checked_and_are_vouched_for_at_the_end(slab):
     for layer in range(len(SHAPES)):
         assert bytes(slab.segment(layer, 3)) == disk.data(2, layer, 1)
         assert bytes(slab.segment(layer, 0)) == disk.data(1, layer, 1)
-        assert slab.is_intact(layer, 3)
-        assert slab.is_intact(layer, 0)
+        assert is_intact(slab, layer, 3)
+        assert is_intact(slab, layer, 0)
     assert not slab.is_sealed(1)
 
 

@@ -23,6 +23,7 @@ from cache.transfer.load_stream import LoadStream
 from cache.transfer.loader import Loader
 from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import decode_kernels
+from tests.cache.intact import is_intact
 
 needs_team = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
 
@@ -34,7 +35,7 @@ LONG_S = 10.0  # nothing takes that long unless it hangs
 class Unturned:
     """Keys as they are."""
 
-    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+    def halves(self, layer: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         empty = torch.empty(stop, 0, dtype=torch.bfloat16)
         return empty, empty
 
@@ -237,7 +238,7 @@ def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, sl
         assert stream.placed(layer, 0, disk[layer, 1])
         assert stream.placed(layer, 2, stream.slab.segments(layer)[1])
     assert stream.loaded() == Loaded(1, {})
-    assert slot is None or all(stream.slab.is_intact(layer, slot) for layer in range(LAYERS))
+    assert slot is None or all(is_intact(stream.slab, layer, slot) for layer in range(LAYERS))
 
 
 @needs_team

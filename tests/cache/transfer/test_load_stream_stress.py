@@ -34,7 +34,7 @@ LONG_S = 10.0  # nothing takes that long unless it hangs
 class Unturned:
     """Keys as they are."""
 
-    def halves(self, layer, stop):
+    def halves(self, layer, stop, device):
         empty = torch.empty(stop, 0, dtype=torch.bfloat16)
         return empty, empty
 

@@ -13,7 +13,7 @@ from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
 from cache.transfer.loader import Loader, PagePool
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.block_writer import load_kernels
+from kernels.cpu.available import load_kernels
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
 SLOTS, PAGES, SIZE = 6, 4, 64
@@ -30,7 +30,7 @@ class Halves:
         angles = torch.arange(stop)[:, None] / (1 + torch.arange(width))
         return angles.cos().bfloat16(), angles.sin().bfloat16()
 
-    def halves(self, layer, stop):
+    def halves(self, layer, stop, device):
         return self._tables(layer, stop) if self._compiled else None
 
     def rotate(self, layer, k_plain, positions):

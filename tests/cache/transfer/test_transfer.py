@@ -42,6 +42,7 @@ from cache.transfer.events import Events
 from cache.transfer.save_stream import SaveStream
 from cache.transfer.transfer import Transfer
 from kernels.attention.ragged_batch import KvPages
+from tests.cache.intact import is_intact
 from tests.cache.storage.disk_helpers import make_tier
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
@@ -259,8 +260,8 @@ def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared
         assert (slab.v(layer)[1, 10:14] == 50.0 + layer).all()
         assert not slab.k(layer)[1, 14:].any()
         assert not slab.v(layer)[1, 14:].any()
-        assert slab.is_intact(layer, 1)
-        assert not slab.is_intact(layer, 2), "it was given back"
+        assert is_intact(slab, layer, 1)
+        assert not is_intact(slab, layer, 2), "it was given back"
 
 
 def save_stream(num_slots=2):
@@ -324,12 +325,12 @@ def test_blocks_go_to_disk_and_come_back(made, passes):
     for number, (layer, (k, v)) in enumerate(zip(pages, saved, strict=True)):
         assert torch.equal(layer.k[5, :32], k + (torch.arange(32) + 9).view(-1, 1, 1))
         assert torch.equal(layer.v[5, :32], v)
-        assert slab.is_intact(number, 3) == passes
+        assert is_intact(slab, number, 3) == passes
     transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),))])
     assert [e.failed for e in until(transfer, Fetched) if isinstance(e, Fetched)] == [{}]
     transfer.carry_out([DeleteExtents(4, (extent[0],), None)])
     until(transfer, Deleted)
-    assert all(slab.is_intact(layer, 2) for layer in range(LAYERS))
+    assert all(is_intact(slab, layer, 2) for layer in range(LAYERS))
     assert not disk.extents
     assert disk.open_readers == 0
 
@@ -349,7 +350,7 @@ def test_a_fetch_does_not_wait_for_a_write(made):
     finally:
         disk.write_gate.set()
     until(transfer, Written)
-    assert slab.is_intact(0, 2)
+    assert is_intact(slab, 0, 2)
 
 
 def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
@@ -378,7 +379,7 @@ def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
     assert load(4, kept, BlockLoad(bad, 32, None, (77, 0), 4, 32, 0)) == {bad: "missing"}
     disk.broken_layer = 1
     assert load(5, kept, BlockLoad(bad, 32, 2, (1, 0), 4, 32, 0)) == {bad: "deadline"}
-    assert not slab.is_intact(0, 2), "what came half is not vouched for"
+    assert not is_intact(slab, 0, 2), "what came half is not vouched for"
     disk.broken_layer = None
     assert load(6, kept, BlockLoad(bad, 32, 2, (1, 0), 4, 32, 0)) == {}
     assert disk.open_readers == 0

@@ -93,7 +93,7 @@ def test_tables_by_position_are_what_keys_are_rotated_by(probed: ProbeResult) ->
     rotations, by_halves = ModelRotations(ropes=probed.ropes), 0
     for stop in (5, 3, 40, 70):
         for layer in range(len(probed.ropes)):
-            tables = rotations.halves(layer, stop)
+            tables = rotations.halves(layer, stop, torch.device("cpu"))
             if tables is None:
                 continue
             by_halves += 1
@@ -114,4 +114,4 @@ def test_tables_of_another_type_are_not_for_compiled_kernels() -> None:
     probed = probe(prepare(family_model("olmo2")), BACKENDS["torch_cpu"](), PAGE)
     rotations = ModelRotations(ropes=probed.ropes)
     assert all(rope is not None and rope.call.is_by_halves for rope in probed.ropes)
-    assert [rotations.halves(layer, stop) for layer in range(4) for stop in (5, 40)] == [None] * 8
+    assert [rotations.halves(layer, stop, torch.device("cpu")) for layer in range(4) for stop in (5, 40)] == [None] * 8

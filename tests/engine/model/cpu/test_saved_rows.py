@@ -16,6 +16,7 @@ from engine.model.cpu.few_rows import join_runs
 from engine.model.cpu.modules import packing_works
 from kernels.cpu.available import decode_kernels
 from kernels.views import as_bits
+from tests.cache.intact import is_intact
 from tests.engine.driver import Driver
 from tests.engine.models import copied, family_model, random_ids
 from tests.engine.paged import Pool, Served, optimise, serve
@@ -94,7 +95,7 @@ def saved_blocks(
         key: [slab.segments(layer)[slot].view(torch.uint16).tolist() for layer in range(slab.num_layers)]
         for key, slot in slots.items()
     }
-    assert all(slab.is_intact(layer, slot) for slot in slots.values() for layer in range(slab.num_layers))
+    assert all(is_intact(slab, layer, slot) for slot in slots.values() for layer in range(slab.num_layers))
     driver.close()
     return found, [step for step in direct if step is not None], texts, moved
 

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from kernels import checksums as module
+from kernels.checksums import checksums
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.sampled_from([1, 7, 240, 241, 242, 1000, 4096, 70_000]),
+    chosen=st.lists(st.integers(0, 8), max_size=40),
+    few=st.sampled_from([0, 1 << 18]),
+    each=st.sampled_from([1, 4 << 20]),
+)
+def test_they_are_those_of_every_segment_however_they_are_shared_out(
+    size: int, chosen: list[int], few: int, each: int
+) -> None:
+    memory = np.random.default_rng(size).integers(0, 256, 9 * size, np.uint8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_FEW_BYTES", few)
+        patched.setattr(module, "_BYTES_EACH", each)
+        patched.setattr(module, "_num_helpers", lambda: 3)
+        patched.setattr(module, "_helpers", _three)
+        found = checksums(memory, size, np.array(chosen, np.int64))
+    assert found.dtype == np.uint64
+    assert found.tolist() == [xxh3_64_intdigest(memory[n * size :][:size].tobytes()) for n in chosen]
+
+
+_pool = module.ThreadPoolExecutor(3)
+
+
+def _three() -> module.ThreadPoolExecutor:
+    return _pool
+
+
+@pytest.mark.parametrize("chosen", [[-1], [3]])
+def test_a_segment_that_there_is_not_is_refused(chosen: list[int]) -> None:
+    with pytest.raises(IndexError):
+        checksums(np.zeros(300, np.uint8), 100, np.array(chosen))

@@ -1,0 +1,166 @@
+"""Tests that Triton's copies leave what torch leaves, bit for bit: interpreted, and on CUDA compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from engine.model.hf_model import turn_halves
+from kernels.attention.ragged_batch import KvPages
+from kernels.block_writer import block_writer
+from kernels.kv_copy import write_rows
+from kernels.row_copies import copy_into_blocks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
+
+ROWS, PAGES, PAGE_SIZE = 32, 5, 64
+# (heads, k_dim, turning dims, v_dim): all turn, some, none; heads that are no power of two, values of another width
+SHAPES = [(2, 16, 16, 16), (1, 32, 10, 32), (2, 8, 0, 8), (3, 24, 24, 40), (8, 64, 64, 64)]
+
+
+def blocks_written(
+    device: str, shape: tuple[int, int, int, int], writer_of: object, dtype: torch.dtype, *, pinned: bool = False
+) -> None:
+    heads, k_dim, turns, v_dim = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    segments = torch.randn(7, ROWS * heads * (k_dim + v_dim), generator=generator).to(dtype)
+    segments = segments.pin_memory() if pinned else segments
+    cos, sin = torch.randn(2, 300, turns, generator=generator).to(dtype)
+    # (segment, rows, slot, position): the second half of a page before the first, an open block, another page
+    chosen = [(4, 32, 96, 0), (1, 32, 64, 32), (6, 7, 0, 200), (0, 32, 288, 250)]
+    blocks = np.array([(s * segments.shape[1], *rest) for s, *rest in chosen], np.int64)
+    ours, theirs = (
+        KvPages(*(torch.zeros(heads, PAGES, PAGE_SIZE, dim).to(dtype).to(device).permute(1, 2, 0, 3) for dim in dims))
+        for dims in [(k_dim, v_dim)] * 2
+    )
+    sums = np.array([xxh3_64_intdigest(segments[s].view(torch.uint8).numpy()) for s, *_ in chosen], np.uint64)
+    writer = writer_of(ours)  # type: ignore[operator]
+    assert not writer.write(segments, blocks, sums, cos.to(device), sin.to(device), together=False).any()
+    for segment, count, slot, at in chosen:
+        k = segments[segment, : ROWS * heads * k_dim].view(ROWS, heads, k_dim)[:count].to(device)
+        v = segments[segment, ROWS * heads * k_dim :].view(ROWS, heads, v_dim)[:count].to(device)
+        tables = (table[at : at + count, None].to(device) for table in (cos, sin))
+        rows = (slot + torch.arange(count)).to(device)
+        write_rows(theirs.k, rows, turn_halves(k, *tables) if turns else k)
+        write_rows(theirs.v, rows, v)
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+    sums[2] ^= np.uint64(1)
+    found = writer.write(segments, blocks, sums, cos.to(device), sin.to(device), together=False)
+    assert found.tolist() == [False, False, True, False]
+
+
+@in_interpreter
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_writes_blocks_into_pages(shape: tuple[int, int, int, int]) -> None:
+    from kernels import triton_copies
+    from kernels.block_writer import _CudaWriter
+
+    # The interpreter rounds float16 as the device does, bf16 it cuts off.
+    blocks_written("cpu", shape, lambda pages: _CudaWriter(triton_copies, pages, ROWS), torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 128, 128, 128)])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_blocks_are_written_into_pages_on_cuda(shape: tuple[int, int, int, int], pinned: bool) -> None:
+    blocks_written("cuda", shape, lambda pages: block_writer(pages, ROWS), torch.bfloat16, pinned=pinned)
+
+
+def some_rows(device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]], np.ndarray]:
+    """Blocks of two sizes that lie apart, rows of wider tensors, and pieces all over both."""
+    torch.manual_seed(0)
+    memory = [torch.zeros(6, 2, 8, 2, dim).to(dtype) for dim in (16, 40)]
+    sources = [[torch.randn(n, 5, dim).to(dtype).to(device)[:, 1:3] for dim in (16, 40)] for n in (20, 3)]
+    pieces = np.array([(0, 0, 2, 0, 8), (0, 8, 5, 3, 5), (1, 2, 0, 7, 1), (0, 19, 3, 0, 1), (1, 0, 1, 0, 2)])
+    return memory, sources, pieces
+
+
+def expected_of(memory: list[Tensor], sources: list[list[Tensor]], pieces: np.ndarray) -> list[Tensor]:
+    wanted = [m.clone() for m in memory]
+    for step, first, block, place, count in pieces.tolist():
+        for target, rows in zip(wanted, sources[step], strict=True):
+            target[block, 1, place : place + count] = rows[first : first + count].cpu()
+    return wanted
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_copies_rows_by_addresses(dtype: torch.dtype) -> None:
+    from kernels import triton_copies
+
+    memory, sources, pieces = some_rows("cpu", dtype)
+    copies = [
+        (
+            sources[step][number][first].data_ptr(),
+            sources[step][number].stride(0) * dtype.itemsize,
+            memory[number][block, 1, place].data_ptr(),
+            count,
+            2 * memory[number].shape[-1] * dtype.itemsize,
+        )
+        for number in range(2)
+        for step, first, block, place, count in pieces.tolist()
+    ]
+    triton_copies.copy_rows(np.array(copies), torch.device("cpu"))
+    assert all(torch.equal(*pair) for pair in zip(memory, expected_of(memory, sources, pieces), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_come_from_cuda_into_page_locked_blocks(dtype: torch.dtype) -> None:
+    memory, sources, pieces = some_rows("cuda", dtype)
+    assert not copy_into_blocks([m[:, 1] for m in memory], sources, pieces), "not page-locked"
+    memory = [m.pin_memory() for m in memory]
+    assert copy_into_blocks([m[:, 1] for m in memory], sources, pieces)
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(memory, expected_of(memory, sources, pieces), strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="inside it already")
+@pytest.mark.timeout(300)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel and not compile"]
+    ran = subprocess.run(
+        [*command, str(Path(__file__))],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{len(SHAPES) + 2} passed" in ran.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To machine code, by the assembler that comes with triton: no device needed. Nothing is spilled."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from kernels.triton_copies import _copy_rows, _write_blocks
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = {"blocks_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")}
+    sizes = {"block_rows": 32, "heads": 8, "k_dim": 128, "v_dim": 128, "half": 64, "lines": 64}
+    sizes |= {"half_padded": 64, "rest_padded": 1, "v_padded": 128}
+    for kernel, types, constants in (
+        (_write_blocks, pointers | {"source_address": "i64"}, sizes),
+        (_copy_rows, {"copies_ptr": "*i64"}, {"rows_tile": 8, "words": 256}),
+    ):
+        signature = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+        assert compiled.asm["cubin"]
