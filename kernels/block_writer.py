@@ -1,7 +1,5 @@
 """Writes stored blocks, with un-rotated keys, into the pages of one layer by compiled kernels, where available."""
 
-import functools
-import importlib
 from types import ModuleType
 from typing import Protocol
 
@@ -12,16 +10,8 @@ from torch import Tensor
 from kernels.attention.ragged_batch import KvPages
 from kernels.checksums import checksums
 from kernels.cpu.available import decode_kernels, load_kernels, use_torch_threads
+from kernels.triton_kernels import triton_copies
 from kernels.views import as_bits, as_stream
-
-
-@functools.cache
-def triton_copies() -> ModuleType | None:
-    """Return `kernels.triton_copies`, or None without Triton."""
-    try:
-        return importlib.import_module("kernels.triton_copies")
-    except ImportError:
-        return None
 
 
 class BlockWriter(Protocol):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from kernels.block_writer import triton_copies
 from kernels.cpu.available import announce_compiling
+from kernels.triton_kernels import triton_copies
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,12 @@ def save_kernels() -> ModuleType | None:
         log.info("saving without compiled kernels: %s", error)
         return None
     return module
+
+
+def compile_for(targets: Sequence[Tensor], device: torch.device) -> None:
+    """Compile what `copy_into_blocks` compiles at its first call on CUDA, for these targets. Copies no row."""
+    sources = [torch.empty(1, *target.shape[2:], dtype=target.dtype, device=device) for target in targets]
+    copy_into_blocks(targets, [sources], np.zeros((1, 5), np.int64))
 
 
 def copy_into_blocks(targets: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], pieces: np.ndarray) -> bool:

@@ -23,7 +23,7 @@ _TILE_WORDS = 2048  # of eight bytes, that a program copies at once
 ALIGNMENT = 16  # bytes: what one thread loads at once
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_items"])  # type: ignore[untyped-decorator]
 def _write_blocks(
     source_address: tl.tensor,
     blocks_ptr: tl.tensor,
@@ -91,7 +91,7 @@ def _write_blocks(
         tl.store(v_to[:, None] + dim[None, :], tl.load(v_from[:, None] + dim[None, :], mask=mask), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_copies"])  # type: ignore[untyped-decorator]
 def _copy_rows(copies_ptr: tl.tensor, num_copies: tl.tensor, rows_tile: tl.constexpr, words: tl.constexpr) -> None:
     """Copies rows to contiguous memory, by a table of addresses."""
     for number in range(tl.program_id(0), num_copies, tl.num_programs(0)):

@@ -29,7 +29,7 @@ class Day:
                 {
                     "engine.device": wanted.device.type,
                     "cache.mode": "attentionstore",
-                    "cache.dram_gib": 24 if on_gpu else 0.05,
+                    "cache.dram_gib": 40 if on_gpu else 0.05,
                     "cache.staging_mib": 2048 if on_gpu else 8,
                     "cache.hbm_tokens": 52_000 if on_gpu else 1024,
                     "model.max_context": 32_768 if on_gpu else 512,

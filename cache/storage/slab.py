@@ -168,10 +168,11 @@ class CodedSlab(Segments):
 
 
 def _memory(num_slots: int, size: int) -> Tensor:
-    """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between."""
+    """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between. By way of
+    numpy, so that the storage begins there too: torch asks of a storage's first byte whether it is page-locked."""
     room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8)
     begin = -room.data_ptr() % ALIGNMENT
-    return room[begin : begin + num_slots * size].view(num_slots, size)
+    return torch.from_numpy(room.numpy()[begin : begin + num_slots * size]).view(num_slots, size)
 
 
 def pin(owner: object, memory: Sequence[Tensor]) -> None:

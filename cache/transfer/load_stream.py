@@ -52,6 +52,8 @@ class LoadStream:
         all."""
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
+        if self._pool.device.type == "cuda" and slab.num_slots:
+            self._pool.compile_for(slab, rotations)
         if coded is not None and self._pool.has_team:  # compiled before it is needed
             raw = torch.empty_like(slab.segments(0)[:1]) if slab.num_slots else None
             if raw is not None:

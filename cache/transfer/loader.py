@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.storage.slab import Slab
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import LayerSource
 from kernels.attention.ragged_batch import KvPages
@@ -24,6 +25,14 @@ class PagePool:
         self.device, self.page_size = pages[0].k.device, pages[0].k.shape[1]
         self.writers: list[BlockWriter | None] = [block_writer(layer, BLOCK_TOKENS) for layer in pages]
         self.has_team = all(writer is not None and writer.has_team for writer in self.writers)
+
+    def compile_for(self, slab: Slab, rotations: KeyRotations) -> None:
+        """Compile what is compiled at its first call on CUDA, so that no request waits for it. Writes no row."""
+        nothing = np.zeros((1, 4), np.int64)
+        for layer, writer in enumerate(self.writers):
+            tables = rotations.halves(layer, 1, self.device) if writer is not None else None
+            if writer is not None and tables is not None:
+                writer.write(slab.segments(layer), nothing, np.zeros(0, np.uint64), *tables, together=False)
 
 
 class Loader:

@@ -23,7 +23,7 @@ from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.row_saver import place_rows
 from kernels.attention.ragged_batch import KvPages
 from kernels.kv_copy import gather_rows
-from kernels.row_copies import save_kernels
+from kernels.row_copies import compile_for, save_kernels
 from kernels.views import as_bits
 
 _HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
@@ -69,6 +69,8 @@ class SaveStream:
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
         self.placed_bytes = 0  # saved by layers themselves, which no event reports
         save_kernels()  # compiled before they are needed
+        if self._device.type == "cuda" and slab.num_slots:
+            compile_for(slab.parts(range(slab.num_layers)), self._device)
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """Return where kernels may save the rows of a step while they compute them; None: only `save` can. The rows
@@ -139,7 +141,8 @@ class SaveStream:
             return
         self._orders.put(held)
         with self._drained:
-            limit = 0 if self._synchronous else self._max_backlog_bytes
+            # Steps before these: one step may be larger than the limit, and would not be computed while it is saved.
+            limit = 0 if self._synchronous else size + self._max_backlog_bytes
             while self._backlog_bytes > limit:
                 self._completions.check()
                 self._drained.wait(1.0)

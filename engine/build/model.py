@@ -20,6 +20,7 @@ from engine.codec.quality import Subject
 from engine.config import CacheConfig, EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.cpu.quantised import size_of
+from engine.model.cuda.optimise import optimise_for_cuda
 from engine.model.loading import ModelRefused, fingerprint, load_model, pack_weights, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
 from engine.model.offload.offloaded_weights import OffloadedWeights
@@ -215,6 +216,8 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     if device.type == "cpu" and loaded.num_ranks == 1:
         leave = frozenset[nn.Module]() if loaded.offloaded is None else loaded.offloaded.modules
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, leave))
+    if device.type == "cuda" and loaded.num_ranks == 1 and loaded.offloaded is None:
+        log.debug("replaced for speed: %s", optimise_for_cuda(module))
     if codec.projection is not None:
         watch_inputs(subject, codec.projection)
     if lookahead is not None:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.prompts import PromptAttention, prompt_attention
 from kernels.attention.ragged_batch import (
     AttentionMeta,
     AttentionParams,
@@ -244,8 +245,16 @@ class TritonPagedAttention:
 
     def __init__(self) -> None:
         self._interpreted = not isinstance(_attend, triton.JITFunction)
+        self._prompts = prompt_attention()
         if not self._interpreted and not torch.cuda.is_available():
             raise BackendUnavailable("Triton needs a CUDA device, or TRITON_INTERPRET=1 to interpret its kernels")
+
+    @staticmethod
+    def _long(meta: AttentionMeta, group: int) -> list[int]:
+        """Sequences of a step whose rows are many."""
+        least = _decode_rows(group)
+        lens = enumerate(zip(meta.query_lens, meta.context_lens, strict=True))
+        return [i for i, (rows, context) in lens if rows * group > least and PromptAttention.is_long(rows, context)]
 
     @staticmethod
     def num_items(context_lens: Sequence[int]) -> int:
@@ -269,12 +278,18 @@ class TritonPagedAttention:
         _, heads, k_dim = q.shape
         kv_heads, v_dim = kv.v.shape[2:]
         group = heads // kv_heads
-        key = f"triton/{group}/{params.window}"
+        by_torch: list[int] = []
+        if self._prompts is not None and self._prompts.takes(q, kv, params):
+            by_torch = self._long(meta, group)
+        key = f"triton/{group}/{params.window}" + ("/rest" if by_torch else "")
         launches = meta.scratch.get(key)
         if launches is None:
-            launches = meta.scratch[key] = _plan(meta, group, params.window, q.device)
+            launches = meta.scratch[key] = _plan(meta, group, params.window, q.device, by_torch)
 
         out = q.new_empty(q.shape[0], heads, v_dim)
+        for sequence in by_torch:
+            assert self._prompts is not None
+            self._prompts.forward(q, kv, meta, params, sequence, out)
         k_padded = max(16, triton.next_power_of_2(k_dim))
         v_padded = max(16, triton.next_power_of_2(v_dim))
         # small enough that two tiles of keys and values fit the shared memory of small devices
@@ -337,13 +352,17 @@ class TritonPagedAttention:
         return out
 
 
-def _plan(meta: AttentionMeta, group: int, window: int | None, device: torch.device) -> list[_Launch]:
-    """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones."""
+def _plan(
+    meta: AttentionMeta, group: int, window: int | None, device: torch.device, without: Sequence[int]
+) -> list[_Launch]:
+    """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones. without:
+    sequences that are computed otherwise."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = _decode_rows(group)
     decoding = (query_lens > 0) & (query_lens * group <= decode_rows)
     prefilling = (query_lens > 0) & ~decoding
+    prefilling[list(without)] = False
     launches = []
     for chosen, rows, split in (
         (decoding, decode_rows, _SPLIT),

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from engine.model.cpu.layer import DecoderLayer
-from engine.model.cpu.modules import FEW_ROWS, agree
+from engine.model.cpu.modules import FEW_ROWS
 from engine.model.hf_model import Step, forward, takes_logit_rows
+from engine.model.known_parts import agree
 from engine.model.probe import ProbeResult, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 

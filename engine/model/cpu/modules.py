@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.model.known_parts import agree
 from kernels.cpu.available import decode_kernels, dots_of_pairs, product_kernels, tiles_of_pairs
 from kernels.views import as_bits
 
@@ -25,8 +26,6 @@ _PACK_FOR_ROWS = 16
 FEW_ROWS = 32
 _FIRST = 8  # the place of a column in the fields of a product
 _NOTHING = np.empty((0, 0), np.uint16)
-# relative error of another order of sums
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -191,39 +190,6 @@ class PlainLinear(nn.Module):
         return F.linear(x, self._weight, self._bias)
 
 
-class SharedProduct:
-    """One product shared by several projections of the same input. The first projection called computes all; the others
-    take their parts. Keeps the input until the last part is taken, so that it can be recognised by identity."""
-
-    def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
-        self._linear, self._sizes = linear, sizes
-        self._input: Tensor | None = None
-        self._parts: list[Tensor | None] = []
-
-    def part(self, index: int, x: Tensor) -> Tensor:
-        part = self._parts[index] if self._input is x else None
-        if part is None:
-            self._parts = list(self._linear(x).split(self._sizes, dim=-1))
-            self._input = x
-            part = self._parts[index]
-            assert part is not None
-        self._parts[index] = None
-        if not any(p is not None for p in self._parts):
-            self._input = None
-        return part
-
-
-class SharedPart(nn.Module):
-    """Takes the place of one of the projections."""
-
-    def __init__(self, shared: SharedProduct, index: int) -> None:
-        super().__init__()
-        self._shared, self._index = shared, index
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._shared.part(self._index, x)
-
-
 class SummedLinear(nn.Module):
     """A linear layer that adds a residual: x [tokens, in], residual [tokens, out] -> [tokens, out]."""
 
@@ -307,9 +273,3 @@ def packing_works() -> bool:
         return agree(PackedLinear(weight, None)(x), F.linear(x, weight))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-
-
-def agree(got: Tensor, want: Tensor) -> bool:
-    """Whether two results differ only by rounding."""
-    error = (got.float() - want.float()).square().mean().sqrt()
-    return bool(error <= _TOLERANCE[want.dtype] * want.float().square().mean().sqrt())

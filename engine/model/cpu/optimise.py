@@ -4,7 +4,7 @@ Anything unusual in a layer (another norm, a scale, no rotation) makes its repla
 it is.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,14 +21,12 @@ from engine.model.cpu.modules import (
     PackedLinear,
     PlainLinear,
     RmsNorm,
-    SharedPart,
-    SharedProduct,
-    agree,
     packing_works,
 )
 from engine.model.cpu.quantised import QuantisedLinear
 from engine.model.cpu.short_way import find_short_way
 from engine.model.hf_model import SHORT_WAY, Step, running, turns_halves
+from engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
 from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -72,15 +70,15 @@ def optimise_for_cpu(
         done.layers = _replace_layers(model, probed, backend, exact, leave)
     for module in _but(model, leave):
         for name, child in list(module.named_children()):
-            if pack and not exact and _is_gated_mlp(child) and type(child.gate_proj) is nn.Linear:
+            if pack and not exact and is_gated_mlp(child, _LINEAR) and type(child.gate_proj) is nn.Linear:
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
-                done.gated += _replace(module, name, child.gate_proj.in_features, replacement)
+                done.gated += replace_child(module, name, child.gate_proj.in_features, replacement)
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 weight: Tensor = child.weight  # type: ignore[assignment]
                 replacement = RmsNorm(weight, child.variance_epsilon)  # type: ignore[arg-type]
-                done.norms += _replace(module, name, weight.shape[0], replacement)
+                done.norms += replace_child(module, name, weight.shape[0], replacement)
     for module in _but(model, leave):
-        done.fused += sum(_fuse(module, names, linear) for names in _SIBLINGS)
+        done.fused += sum(share_product(module, names, linear) for names in _SIBLINGS)
         for name, child in list(module.named_children()):
             if pack and type(child) is nn.Linear:
                 setattr(module, name, linear(child.weight, child.bias))
@@ -90,32 +88,6 @@ def optimise_for_cpu(
     setattr(model, SHORT_WAY, short_way)
     done.short = short_way is not None
     return done
-
-
-def _replace(parent: nn.Module, name: str, width: int, replacement: nn.Module) -> bool:
-    """Replace a child if both give the same result for random rows [1, 5, width]. Returns whether it was replaced."""
-    child: nn.Module = getattr(parent, name)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 5, width, generator=generator).to(next(child.parameters()).dtype)
-    if not agree(replacement(x), child(x)):
-        return False
-    setattr(parent, name, replacement)
-    return True
-
-
-def _fuse(module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, Tensor | None], nn.Module]) -> bool:
-    """Combine sibling projections of one input into one product."""
-    group = [m for m in (getattr(module, name, None) for name in names) if type(m) is nn.Linear]
-    if len(group) < len(names) or len({m.in_features for m in group}) != 1:
-        return False
-    biases = [m.bias.data for m in group if m.bias is not None]
-    if biases and len(biases) < len(group):
-        return False
-    weight = torch.cat([m.weight.data for m in group])
-    shared = SharedProduct(linear(weight, torch.cat(biases) if biases else None), [m.out_features for m in group])
-    for index, name in enumerate(names):
-        setattr(module, name, SharedPart(shared, index))
-    return True
 
 
 def _but(model: nn.Module, leave: Collection[nn.Module]) -> list[nn.Module]:
@@ -210,7 +182,7 @@ def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
         and len({type(linear) for linear in _linears(layer)}) == 1
         and len({linear.bias is None for linear in biases if linear is not None}) == 1
         and all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
-        and _is_gated_mlp(layer.mlp)  # type: ignore[arg-type]
+        and is_gated_mlp(layer.mlp, _LINEAR)  # type: ignore[arg-type]
         and hasattr(attention, "head_dim")
         and rope is not None
         and rope.call.width == attention.head_dim
@@ -229,18 +201,6 @@ def _linears(layer: nn.Module) -> list[nn.Module]:
 
 def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
-
-
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """Whether the parts of a module are those of down(silu(gate(x)) * up(x))."""
-    linears = [child for child in module.children() if type(child) in _LINEAR]
-    return (
-        len(linears) == 3
-        and all(
-            any(getattr(module, name, None) is m for m in linears) for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    )
 
 
 class _Listening:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.cpu.modules import FewProduct, agree
+from engine.model.cpu.modules import FewProduct
+from engine.model.known_parts import agree
 from kernels.cpu.available import decode_kernels, dots_of_pairs
 from kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
 from kernels.views import as_bits

@@ -73,6 +73,7 @@ def test_every_layer_begins_where_a_page_does():
     for num_slots in (0, 1, 5):
         made = slab(num_slots)
         assert all(made.segments(layer).data_ptr() % 4096 == 0 for layer in range(2) if num_slots)
+        assert all(made.v(layer).untyped_storage().data_ptr() % 4096 == 0 for layer in range(2) if num_slots)
         assert [tuple(made.segments(layer).shape) for layer in range(2)] == [(num_slots, 1024), (num_slots, 512)]
 
 

@@ -472,12 +472,13 @@ def test_a_load_from_memory_does_not_wait_for_one_from_a_disk_that_hangs(made):
 
 
 def test_saving_waits_when_too_much_is_waiting(made):
-    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: handing it over waits for the save.
+    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: the next one waits until it is saved.
     pages = pools()
-    transfer, slab = made(pages, num_slots=1, max_backlog_bytes=500)
-    step = Captured(*([torch.ones(4, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2)))
-    transfer.save(step, [CapturePiece(0, 0, 0, 4)])
-    transfer.carry_out([SealSlot(1, 0, 4)])
+    transfer, slab = made(pages, num_slots=2, max_backlog_bytes=500)
+    for slot in (0, 1):
+        step = Captured(*([torch.ones(4, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2)))
+        transfer.save(step, [CapturePiece(0, slot, 0, 4)])
+        transfer.carry_out([SealSlot(1 + slot, slot, 4)])
     assert (slab.k(0)[0, :4] == 1).all()
 
 

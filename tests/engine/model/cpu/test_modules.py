@@ -13,10 +13,9 @@ from engine.model.cpu.modules import (
     PackedLinear,
     PlainLinear,
     RmsNorm,
-    SharedPart,
-    SharedProduct,
     packing_works,
 )
+from engine.model.known_parts import SharedPart, SharedProduct
 from kernels.cpu.available import decode_kernels
 
 packed = pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine")

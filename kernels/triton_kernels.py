@@ -1,0 +1,24 @@
+"""Triton's kernels, if there is Triton."""
+
+import functools
+import importlib
+from types import ModuleType
+
+
+@functools.cache
+def triton_copies() -> ModuleType | None:
+    """Return `kernels.triton_copies`, or None without Triton."""
+    return _imported("kernels.triton_copies")
+
+
+@functools.cache
+def triton_rows() -> ModuleType | None:
+    """Return `kernels.triton_rows`, or None without Triton."""
+    return _imported("kernels.triton_rows")
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

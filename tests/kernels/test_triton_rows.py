@@ -1,0 +1,145 @@
+"""Tests that Triton's kernels of rows give what torch gives: interpreted, and on CUDA compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from engine.model import hf_model
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
+# (tokens, heads, dims, R): all dims turn, some, none; numbers that are no powers of two
+TURNS = [(5, 4, 16, 16), (1, 9, 24, 10), (3, 2, 8, 0), (2, 32, 128, 128)]
+WIDTHS = [16, 100, 1500]
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def turned(device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from kernels.triton_rows import turn_halves
+
+    tokens, heads, dims, turns = shape
+    torch.manual_seed(0)
+    x = torch.randn(heads, tokens, dims + 8).to(dtype).to(device)[..., :dims].transpose(0, 1)
+    cos, sin = torch.randn(2, 1, tokens, turns).to(dtype).to(device)[:, 0]
+    half = turns // 2
+    wanted = x.clone(memory_format=torch.contiguous_format)
+    wanted[..., :turns] = x[..., :turns] * cos[:, None]
+    wanted[..., :half].addcmul_(x[..., half:turns], sin[:, None, :half], value=-1)
+    wanted[..., half:turns].addcmul_(x[..., :half], sin[:, None, half:])
+    assert torch.equal(turn_halves(x, cos, sin), wanted)
+
+
+def normed(device: str, width: int, dtype: torch.dtype) -> None:
+    from kernels.triton_rows import norm
+
+    torch.manual_seed(0)
+    theirs = LlamaRMSNorm(width, eps=1e-5).to(dtype).to(device)
+    theirs.weight.data = torch.randn(width).to(dtype).to(device)
+    x = (3 * torch.randn(2, 7, width + 8)).to(dtype).to(device)[..., :width]
+    # The order of a sum may move x / rms(x) to a neighbouring number.
+    torch.testing.assert_close(norm(x, theirs.weight, 1e-5), theirs(x), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert norm(x[:0], theirs.weight, 1e-5).shape == (0, 7, width)
+
+
+def gate_opened(device: str, width: int, dtype: torch.dtype) -> None:
+    from kernels.triton_rows import gated
+
+    torch.manual_seed(0)
+    both = (3 * torch.randn(2, 3, 2 * width)).to(dtype).to(device)
+    gate, up = both.split(width, -1)
+    torch.testing.assert_close(gated(both), F.silu(gate) * up, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize("shape", TURNS)
+def test_the_kernel_turns(shape: tuple[int, int, int, int]) -> None:
+    turned("cpu", shape, torch.float16)  # bf16 is cut off there
+
+
+@in_interpreter
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_kernel_norms(width: int) -> None:
+    normed("cpu", width, torch.float16)
+
+
+@in_interpreter
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_kernel_gates(width: int) -> None:
+    gate_opened("cpu", width, torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", TURNS)
+def test_rows_turn_on_cuda(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    turned("cuda", shape, dtype)
+    x, table = torch.randn(2, 3, 16, device="cuda").to(dtype), torch.randn(2, 1, 16, device="cuda").to(dtype)
+    assert torch.equal(hf_model.turn_halves(x, table, table).cpu(), _by_torch(x.cpu(), table.cpu()))
+
+
+def _by_torch(x: Tensor, table: Tensor) -> Tensor:
+    return hf_model.turn_halves(x, table, table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [*WIDTHS, 4096, 32768])
+def test_rows_are_normed_on_cuda(width: int, dtype: torch.dtype) -> None:
+    normed("cuda", width, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [*WIDTHS, 14336])
+def test_gates_open_on_cuda(width: int, dtype: torch.dtype) -> None:
+    gate_opened("cuda", width, dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="inside it already")
+@pytest.mark.timeout(300)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel and not compile"]
+    ran = subprocess.run(
+        [*command, str(Path(__file__))],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{len(TURNS) + 2 * len(WIDTHS)} passed" in ran.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To machine code, by the assembler that comes with triton: no device needed."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from kernels.triton_rows import _gated, _norm, _turn
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    turns = {"heads": 32, "dims": 128, "half": 64, "tile": 8, "half_padded": 64, "rest_padded": 1}
+    for kernel, constants in (
+        (_norm, {"columns": 4096, "padded": 4096}),
+        (_gated, {"columns": 14336, "tile": 1024}),
+        (_turn, turns),
+    ):
+        names = [name for name in kernel.arg_names if name not in constants]
+        signature = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+        signature |= {"eps": "fp32"} if "eps" in names else {}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
