@@ -65,6 +65,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
     chunked_prefill: bool
+    draft_tokens: int = 7  # most that are drafted for a choice in a step; 0: none
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from cache.manager import CacheManager
 from cache.transfer.transfer import Transfer
 from engine.messages import SchedulerState, Stats, WaitingInfo
 from engine.model.offload.weight_stream import WeightStream
+from engine.step.drafter import DraftCounters
 from engine.step.verify import Verifier
 from scheduler.queues.window import ShuffledWindow
 from scheduler.scheduler import Scheduler
@@ -33,6 +34,7 @@ def collect(
     transfer: Transfer,
     verifier: Verifier | None,
     weights: WeightStream | None,
+    drafts: DraftCounters,
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
     gauges, stats = cache.gauges(), cache.stats
@@ -49,6 +51,11 @@ def collect(
         step_seconds=counters.step_seconds,
         prompt_tokens=dict(stats.prompt_tokens),
         generated_tokens=counters.generated_tokens,
+        drafted_tokens={
+            f"{source} {outcome}": counts[place]
+            for outcome, counts in (("accepted", drafts.accepted), ("rejected", drafts.rejected))
+            for place, source in enumerate(("context", "prediction"))
+        },
         miss_tokens=dict(stats.miss_tokens),
         evicted_blocks=stats.evicted_blocks,
         preemptions=scheduler.preemptions,

@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from cache.blocks.head import BadHead
 from cache.blocks.truncate import DoesNotFit
@@ -29,6 +30,7 @@ from engine.messages import (
 from engine.session_directory import SessionDirectory
 from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.compute import Computed, StepClock, StepCompute
+from engine.step.drafter import Drafter
 from engine.step.held_moves import HeldMoves
 from engine.step.intake import Intake
 from engine.step.sampler import BadLogits, Sampled, Sampler
@@ -62,6 +64,7 @@ class Engine:
         verifier: Verifier | None,
         directory: SessionDirectory,
         first_touch: FirstTouch,
+        drafter: Drafter,
     ) -> None:
         """intake: adds to `choices`. verifier: None if nothing that was loaded is to be recomputed."""
         self.model = model
@@ -74,6 +77,7 @@ class Engine:
         self._verifier = verifier
         self._directory = directory
         self._first_touch = first_touch
+        self._drafter = drafter
         self._moves = HeldMoves(transfer, seals_may_wait=self._seals_may_wait)
         self._sampler = Sampler()
         self._counters = Counters()
@@ -203,7 +207,8 @@ class Engine:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused
         clock.begin_computing()
-        computed = self._compute.run(schedule.chunks, self._choices)
+        drafts = self._drafter.propose(schedule.chunks, self._choices)
+        computed = self._compute.run(schedule.chunks, self._choices, drafts)
         self._settle(computed, clock)
         outputs = self._draw(computed, clock.now())
         self._learn(computed, clock.computing_s())
@@ -244,7 +249,7 @@ class Engine:
         computed.drop(failed)
         if self._verifier is not None:
             contradicted = set()
-            for choice in self._verifier.disagreeing(computed.ready, computed.logits):
+            for choice in self._verifier.disagreeing(computed.ready, computed.first_logits):
                 self._restart(choice)
                 contradicted.add(choice.sequence.request_id)
             computed.drop(contradicted)
@@ -268,45 +273,107 @@ class Engine:
         self._counters.step_seconds += seconds
         if not computed.reads_parked:
             self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
+        if computed.only_decodes and not computed.waited_s:
+            self._drafter.stepped(computed.num_tokens, seconds)
         self._scheduler.ran(seconds, computed.waited_s)
 
     def _draw(self, computed: Computed, now: float) -> list[Output]:
-        """A token for everybody who is ready. A choice whose logits are no distribution ends."""
+        """A token for everybody who is ready, and more where a draft was right. A choice whose logits are no
+        distribution ends."""
         outputs: list[Output] = []
         while computed.ready:
+            # What it has said before decides about a token of a stateful choice, so it draws one after the other.
+            firsts = computed.first_rows
+            wanted = [
+                (place, ahead)
+                for place, choice in enumerate(computed.ready)
+                for ahead in range(1 + (choice.num_drafted if choice.is_stateless else 0))
+            ]
+            logits = computed.logits
+            if len(wanted) < len(logits):
+                logits = logits[[firsts[place] + ahead for place, ahead in wanted]]
             try:
-                sampled = self._sampler.sample(computed.logits, [choice.sample_row() for choice in computed.ready])
+                drawn = self._sampler.sample(
+                    logits, [computed.ready[place].sample_row(ahead) for place, ahead in wanted]
+                )
             except BadLogits as error:
-                bad = [computed.ready[row] for row in error.rows]
-                outputs += [self._end_unusable(choice) for choice in bad]
-                computed.drop({choice.sequence.request_id for choice in bad})
+                outputs += self._without_unusable(computed, [wanted[row] for row in error.rows])
                 continue
-            pairs = zip(computed.ready, sampled, strict=True)
-            return outputs + [self._accept(choice, token, now) for choice, token in pairs]
+            by_choice: list[list[Sampled]] = [[] for _ in computed.ready]
+            for (place, _), sampled in zip(wanted, drawn, strict=True):
+                by_choice[place].append(sampled)
+            for choice, first, tokens in zip(computed.ready, firsts, by_choice, strict=True):
+                later = computed.logits[first + 1 : first + 1 + choice.num_drafted]
+                outputs.append(self._accept(choice, self._drawn(choice, tokens, later), computed, now))
+            break
         return outputs
 
-    def _accept(self, choice: RunningChoice, sampled: Sampled, now: float) -> Output:
-        """Append a sampled token; end the choice if that was its last."""
-        sequence = choice.sequence
-        sequence.token_ids.append(sampled.token_id)
-        if choice.penalties is not None:
-            choice.penalties.append(sampled.token_id)
-        if choice.constraint is not None:
-            choice.constraint.accept(sampled.token_id)
+    def _without_unusable(self, computed: Computed, bad: Sequence[tuple[int, int]]) -> list[Output]:
+        """End the choices whose next token cannot be drawn; of a draft, only what is before such a token counts. bad:
+        (place among the ready ones, place among its rows)."""
+        ended = [computed.ready[place] for place, ahead in bad if ahead == 0]
+        outputs = [self._end_unusable(choice) for choice in ended]
+        computed.drop({choice.sequence.request_id for choice in ended})
+        if any(ahead for _, ahead in bad):
+            computed.forget_drafts()
+        return outputs
+
+    def _drawn(self, choice: RunningChoice, tokens: Sequence[Sampled], later: Tensor) -> Iterator[Sampled]:
+        """The tokens of a choice, each drawn when it is asked for if those before it decide about it. tokens: drawn
+        already. later: logits of the rows of its draft."""
+        yield from tokens
+        if choice.is_stateless:
+            return
+        for row in range(len(later)):
+            try:
+                yield self._sampler.sample(later[row : row + 1], [choice.sample_row()])[0]
+            except BadLogits:
+                return  # the next step will say so
+
+    def _accept(self, choice: RunningChoice, drawn: Iterator[Sampled], computed: Computed, now: float) -> Output:
+        """Append sampled tokens as far as its draft was right, and the first that it did not have; end the choice if
+        that was its last."""
+        sequence, draft = choice.sequence, choice.draft
+        expected = iter(draft.token_ids if draft is not None else ())
+        taken: list[Sampled] = []
+        is_over = False
+        for sampled in drawn:
+            taken.append(sampled)
+            self._append(choice, sampled.token_id)
+            is_over = choice.ends_with(sampled.token_id)
+            if is_over or next(expected, None) != sampled.token_id:
+                break
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        self._counters.generated_tokens += 1
+        accepted = len(taken) - 1
+        self._drafter.judge(choice, accepted)
+        if accepted:
+            self._compute.capture_accepted(computed, sequence.request_id, accepted)
+            self._cache.requests.commit(sequence.request_id, accepted)
+            sequence.computed_tokens += accepted
         reason = None
-        if choice.ends_with(sampled.token_id):
+        if is_over:
             reason = "stop"
         elif sequence.output_tokens >= sequence.sampling.max_tokens or (
             len(sequence.token_ids) >= self.model.max_context and not self._truncate(choice)
         ):
             reason = "length"
-        logprobs = None if sampled.logprob is None else [sampled.logprob]
+        token_ids = [sampled.token_id for sampled in taken]
+        found = [sampled.logprob for sampled in taken if sampled.logprob is not None]
+        logprobs = found or None
         if reason is not None:
-            return self._end(choice, reason, now, [sampled.token_id], logprobs)
-        return self._output(choice, [sampled.token_id], logprobs, now)
+            return self._end(choice, reason, now, token_ids, logprobs)
+        return self._output(choice, token_ids, logprobs, now)
+
+    def _append(self, choice: RunningChoice, token_id: int) -> None:
+        choice.sequence.token_ids.append(token_id)
+        if choice.penalties is not None:
+            choice.penalties.append(token_id)
+        if choice.constraint is not None:
+            choice.constraint.accept(token_id)
+        if choice.draft_source is not None:
+            choice.draft_source.append(token_id)
+        self._counters.generated_tokens += 1
 
     def _truncate(self, choice: RunningChoice) -> bool:
         """The window is full in the middle of an answer: go on with less history, if that is allowed and possible."""
@@ -469,6 +536,7 @@ class Engine:
             transfer=self._transfer,
             verifier=self._verifier,
             weights=self._compute.runner.weights,
+            drafts=self._drafter.counters,
         )
 
 

@@ -13,7 +13,7 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
 MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
@@ -46,6 +46,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
     prompt_logprobs: int | None = None  # of the prompt's tokens too, with so many most likely ones; computes all of it
+    prediction: list[int] = []  # what its answers are expected to say
     resume: list[list[int] | None] = []
     """Per choice, the tokens that another engine has generated, which this one goes on from as if they were its own:
     they are not sent again, and count as generated. None: the choice is over, and nothing is sent for it. Empty: a new
@@ -233,6 +234,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None  # with finish_reason error
     error_code: str | None  # context_length_exceeded | overloaded | invalid_grammar | internal_error
     prompt_logprobs: list[TokenLogprob] | None = None  # with the first output, if asked for: of all but the first token
+    accepted_predictions: int = 0  # with the last: tokens of the request's prediction that were drafted and right
+    rejected_predictions: int = 0
 
 
 def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
@@ -314,6 +317,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     step_seconds: float
     prompt_tokens: dict[str, int]  # outcome (hbm, computed, ...) -> tokens since start
     generated_tokens: int
+    drafted_tokens: dict[str, int]  # "context accepted", "prediction rejected" and so on -> tokens of drafts
     miss_tokens: dict[str, int]  # miss reason -> tokens since start
     evicted_blocks: int
     preemptions: int

@@ -116,6 +116,10 @@ def _totals_by_label(stats: Stats) -> Iterator[Metric]:
     )
     for name, help_text, label, values in counters:
         yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)
+    drafted = CounterMetricFamily("reprise_drafted_tokens", "Tokens of drafts.", labels=["source", "outcome"])
+    for name, count in stats.drafted_tokens.items():
+        drafted.add_metric(name.split(), count)
+    yield drafted
 
 
 def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:

@@ -83,6 +83,8 @@ class PromptDetails(_Answer):
 
 class CompletionDetails(_Answer):
     reasoning_tokens: int
+    accepted_prediction_tokens: int = Field(description="of `prediction`, that were drafted and right")
+    rejected_prediction_tokens: int = Field(description="of `prediction`, that were drafted in vain")
 
 
 class Usage(_Answer):

@@ -132,11 +132,18 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
+class Prediction(Part):
+    """What the answer is expected to say, for the most part. It makes an answer faster, and changes none."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]
+
+
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. An explicit null means the default."""
 
     refused = frozenset(
-        {"functions", "audio", "web_search_options", "prediction", "echo", "prompt_logprobs", "use_beam_search"}
+        {"functions", "audio", "web_search_options", "echo", "prompt_logprobs", "use_beam_search"}
         | {"chat_template", "documents"}
     )
 
@@ -156,6 +163,7 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     function_call: Any = None
+    prediction: Prediction | None = Field(None, description="what most of the answer is expected to be")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form of the answer")
     guided_json: GivenSchema = Field(None, description="vLLM's: a JSON schema of the answer")

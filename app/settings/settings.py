@@ -208,6 +208,9 @@ class SchedulerSettings(_Section):
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+    draft_tokens: int = Field(
+        7, ge=0, le=31, description="most tokens drafted from the past for a step on CPU, while that pays; 0: none"
+    )
 
 
 class EngineSettings(_Section):

@@ -52,6 +52,7 @@ class Answer:
         self.prompt_logprobs: list[dict[str, Any]] | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.accepted_predictions = self.rejected_predictions = 0  # tokens, known at its end
         self.is_resumed = False  # another server began it: report, timings and first token are that one's
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -143,6 +144,8 @@ class Answer:
     def note(self, output: Output) -> None:
         """Keep what an output says about the prompt and the time it took. Of an answer that another server began, that
         one's words stand; only its history may have become shorter since."""
+        self.accepted_predictions += output.accepted_predictions
+        self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:
             self.report = output.report or self.report
             self.timings = output.timings or self.timings

@@ -1,9 +1,10 @@
 """Makes of a request what the engine is given, and decides what is remembered of its answer."""
 
+import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from app.turn.token_limits import TokenLimits
 from engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
+_PREDICTED_CHARS = 8  # of a prediction, for each token of the window
 TAIL_TOKENS = 8  # at the end of a prompt, in which a template may open a thought
 
 
@@ -70,6 +72,7 @@ class Prepared:
     important: tuple[tuple[int, int], ...] = ()
     shift: Shift | None = None
     prompt_logprobs: int | None = None
+    prediction: Sequence[int] = ()
 
     def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float) -> Submit:
         """Return the message to the engine. weight: the request's share of it, against requests of weight 1."""
@@ -90,6 +93,7 @@ class Prepared:
             weight=weight,
             grammar=self.grammar,
             prompt_logprobs=self.prompt_logprobs,
+            prediction=list(self.prediction),
         )
 
     def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:
@@ -165,6 +169,10 @@ async def prepare_chat(
             now=time.time(),
         )
 
+    expected = request.prediction.content if request.prediction is not None else ""
+    # More than the window is no answer; nor is what is so long that tokenizing it would cost more than it could save.
+    expected = expected[: model.max_context * _PREDICTED_CHARS]
+    prediction = await asyncio.to_thread(tokenizer.encode_plain, expected, behind=True) if expected else []
     added = len(messages) - len(kept)  # a system message of ours, with the tools
     cut = prompt.shift
     return Prepared(
@@ -181,6 +189,7 @@ async def prepare_chat(
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
         important=important_ranges(request, prompt.starts[added:]),
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
+        prediction=prediction[: model.max_context],
     )
 
 

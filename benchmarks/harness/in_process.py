@@ -104,8 +104,8 @@ class InProcess:
         """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
         self.engine._compute.runner.model = other.engine._compute.runner.model
 
-    def submit(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
-        """Queue a turn. Raises TurnFailed."""
+    def submit(self, session: str, prompt: Sequence[int], new_tokens: int, prediction: Sequence[int] = ()) -> Turn:
+        """Queue a turn. prediction: of its answer. Raises TurnFailed."""
         now = time.monotonic()
         request = f"{session}/{len(self._turns)}"
         turn = self._turns[request] = Turn(list(prompt), now)
@@ -118,6 +118,7 @@ class InProcess:
                 token_ids=turn.prompt,
                 num_choices=1,
                 sampling=greedy(new_tokens),
+                prediction=list(prediction),
             ),
             now,
         )

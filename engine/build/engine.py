@@ -24,9 +24,11 @@ from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
 from engine.messages import ModelInfo
 from engine.model.batch import BlockTables
+from engine.model.cpu.modules import FEW_ROWS
 from engine.session_directory import SessionDirectory
 from engine.step.choices import RunningChoices
 from engine.step.compute import StepCompute
+from engine.step.drafter import Drafter
 from engine.step.grammar import GrammarCompiler
 from engine.step.intake import Intake
 from engine.step.parked import ParkedAttention
@@ -100,7 +102,19 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
             unix_offset_s=unix_offset_s,
         ),
         first_touch=tiers.first_touch,
+        drafter=Drafter(
+            most_tokens=config.scheduler.draft_tokens if _may_draft(loaded, room, warm) else 0,
+            most_rows=FEW_ROWS,
+            max_context=room.max_context,
+        ),
     )
+
+
+def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:
+    """Whether a few rows cost little more than one, and all of a context is read. On CUDA a step of single rows is a
+    graph, beside which any other takes five times as long."""
+    runner = warm.runner
+    return loaded.device.type == "cpu" and not room.most_pages and runner.selecting is None and runner.watch is None
 
 
 def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, unix_offset_s: float) -> CacheManager:

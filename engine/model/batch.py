@@ -19,7 +19,8 @@ class BatchItem:
     first_row: int
     pages: list[int]  # of the whole context; only grows while the sequence runs
     wants_logits: bool  # whether the logits of its last row are wanted
-    prompt_rows: int = 0  # number of leading rows whose logits are wanted too
+    prompt_rows: int = 0  # number of leading rows whose logits are wanted too, for the prompt's logprobs
+    draft_rows: int = 0  # number of last rows that a draft has; then the logits of all rows are wanted
     partial: bool = False  # whether its row, if it is a single one, may attend to a part of the context
 
 
@@ -108,8 +109,8 @@ def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, dev
     positions = np.arange(len(tokens)) - query_start[owner] + first[owner]
     slots = table[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
     logit_rows = query_start[1:][[item.wants_logits for item in items]] - 1
-    if any(item.prompt_rows for item in items):
-        logit_rows = _with_prompt_rows(items, query_start)
+    if any(item.prompt_rows or item.draft_rows for item in items):
+        logit_rows = _with_leading_rows(items, query_start)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -130,8 +131,9 @@ def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, dev
     )
 
 
-def _with_prompt_rows(items: list[BatchItem], query_start: np.ndarray) -> np.ndarray:
+def _with_leading_rows(items: list[BatchItem], query_start: np.ndarray) -> np.ndarray:
     wanted = []
     for item, (start, end) in zip(items, pairwise(query_start), strict=True):
-        wanted += [np.arange(start, start + item.prompt_rows), np.arange(end - item.wants_logits, end)]
+        last = item.draft_rows + item.wants_logits
+        wanted += [np.arange(start, start + item.prompt_rows), np.arange(end - last, end)]
     return np.concatenate(wanted)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cache.stats import TokensBySource
 from engine.messages import Output, Timings, TokenLogprob, error_output
+from engine.step.drafts import Acceptance, Draft, DraftSource
 from engine.step.grammar import Constraint
 from engine.step.sampler import PenaltyState, SampleRow
 from scheduler.sequence import Sequence
@@ -32,14 +33,29 @@ class RunningChoice:
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again
+    prediction: list[int] = field(default_factory=list)  # what the request expects as its answer
+    draft: Draft | None = None  # of the step under way
+    draft_source: DraftSource | None = None  # once it decodes
+    acceptance: Acceptance | None = None
+    accepted_predictions: int = 0  # tokens of its prediction that were drafted and right
+    rejected_predictions: int = 0
 
-    def sample_row(self) -> SampleRow:
-        """What decides about its next token, besides the logits."""
+    @property
+    def num_drafted(self) -> int:
+        return 0 if self.draft is None else len(self.draft.token_ids)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether what it has said decides about its next token by the logits alone."""
+        return self.penalties is None and self.constraint is None
+
+    def sample_row(self, ahead: int = 0) -> SampleRow:
+        """What decides about its next token, or if it is stateless the one so many behind it, besides the logits."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,
             seed=self.seed,
-            position=sequence.output_tokens,
+            position=sequence.output_tokens + ahead,
             penalties=self.penalties,
             end_ids=self.end_ids,
             constraint=self.constraint,
@@ -105,6 +121,8 @@ class RunningChoice:
             error=None,
             error_code=None,
             prompt_logprobs=prompt_logprobs,
+            accepted_predictions=0 if finish_reason is None else self.accepted_predictions,
+            rejected_predictions=0 if finish_reason is None else self.rejected_predictions,
         )
 
     def failed(self, message: str, code: str = "internal_error") -> Output:

@@ -1,6 +1,7 @@
 """What a step computes: its batch, the forward pass, where the KV is saved to, the logprobs of prompts, and how long it
 takes."""
 
+import itertools
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -52,22 +53,66 @@ class Computed:
 
     chunks: list[Chunk]
     ready: list[RunningChoice]  # that a token may be drawn for
-    logits: Tensor  # [len(ready), vocab]
+    logits: Tensor  # [rows, vocab]: of each of `ready` one, and another for every token of its draft
     late: set[str]  # requests whose load was not there in time: what was computed for them is void
     waited_s: float  # for loads
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
     attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
     reads_parked: bool  # which takes as long as DRAM does
+    drafts: dict[str, list[int]]  # by sequence: tokens that were computed behind its newest one
+    saves_drafts: bool  # whether `pieces` has their rows
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks) + sum(map(len, self.drafts.values()))
+
+    @property
+    def only_decodes(self) -> bool:
+        return all(chunk.num_tokens == 1 for chunk in self.chunks)
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The row of `logits` that each of `ready` draws its next token from; those of its draft follow."""
+        if not self.drafts:
+            return list(range(len(self.ready)))
+        return [0, *itertools.accumulate(1 + choice.num_drafted for choice in self.ready)][:-1]
+
+    @property
+    def first_logits(self) -> Tensor:
+        """[len(ready), vocab]: those without their drafts'."""
+        return self.logits[self.first_rows] if self.drafts else self.logits
+
+    def batch_row(self, request_id: str) -> int:
+        """Return the first row of a sequence in the batch."""
+        row = 0
+        for chunk in self.chunks:
+            name = chunk.sequence.request_id
+            if name == request_id:
+                return row
+            row += chunk.num_tokens + len(self.drafts.get(name, ()))
+        raise KeyError(request_id)
+
+    def forget_drafts(self) -> None:
+        """Draw one token for each choice only."""
+        firsts = self.first_rows
+        for choice in self.ready:
+            choice.draft = None
+        if self.drafts:
+            self.logits = self.logits[firsts]
 
     def drop(self, request_ids: Container[str]) -> None:
         """Nothing is drawn for these."""
-        keep = [row for row, choice in enumerate(self.ready) if choice.sequence.request_id not in request_ids]
-        if len(keep) < len(self.ready):
-            self.ready, self.logits = [self.ready[row] for row in keep], self.logits[keep]
+        ready: list[RunningChoice] = []
+        kept: list[int] = []
+        for choice, row in zip(self.ready, self.first_rows, strict=True):
+            if choice.sequence.request_id not in request_ids:
+                ready.append(choice)
+                kept += range(row, row + 1 + choice.num_drafted)
+        for choice in self.ready:
+            if choice.sequence.request_id in request_ids:
+                choice.draft = None
+        if len(ready) < len(self.ready):
+            self.ready, self.logits = ready, self.logits[kept]
 
 
 class StepCompute:
@@ -93,10 +138,14 @@ class StepCompute:
         self._sink = sink
         self._parked = parked
 
-    def run(self, chunks: list[Chunk], choices: RunningChoices) -> Computed:
-        """One forward pass. `capture` follows, and once only."""
+    def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
+        """One forward pass. `capture` follows, and once only. drafts: by sequence, tokens to compute behind its newest
+        one, all in the block of that."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
-        items = [self._item(chunk, choice) for chunk, choice in zip(chunks, found, strict=True)]
+        items = [
+            self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
+            for chunk, choice in zip(chunks, found, strict=True)
+        ]
         on_host = self.runner.takes_host_batches and self._parked is None
         device = torch.device("cpu") if on_host else self._device
         batch = build_batch(items, self.tables, self._cache.page_size, device)
@@ -111,7 +160,7 @@ class StepCompute:
         pieces, saved = None, None
         if self._sink is not None and self.runner.saves_rows and not jobs:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
-            pieces = self._pieces(chunks, ())
+            pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
         reads_parked = self._begin_parked(batch.meta, items)
         try:
@@ -136,6 +185,8 @@ class StepCompute:
             pieces=pieces,
             attention={items[place].request_id: shares for place, shares in self._watched().items()},
             reads_parked=reads_parked,
+            drafts=drafts,
+            saves_drafts=pieces is not None,
         )
 
     def _begin_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
@@ -158,35 +209,57 @@ class StepCompute:
         but `failed` are saved to."""
         pieces = computed.pieces
         if pieces is None or failed:
-            pieces = self._pieces(computed.chunks, failed)
+            pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
+            computed.saves_drafts = False
         shown = None
         if self._sink is not None:
             shown, self._sink.step = self._sink.step, None
         return shown if shown is not None and shown.layers else None, pieces
 
-    def _pieces(self, chunks: list[Chunk], failed: Container[str]) -> list[CapturePiece]:
+    def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
+        """Have rows of a draft saved too, whose tokens were accepted, unless they are already. Call it between
+        `capture` and the commit of these rows."""
+        if computed.pieces is not None and not computed.saves_drafts:
+            row = computed.batch_row(request_id) + 1
+            computed.pieces += self._cache.requests.capture(request_id, accepted, row)
+
+    def _pieces(
+        self,
+        chunks: list[Chunk],
+        failed: Container[str],
+        drafts: dict[str, list[int]],
+        *,
+        only_newest: bool = False,
+    ) -> list[CapturePiece]:
+        """only_newest: leave drafts out. Otherwise their rows are saved before anybody knows whether they are right:
+        those that are not are saved again by a later step, before their block is sealed."""
         pieces: list[CapturePiece] = []
         batch_row = 0
         for chunk in chunks:
-            if chunk.sequence.request_id not in failed:
-                pieces += self._cache.requests.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
-            batch_row += chunk.num_tokens
+            name = chunk.sequence.request_id
+            drafted = len(drafts.get(name, ()))
+            if name not in failed:
+                count = chunk.num_tokens + (0 if only_newest else drafted)
+                pieces += self._cache.requests.capture(name, count, batch_row)
+            batch_row += chunk.num_tokens + drafted
         return pieces
 
-    def _item(self, chunk: Chunk, choice: RunningChoice) -> BatchItem:
+    def _item(self, chunk: Chunk, choice: RunningChoice, draft: list[int]) -> BatchItem:
         sequence, selecting = chunk.sequence, self.runner.selecting
         first, context = sequence.computed_tokens, self._cache.requests.context(sequence.request_id)
         return BatchItem(
             request_id=sequence.request_id,
-            token_ids=sequence.token_ids[first : first + chunk.num_tokens],
+            token_ids=sequence.token_ids[first : first + chunk.num_tokens] + draft,
             first_row=first,
             # Tables hold valid numbers; nobody looks up a page that is parked.
             pages=[max(0, page) for page in context.pages] if has_parked(context) else context.pages,
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
+            draft_rows=len(draft),
             partial=selecting is not None
             and choice.reads_in_part
             and chunk.num_tokens == 1
+            and not draft
             and sequence.output_tokens > 0  # not the last token of a prompt
             and context.job is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
@@ -199,10 +272,11 @@ def has_parked(context: RunningContext) -> bool:
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
     """Keep the logprobs that were asked for of prompts with the choices of the same places. Returns the rows to draw
-    from, one for each item that wants logits."""
+    from, one for each item that wants logits and each row of its draft."""
     if not any(item.prompt_rows for item in items):
         return logits
-    row, drawn = 0, []
+    row = 0
+    drawn: list[int] = []
     for item, choice in zip(items, choices, strict=True):
         if item.prompt_rows:
             assert choice.prompt_logprobs is not None
@@ -215,7 +289,7 @@ def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], l
                 )
                 choice.prompt_known.update(enumerate(found, place + start))
             row += item.prompt_rows
-        if item.wants_logits:
-            drawn.append(row)
-            row += 1
+        last = item.draft_rows + item.wants_logits
+        drawn += range(row, row + last)
+        row += last
     return logits[drawn]

@@ -100,6 +100,10 @@ class Intake:
             return _too_long(length, self._model.max_context)
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._model.vocab_size:
             return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
+        if len(request.prediction) > self._model.max_context or not all(
+            0 <= token_id < self._model.vocab_size for token_id in request.prediction
+        ):
+            return "invalid_prompt", "the prediction is no answer that this model could give"
         if self._choices.of_request(request.request_id) or request.request_id in self.held:
             return "invalid_prompt", "this request id is in use"
         return self._problem_of_resume(request) if request.resume else None
@@ -178,6 +182,7 @@ class Intake:
             constraint=constraint,
             reads_in_part=self._model.selector != "none" and not self._is_exact(sequence_id),
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+            prediction=request.prediction,
         )
         if choice.penalties is not None:
             for token_id in resumed:

@@ -100,6 +100,7 @@ STATS = Stats(
     step_seconds=0.5,
     prompt_tokens={"hbm": 32, "computed": 9},
     generated_tokens=7,
+    drafted_tokens={"context accepted": 5, "prediction rejected": 2},
     miss_tokens={"new": 9},
     evicted_blocks=0,
     preemptions=0,
@@ -136,6 +137,7 @@ class Script:
     unavailable: bool = False
     token_ids: list[int] | None = None  # instead of `answer`, without an end-of-text
     report: dict[str, Any] | None = None  # fields of the first report
+    predictions: tuple[int, int] = (0, 0)  # tokens of them accepted and rejected, told with the last output
     last_report: dict[str, Any] | None = None  # another one with the last output, as after a cut in the middle
 
 
@@ -338,7 +340,17 @@ class FakeEngine:
             )
             finish_reason = reason if last else None
             report = last_report or report if last else report
-            output = self.output(request, choice, chunk, report=report, timings=timings, finish_reason=finish_reason)
+            accepted, rejected = script.predictions if finish_reason is not None else (0, 0)
+            output = self.output(
+                request,
+                choice,
+                chunk,
+                report=report,
+                timings=timings,
+                finish_reason=finish_reason,
+                accepted_predictions=accepted,
+                rejected_predictions=rejected,
+            )
             if start == 0 and choice == 0 and (top := request.prompt_logprobs) is not None:
                 likely = [(5 + n, -2.0 - n) for n in range(top)]
                 known = [TokenLogprob(logprob=-0.25, top=likely) for _ in request.token_ids[1:]]

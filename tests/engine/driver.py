@@ -1,6 +1,7 @@
 """Runs a real engine without its process: takes requests, runs single steps, and checks all accounts after each."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class Driver:
         grammar: str = "",
         prompt_logprobs: int | None = None,
         resume: list[list[int] | None] | None = None,
+        prediction: Sequence[int] = (),
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -150,6 +152,7 @@ class Driver:
                     grammar=grammar,
                     prompt_logprobs=prompt_logprobs,
                     resume=resume or [],
+                    prediction=list(prediction),
                 ),
                 self.now,
             )

@@ -336,6 +336,7 @@ class ScriptedEngine:
             step_seconds=0.0,
             prompt_tokens={},
             generated_tokens=0,
+            drafted_tokens={},
             miss_tokens=self._finished,
             evicted_blocks=0,
             preemptions=0,

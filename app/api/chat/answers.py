@@ -131,7 +131,11 @@ def usage_of(generations: Sequence[Generation], *, generated: int | None = None)
         "total_tokens": prompt_tokens + generated,
         # Never null: a client cannot tell "no report" from "no hit".
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": sum(choice.accepted_predictions for choice in choices),
+            "rejected_prediction_tokens": sum(choice.rejected_predictions for choice in choices),
+        },
     }
 
 

@@ -141,7 +141,6 @@ UNSUPPORTED = [
     ({"audio": {"voice": "x"}}, "audio"),
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"prediction": {}}, "prediction"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),

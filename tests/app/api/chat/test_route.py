@@ -30,8 +30,40 @@ async def test_a_plain_answer(running: Running):
         "completion_tokens": generated,
         "total_tokens": len(submitted.token_ids) + generated,
         "prompt_tokens_details": {"cached_tokens": len(submitted.token_ids) // 2},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
+
+
+@pytest.mark.parametrize("content", ["Hello there.", [{"type": "text", "text": "Hello there."}]])
+async def test_a_prediction_reaches_the_engine_and_comes_back_in_usage(running: Running, content):
+    running.engine.script.predictions = (7, 3)
+    answer = (await running.chat(prediction={"type": "content", "content": content}, n=2)).json()
+    (submitted,) = running.engine.submitted
+    assert running.engine.tokenizer.decode(submitted.prediction) == "Hello there."
+    details = answer["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (14, 6), "of both choices"
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "word " * 100_000])
+async def test_no_prediction_harms_the_engine(running: Running, text):
+    """Special tokens are spelled out, and what is longer than any answer is cut."""
+    response = await running.chat(prediction={"type": "content", "content": text})
+    assert response.status_code == 200
+    (submitted,) = running.engine.submitted
+    end = running.engine.tokenizer.token_to_id("<|im_end|>")
+    assert end not in submitted.prediction
+    assert len(submitted.prediction) <= running.engine.model.max_context
+
+
+@pytest.mark.parametrize("prediction", [{}, {"type": "content"}, {"type": "x", "content": "a"}, "a", {"content": "a"}])
+async def test_a_prediction_of_another_kind_is_refused(running: Running, prediction):
+    response = await running.chat(prediction=prediction)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("prediction")
 
 
 async def test_thoughts_are_told_apart_and_counted(tmp_path):
@@ -48,12 +80,12 @@ async def test_thoughts_are_told_apart_and_counted(tmp_path):
         assert (message["reasoning_content"], message["content"]) == ("Hello there", "how are you today?")
         # Words are no tokens across the tag here: it is followed by a newline.
         expected = len(engine.tokenizer.encode(thought).ids)
-        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == expected
         responded = await running.http.post("/v1/responses", json={"model": "test-model", "input": "Hello"})
         assert responded.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": expected}
         begun = len(engine.tokenizer.encode("<think>\nHello").ids)
         cut = (await running.chat(max_tokens=begun)).json()["usage"]
-        assert cut["completion_tokens_details"] == {"reasoning_tokens": begun}  # it has not come to an end
+        assert cut["completion_tokens_details"]["reasoning_tokens"] == begun  # it has not come to an end
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""Random requests, answered with drafts and without: the texts have to be equal.
+
+python -m tests.engine.drafted_cases --cases 10000
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.step import drafter
+from engine.step.drafts import Candidate
+from kernels.cpu.available import decode_kernels
+from tests.engine.driver import Driver
+from tests.engine.models import VOCAB, family_model
+
+REQUESTS = 6  # at once
+ROUNDS = 2  # of them: the second goes on from the answers of the first
+SETTINGS = {
+    "cache_mode": "attentionstore",
+    "dram_bytes": 32 << 20,
+    "hbm_tokens": 2048,
+    "truncation": "auto",
+    "max_seqs": 8,
+}
+
+
+@dataclass
+class Case:
+    """A request, and what it is asked with."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    choices: int = 1
+    grammar: str = ""
+    foresight: float = 0.0  # share of the right answer that its prediction has; 0: there is none
+    answers: list[list[int]] = field(default_factory=list)
+
+
+def a_prompt(rng: random.Random) -> list[int]:
+    """Pieces that come again, and some that do not."""
+    pieces = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(2, 15))] for _ in range(3)]
+    return [token for _ in range(rng.randint(2, 8)) for token in rng.choice(pieces)]
+
+
+def a_sampling(rng: random.Random) -> dict[str, Any]:
+    asked: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 9, 30, 70]), "ignore_eos": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        asked |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.getrandbits(63)}
+        asked |= {"top_p": rng.choice([1.0, 0.8]), "top_k": rng.choice([0, 5]), "min_p": rng.choice([0.0, 0.1])}
+    for name in ("presence_penalty", "frequency_penalty"):
+        if rng.random() < 0.15:
+            asked[name] = rng.uniform(-1, 2)
+    if rng.random() < 0.15:
+        asked["repetition_penalty"] = rng.uniform(0.7, 1.5)
+    if rng.random() < 0.2:
+        asked["logit_bias"] = {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(3)}
+    if rng.random() < 0.3:
+        asked["stop_token_ids"] = tuple(rng.randrange(3, VOCAB) for _ in range(20))
+        asked["min_tokens"] = rng.choice([0, 5, 20])
+    if rng.random() < 0.3:
+        asked["logprobs"] = 2
+    return asked
+
+
+def a_case(rng: random.Random, grammars: tuple[str, ...], history: list[int]) -> Case:
+    return Case(
+        prompt=[*history, *a_prompt(rng)][-200:],
+        sampling=a_sampling(rng),
+        choices=rng.choice([1, 1, 1, 2]),
+        grammar=rng.choice(grammars) if grammars and rng.random() < 0.2 else "",
+        foresight=rng.choice([0.0, 0.0, 0.5, 0.9, 1.0]),
+    )
+
+
+def mutated(rng: random.Random, answer: list[int], kept: float) -> list[int]:
+    return [token if rng.random() < kept else rng.randrange(3, VOCAB) for token in answer]
+
+
+def answered(driver: Driver, name: str, cases: list[Case], rng: random.Random | None) -> list[list[list[int]]]:
+    """rng: where predictions come from; None: none are sent."""
+    for number, case in enumerate(cases):
+        has_prediction = rng is not None and case.foresight
+        driver.submit(
+            f"{name}-{number}",
+            case.prompt,
+            session=f"{name}-{number}",
+            choices=case.choices,
+            grammar=case.grammar,
+            prediction=mutated(rng, case.answers[0], case.foresight) if rng is not None and has_prediction else (),
+            **case.sampling,
+        )
+    driver.run()
+    found = [[driver.answers[f"{name}-{n}", choice] for choice in range(c.choices)] for n, c in enumerate(cases)]
+    for answer in (answer for of_case in found for answer in of_case):
+        assert answer.error is None or answer.error_code == "invalid_grammar", answer.error
+    return [[answer.token_ids for answer in of_case] for of_case in found]
+
+
+class Pair:
+    """An engine that drafts, however little that is worth, and one that does not."""
+
+    def __init__(self, model: Path, dtype: str, grammars: tuple[str, ...] = ()) -> None:
+        self._grammars = grammars
+        self.plain = Driver(model, dtype=dtype, draft_tokens=0, **SETTINGS)
+        self.drafting = Driver(model, dtype=dtype, draft_tokens=7, **SETTINGS)
+
+    def compare(self, seed: int) -> int:
+        """Answer random requests in both. Returns how many there were."""
+        rng, histories, count = random.Random(seed), [[] for _ in range(REQUESTS)], 0
+        for turn in range(ROUNDS):
+            cases = [a_case(rng, self._grammars, history) for history in histories]
+            wanted = answered(self.plain, f"{seed}-{turn}", cases, None)
+            for case, answers in zip(cases, wanted, strict=True):
+                case.answers = answers
+            found = answered(self.drafting, f"{seed}-{turn}", cases, rng)
+            for case, ours, theirs in zip(cases, found, wanted, strict=True):
+                assert ours == theirs, f"seed {seed}, turn {turn}: {case}"
+            histories = [case.prompt + answers[0] for case, answers in zip(cases, wanted, strict=True)]
+            count += len(cases)
+        return count
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.drafting.engine._drafter.counters.accepted)
+
+    @property
+    def rejected(self) -> int:
+        return sum(self.drafting.engine._drafter.counters.rejected)
+
+    def close(self) -> None:
+        self.plain.engine.close()
+        self.drafting.engine.close()
+
+
+def all_of_them(candidates: list[Candidate], *, rows: int, most_rows: int, **_: float) -> list[int]:
+    """As many as there is room for, in the place of `worthwhile`."""
+    lengths = []
+    for candidate in candidates:
+        lengths.append(min(candidate.tokens, most_rows - rows))
+        rows += lengths[-1]
+    return lengths
+
+
+def dtypes() -> list[str]:
+    """In bf16 only where a row has the same bits for any number of rows, as the kernels of few rows see to."""
+    return ["float32", "bfloat16"] if decode_kernels() is not None else ["float32"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="seed")
+    arguments = parser.parse_args()
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
+        patched.setattr(drafter, "worthwhile", all_of_them)
+        for dtype in dtypes():
+            path = Path(directory) / dtype
+            family_model("llama").save_pretrained(path)
+            pair, seed, count, started = Pair(path, dtype), arguments.first, 0, time.monotonic()
+            while count < arguments.cases / len(dtypes()):
+                count += pair.compare(seed)
+                seed += 1
+                if seed % 50 == 0:
+                    rate = count / (time.monotonic() - started)
+                    print(f"{dtype}: {count} cases equal, {rate:.0f} a second", file=sys.stderr, flush=True)
+            print(f"{dtype}: {count} cases equal; {pair.accepted} drafted tokens accepted, {pair.rejected} rejected")
+            pair.close()
+
+
+if __name__ == "__main__":
+    main()
