@@ -169,8 +169,8 @@ def measure(run: Run) -> dict[str, Any]:
             gc.collect()
     gc.enable()
     drafted = arms["on"].drafted
-    for arm in arms.values():
-        arm.close()
+    for one in arms.values():
+        one.close()
     rows = [_row(kind, streams, rates[kind, streams], repeated[kind]) for kind, streams in cases]
     return {
         "settings": {
