@@ -122,7 +122,7 @@ class Arm:
                 logits[row, said[min(place + 1, len(said) - 1)]] += _RAISED
             return logits
 
-        compute.run, compute.runner.forward = noting, telling  # type: ignore[method-assign]
+        compute.run, compute.runner.forward = noting, telling  # type: ignore[assignment,method-assign]
 
     def tokens_per_s(self, tasks: Mapping[str, Task]) -> float:
         """Answer some conversations at once, by session. Counts from the last one's first token on."""

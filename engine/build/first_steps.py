@@ -3,10 +3,14 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from cache.transfer.capture import CaptureSink
 from engine.build.model import LoadedModel, ProbedModel
+from engine.build.remembered import FirstSteps, Remembered, key_of
 from engine.build.room import Room
 from engine.build.tiers import Tiers
 from engine.config import EngineConfig
@@ -18,6 +22,7 @@ from engine.model.loading import ModelRefused
 from engine.model.warm_up import WarmUp
 
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
+_PROOF_PAGES = 64  # and more are as good
 _FREE_PROOF_S = 3.0  # a start may take so much longer where nobody asked for the proof
 
 
@@ -60,35 +65,75 @@ def warm_up(
     runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, **shown)
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
-    step_s, token_s = steps.step_times()
-    tiers.rates.expect_steps(step_s, token_s)
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
-    # With a target for steps, or none at all, nobody asks for it.
-    least_chunk_tokens = steps.efficient_tokens(step_tokens) if config.scheduler.itl_target_s is None else 0
+    remembered = Remembered(Path(config.cache.disk_dir) / "models", _key(config, loaded, probed, room, runner))
+    seen = remembered.recall() if device.type == "cpu" and config.cache.disk_dir else None
+    if seen is None:
+        step_s, token_s = steps.step_times()
+        # With a target for steps, or none at all, nobody asks for it.
+        least_chunk_tokens = steps.efficient_tokens(step_tokens) if config.scheduler.itl_target_s is None else 0
+        exactness = _exactness(config, loaded, probed, room, runner, token_s)
+        seen = FirstSteps(
+            step_s=step_s,
+            token_s=token_s,
+            least_chunk_tokens=least_chunk_tokens,
+            proven=exactness.proven,
+            detail=exactness.detail,
+        )
+        if config.cache.disk_dir:
+            remembered.keep(seen)
+    else:
+        steps.run_once()
+    tiers.rates.expect_steps(seen.step_s, seen.token_s)
+    return WarmModel(runner, sink, step_tokens, seen.least_chunk_tokens, seen.exactness)
+
+
+def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:
+    """What first steps show depends on all of this, and on machine and code."""
+    made = type(runner).__name__, type(probed.backend).__name__, runner.saves_rows, loaded.num_ranks, loaded.rank
+    # The proof needs a few hundred tokens of room; how much more there is depends on the memory that is free.
+    sizes = min(room.num_pages, _PROOF_PAGES), room.max_context, probed.page_size, config.step_tokens
+    settings = [
+        msgspec.structs.asdict(part) for part in (config.model, config.scheduler, config.selector, config.weights)
+    ]
+    return key_of(probed.fingerprint, str(loaded.dtype), loaded.packing, made, sizes, settings, _lossy(config, probed))
+
+
+def _lossy(config: EngineConfig, probed: ProbedModel) -> tuple[object, ...]:
+    return config.cache.larger_than_hbm, config.cache.codec, probed.codec.name
+
+
+def _exactness(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probed: ProbedModel,
+    room: Room,
+    runner: ModelRunner,
+    token_s: float,
+) -> Exactness:
+    """What this engine's rows depend on. Raises ModelRefused if less is proven than is wanted."""
+    if probed.codec.codec is not None:
+        return Exactness(False, "not asked for (cache.codec is lossy)")
+    if probed.codec.projection is not None:
+        return Exactness(False, "not asked for (cache.codec activation computes K and V anew)")
+    if config.cache.larger_than_hbm:
+        return Exactness(False, "not asked for (cache.larger_than_hbm: sums are ordered as there is room)")
+    if config.selector.name != "none":
+        return Exactness(False, "not asked for (selector.name: contexts are read in part)")
+    if isinstance(runner, GraphRunner):
+        return Exactness(False, "not asked for (decode steps are graphs, which model.exact on goes without)")
     proof = Proof(
         runner=runner,
         num_pages=room.num_pages,
-        page_size=page_size,
+        page_size=probed.page_size,
         max_context=room.max_context,
         vocab_size=loaded.text.vocab_size,
-        device=device,
+        device=loaded.device,
     )
-    if probed.codec.codec is not None:
-        exactness = Exactness(False, "not asked for (cache.codec is lossy)")
-    elif probed.codec.projection is not None:
-        exactness = Exactness(False, "not asked for (cache.codec activation computes K and V anew)")
-    elif config.cache.larger_than_hbm:
-        exactness = Exactness(False, "not asked for (cache.larger_than_hbm: sums are ordered as there is room)")
-    elif config.selector.name != "none":
-        exactness = Exactness(False, "not asked for (selector.name: contexts are read in part)")
-    elif isinstance(runner, GraphRunner):
-        exactness = Exactness(False, "not asked for (decode steps are graphs, which model.exact on goes without)")
-    else:
-        exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
-    return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)
+    return _proven(config.model.exact, proof, PROOF_TOKENS * token_s)
 
 
-def _exactness(wanted: str, proof: Proof, proof_s: float) -> Exactness:
+def _proven(wanted: str, proof: Proof, proof_s: float) -> Exactness:
     """What the loaded model is proven to give. Raises ModelRefused if that is less than is wanted."""
     if wanted == "off":
         return Exactness(False, "not asked for (model.exact off)")

@@ -25,13 +25,18 @@ class WarmUp:
 
     def step_times(self) -> tuple[float, float]:
         """Return (seconds for a step of any size, additional seconds per token)."""
-        rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
-        for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
-            self._seconds(first, count)
+        rows = self.run_once()
         many_s, one_s = (min(self._seconds(*step) for _ in range(2)) for step in ((0, rows), (rows, 1)))
         # At least a tenth counts as per token: a guess for devices on which many rows take no longer than one.
         per_token_s = max(many_s - one_s, 0.1 * many_s) / (rows - 1)
         return max(0.0, one_s - per_token_s), per_token_s
+
+    def run_once(self) -> int:
+        """Run each kind of step once: kernels are chosen, memory is touched. Returns how many rows the largest had."""
+        rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
+        for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
+            self._seconds(first, count)
+        return rows
 
     def efficient_tokens(self, most_tokens: int) -> int:
         """Return the number of prompt tokens per step that `efficient_tokens` finds for this model."""

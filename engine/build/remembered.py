@@ -1,0 +1,102 @@
+"""Remembers what a model's first steps have shown on this machine, so that the next start need not try all of it again.
+
+One file in the state directory, for the models that were served last. What is remembered holds for the same weights,
+settings, machine, libraries and code; a file that is missing, damaged or of another server only means that a start
+takes longer.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.model.exactness import Exactness
+
+log = logging.getLogger(__name__)
+
+_KEPT = 8  # models
+_FOLDERS = ("engine", "kernels", "cache")  # whose code decides what steps show
+_LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
+
+
+class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """step_s, token_s: see `WarmUp.step_times`. least_chunk_tokens: see `WarmUp.efficient_tokens`, 0 if nobody asked.
+    proven, detail: as `Exactness` has them."""
+
+    step_s: float
+    token_s: float
+    least_chunk_tokens: int
+    proven: bool
+    detail: str
+
+    @property
+    def exactness(self) -> Exactness:
+        return Exactness(self.proven, self.detail)
+
+
+class Remembered:
+    """The file, and the entry of one model in it. `key` says all that what was shown depends on."""
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self._path, self._key = directory / "first_steps.json", key
+
+    def recall(self) -> FirstSteps | None:
+        return self._read().get(self._key)
+
+    def keep(self, shown: FirstSteps) -> None:
+        """Of the others, only those kept last stay. A directory that cannot be written to is none of our business."""
+        entries = {key: entry for key, entry in self._read().items() if key != self._key}
+        entries = dict([*entries.items(), (self._key, shown)][-_KEPT:])
+        new = self._path.with_suffix(f".{os.getpid()}.new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_bytes(msgspec.json.encode(entries))
+            new.replace(self._path)
+        except OSError as error:
+            log.info("what the first steps have shown is not kept: %s", error)
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, FirstSteps]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, FirstSteps])
+        except (OSError, msgspec.MsgspecError, ValueError):
+            return {}
+
+
+def key_of(*parts: object) -> str:
+    """Return the key of what first steps show for these parts, on this machine with this code."""
+    everything = (*parts, torch.get_num_threads(), _processor(), *map(_version_of, _LIBRARIES), _code())
+    return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
+
+
+def _version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of all code that decides what a step computes: 2 ms."""
+    root = Path(__file__).resolve().parents[2]
+    files = sorted(file for folder in _FOLDERS for file in (root / folder).rglob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _processor() -> str:
+    """Its model and what it can do, as far as the system says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
