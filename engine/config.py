@@ -31,7 +31,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     dram_free_buffer: float  # share of DRAM kept free in the background
     staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
     disk_bytes: int | None  # 0 turns the tier off, None: from the free space of the file system
-    disk_dir: str  # absolute; the engine owns its subdirectories `kv` and `models` (conversions)
+    disk_dir: str  # absolute; the engine owns `kv`, `models` (conversions) and `first_steps.json`
     disk_min_free_bytes: int  # of the file system, left alone
     read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
     sync_save: bool  # save before the next step instead of during it: for comparison

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
+import torch
+
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from cache.manager import CacheManager
 from cache.options import CacheOptions, Truncation
@@ -111,10 +113,12 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
 
 
 def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:
-    """Whether a few rows cost little more than one, and all of a context is read. On CUDA a step of single rows is a
-    graph, beside which any other takes five times as long."""
+    """Whether a few rows cost little more than one and have the bits of one, but for the last of fp32, and all of a
+    context is read. On CUDA a step of single rows is a graph, beside which any other takes five times as long."""
     runner = warm.runner
-    return loaded.device.type == "cpu" and not room.most_pages and runner.selecting is None and runner.watch is None
+    is_alike = warm.rows_agree or loaded.dtype == torch.float32
+    reads_all = not room.most_pages and runner.selecting is None and runner.watch is None
+    return loaded.device.type == "cpu" and is_alike and reads_all
 
 
 def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, unix_offset_s: float) -> CacheManager:

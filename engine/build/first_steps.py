@@ -14,6 +14,7 @@ from engine.build.remembered import FirstSteps, Remembered, key_of
 from engine.build.room import Room
 from engine.build.tiers import Tiers
 from engine.config import EngineConfig
+from engine.model.cpu.modules import FEW_ROWS
 from engine.model.exactness import TOKENS as PROOF_TOKENS
 from engine.model.exactness import Exactness, Proof
 from engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
@@ -34,6 +35,7 @@ class WarmModel:
     sink: CaptureSink | None  # None while there is no tier below HBM
     step_tokens: int  # budget of a step
     least_chunk_tokens: int  # of a prompt, below which products are inefficient; 0: nobody asks
+    rows_agree: bool  # whether few rows at once have the bits that they have one by one
     exactness: Exactness
 
 
@@ -66,7 +68,7 @@ def warm_up(
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
-    remembered = Remembered(Path(config.cache.disk_dir) / "models", _key(config, loaded, probed, room, runner))
+    remembered = Remembered(Path(config.cache.disk_dir), _key(config, loaded, probed, room, runner))
     seen = remembered.recall() if device.type == "cpu" and config.cache.disk_dir else None
     if seen is None:
         step_s, token_s = steps.step_times()
@@ -77,6 +79,7 @@ def warm_up(
             step_s=step_s,
             token_s=token_s,
             least_chunk_tokens=least_chunk_tokens,
+            rows_agree=device.type == "cpu" and steps.rows_agree(FEW_ROWS),
             proven=exactness.proven,
             detail=exactness.detail,
         )
@@ -85,7 +88,7 @@ def warm_up(
     else:
         steps.run_once()
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
-    return WarmModel(runner, sink, step_tokens, seen.least_chunk_tokens, seen.exactness)
+    return WarmModel(runner, sink, step_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:

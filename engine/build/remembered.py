@@ -28,11 +28,12 @@ _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
     """step_s, token_s: see `WarmUp.step_times`. least_chunk_tokens: see `WarmUp.efficient_tokens`, 0 if nobody asked.
-    proven, detail: as `Exactness` has them."""
+    rows_agree: see `WarmUp.rows_agree`. proven, detail: as `Exactness` has them."""
 
     step_s: float
     token_s: float
     least_chunk_tokens: int
+    rows_agree: bool
     proven: bool
     detail: str
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
@@ -11,6 +12,7 @@ from engine.model.hf_model import ModelRunner
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
 _EFFICIENT = 2 / 3  # of the best rate in tokens per second
+_FEW_AT_ONCE, _TRIED_TOKENS = 8, 29
 _LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
 
@@ -45,6 +47,27 @@ class WarmUp:
             return min(self._seconds(0, tokens) for _ in range(2))
 
         return efficient_tokens(seconds, min(most_tokens, self._most_rows))
+
+    def rows_agree(self, most_rows: int) -> bool:
+        """Whether up to so many rows of a sequence have the same logits at once as one by one, to the bit. Then a step
+        may compute what only later turns out to have been right."""
+        first = self._page_size
+        count = min(most_rows, self._most_rows - first)
+        if count < 2:
+            return False
+        self._logits(0, first)
+        one_by_one = torch.cat([self._logits(first + row, 1) for row in range(count)])
+        return all(
+            torch.equal(self._logits(first, rows), one_by_one[:rows])
+            for rows in (2, _FEW_AT_ONCE, count)
+            if rows <= count
+        )
+
+    def _logits(self, first: int, count: int) -> Tensor:
+        """Of every row of a step."""
+        tokens = [(7 * place) % _TRIED_TOKENS for place in range(first, first + count)]
+        item = BatchItem("warm-up", tokens, first, self._table, wants_logits=True, draft_rows=count - 1)
+        return self._runner.forward(build_batch([item], self._tables, self._page_size, self._device), None).clone()
 
     def _seconds(self, first: int, count: int) -> float:
         item = BatchItem("warm-up", [0] * count, first, self._table, wants_logits=True)

@@ -18,7 +18,8 @@ NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "tru
           "eviction_limit": ["--trace", "t"], "coded_capacity": ["--trace", "t"], "other_tree": ["--other", "p"],
           "keeping": ["--data", "d"], "codecs": ["--data", "d"], "sparsity": ["--data", "d"],
           "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"],
-          "pool": ["--data", "d"], "packed_weights": ["--data", "d"]}  # fmt: skip
+          "pool": ["--data", "d"], "packed_weights": ["--data", "d"],
+          "drafts": ["--data", "d"]}  # fmt: skip
 
 
 @pytest.fixture(params=NAMES)

@@ -70,11 +70,11 @@ def a_sampling(rng: random.Random) -> dict[str, Any]:
     return asked
 
 
-def a_case(rng: random.Random, grammars: tuple[str, ...], history: list[int], *, is_last: bool) -> Case:
+def a_case(rng: random.Random, grammars: tuple[str, ...], history: list[int], *, several: bool) -> Case:
     return Case(
         prompt=[*history, *a_prompt(rng)][-200:],
         sampling=a_sampling(rng),
-        choices=rng.choice([1, 1, 1, 2]) if is_last else 1,
+        choices=rng.choice([1, 1, 1, 2]) if several else 1,
         grammar=rng.choice(grammars) if grammars and rng.random() < 0.2 else "",
         foresight=rng.choice([0.0, 0.0, 0.5, 0.9, 1.0]),
     )
@@ -114,6 +114,7 @@ class Pair:
     def __init__(self, model: Path, arm: str, grammars: tuple[str, ...] = ()) -> None:
         """arm: a key of `ARMS`."""
         self._grammars, self._is_exact, self.ties = grammars, arm != "float32", 0
+        self._several = arm != "bfloat16"  # the prompt of a second choice is computed beside whoever decodes by then
         self.plain = Driver(model, draft_tokens=0, **SETTINGS, **ARMS[arm])
         self.drafting = Driver(model, draft_tokens=7, **SETTINGS, **ARMS[arm])
 
@@ -121,7 +122,10 @@ class Pair:
         """Answer random requests in both. Returns how many there were."""
         rng, histories, count = random.Random(seed), [[] for _ in range(REQUESTS)], 0
         for turn in range(ROUNDS):
-            cases = [a_case(rng, self._grammars, history, is_last=turn == ROUNDS - 1) for history in histories]
+            cases = [
+                a_case(rng, self._grammars, history, several=self._several and turn == ROUNDS - 1)
+                for history in histories
+            ]
             wanted = answered(self.plain, seed, turn, cases, None)
             for case, answers in zip(cases, wanted, strict=True):
                 case.answers = answers

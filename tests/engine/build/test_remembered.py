@@ -9,7 +9,7 @@ from engine.model.warm_up import WarmUp
 from tests.engine.driver import config
 from tests.engine.models import save_tiny
 
-SHOWN = FirstSteps(step_s=0.1, token_s=0.01, least_chunk_tokens=64, proven=True, detail="every row")
+SHOWN = FirstSteps(step_s=0.1, token_s=0.01, least_chunk_tokens=64, rows_agree=True, proven=True, detail="every row")
 
 
 def test_what_was_kept_is_recalled_under_its_key_alone(tmp_path: Path) -> None:
