@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
-from benchmarks.figures import codecs, coded_capacity, cpu, gpu, sparsity
+from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, sparsity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
@@ -247,6 +247,9 @@ def main() -> None:
     if (on_cpu := load("cpu_speed")) is not None:
         cpu.draw(on_cpu, DOCS / "packed.png")
         lines += cpu.section(on_cpu, machine(on_cpu))
+    if (drafted := load("drafts_smollm2")) is not None:
+        drafts.draw(drafted, DOCS / "drafts.png")
+        lines += drafts.section(drafted, machine(drafted))
     lines += tier_sections(load, machine, DOCS)
     if (capacity := load("coded_capacity")) is not None:
         coded_capacity.draw(capacity, DOCS / "coded_capacity.png")

@@ -10,7 +10,7 @@ an engine of its own and both with the same weights.
 off       `scheduler.draft_tokens` 0
 on        as by default
 
-half of a document   a page of a book, of which every other two sentences are another book's
+half of a document   a page of a book, of which every other 32 tokens are another book's
 renamed code         a file of this repository, with one name replaced by another
 predicted            the same, with the old file as the request's `prediction` and not in its prompt
 quoted               sentences of another book and sentences of the page, by turns
@@ -46,6 +46,7 @@ CODE, OLD_NAME, NEW_NAME = ROOT / "cache" / "transfer" / "save_stream.py", "slab
 ARMS, STREAMS = ("off", "on"), (1, 4)
 KINDS = ("half of a document", "renamed code", "predicted", "quoted", "nothing repeats")
 LEAST = {"half of a document": 1.6, "renamed code": 1.6, "predicted": 1.6, "quoted": None, "nothing repeats": 0.98}
+_PIECE = 32  # tokens, of half of a document
 _RAISED = 1e4  # what is added to the logit of the answer's next token
 
 
@@ -73,18 +74,20 @@ class Texts:
         rng = random.Random(f"{kind} {seed}")
         page, other = (self._sentences(rng, book) for book in rng.sample(self._books, 2))
         text, answer, prediction = " ".join(page), " ".join(other), ""
-        if kind == "half of a document":
-            answer = " ".join(page[n] if n // 2 % 2 else other[n % len(other)] for n in range(len(page)))
-        elif kind in ("renamed code", "predicted"):
+        if kind in ("renamed code", "predicted"):
             text = CODE.read_text(encoding="utf-8")
             answer = text.replace(OLD_NAME, NEW_NAME)
             if kind == "predicted":
                 text, prediction = "Write the file.", text
         elif kind == "quoted":
             answer = " ".join(page[n // 2] if n % 2 else other[n % len(other)] for n in range(len(page)))
+        prompt, said = self._encode(f"{seed}\n{text}\n\n")[: 2 * self._tokens], self._encode(answer)
+        if kind == "half of a document":
+            same = self._encode(text)
+            said = [(said if n // _PIECE % 2 else same)[n] for n in range(min(len(said), len(same)))]
         return Task(
-            self._encode(f"{seed}\n{text}\n\n")[: 2 * self._tokens],
-            self._encode(answer)[: self._tokens],
+            prompt,
+            said[: self._tokens],
             self._encode(prediction)[: self._tokens] if prediction else [],
         )
 
@@ -100,7 +103,8 @@ class Arm:
     """An engine that says what it is told to. One thing at a time."""
 
     def __init__(self, model: str, drafts: int, threads: int | None) -> None:
-        flags: dict[str, Any] = {"scheduler.draft_tokens": drafts, "cache.dram_gib": 1, "cache.disk_gib": 0}
+        flags: dict[str, Any] = {"scheduler.draft_tokens": drafts, "scheduler.max_seqs": max(STREAMS)}
+        flags |= {"cache.dram_gib": 1, "cache.disk_gib": 0}
         self._engine = InProcess(config(model, flags | ({"engine.threads": threads} if threads else {})))
         self._said: dict[str, list[int]] = {}  # session -> prompt and answer
         self._order: list[str] = []  # of the sessions in a step
@@ -223,7 +227,7 @@ def show(console: Console, result: Any) -> None:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory of the texts")
     parser.add_argument("--model", type=model_directory, default="smollm2", help="smollm2 or a directory")
-    parser.add_argument("--tokens", type=int, default=400, help="most of an answer")
+    parser.add_argument("--tokens", type=int, default=256, help="most of an answer")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), help="conversations at once")
     parser.add_argument("--threads", type=int, help="of torch")
