@@ -96,14 +96,18 @@ def test_every_miss_reason_is_explained() -> None:
 
 
 def test_what_readme_says_it_saves_is_measured() -> None:
-    speed, replay = (
+    speed, replay, drafts = (
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("hierarchy", "replay_dialogues")
+        for name in ("hierarchy", "replay_dialogues", "drafts_smollm2")
+    )
+    renamed = next(
+        row["tokens_per_s"] for row in drafts["rows"] if (row["kind"], row["streams"]) == ("renamed code", 1)
     )
     fourth = {arm: turns["by_turn"]["4"]["ttft_ms"]["p50"] for arm, turns in speed["arms"].items()}
     restarted = {arm: turn["ttft_ms"]["p50"] for arm, turn in speed["after_restart"].items()}
     measured = [
         *(f"{ms['attentionstore']:.0f} ms instead of {ms['recompute']:.0f} ms" for ms in (fourth, restarted)),
+        f"{renamed['on']:.0f} instead of {renamed['off']:.0f} tokens a second",
         f"{len(replay['differences'])} differences",
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
