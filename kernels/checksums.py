@@ -22,12 +22,13 @@ _BYTES_EACH = 4 << 20  # below this, waking a thread costs more than it does
 def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -> Sums:
     """Return the xxh3_64 of some segments, uint64 [chosen]. memory: segments of `size` bytes back to back. Any thread
     may call it. Raises IndexError for a segment that there is not."""
-    if len(chosen) and not (chosen.min() >= 0 and (chosen.max() + 1) * size <= len(memory)):
+    numbers: list[int] = chosen.tolist()  # a block is sealed every 32 tokens, layer by layer: microseconds count
+    if numbers and not (min(numbers) >= 0 and (max(numbers) + 1) * size <= len(memory)):
         raise IndexError("there is no such segment")
-    kernels = load_kernels() if len(chosen) * size >= _FEW_BYTES else None
+    kernels = load_kernels() if len(numbers) * size >= _FEW_BYTES else None
     if kernels is None or size < kernels.MIN_BYTES or len(memory) % 2:
-        starts = (chosen * size).tolist()
-        return np.array([xxh3_64_intdigest(memory[start : start + size].data) for start in starts], np.uint64)
+        view = memory.data
+        return np.array([xxh3_64_intdigest(view[n * size : (n + 1) * size]) for n in numbers], np.uint64)
     sums, starts, words = np.empty(len(chosen), np.uint64), chosen * size, memory.view(np.uint16)
     shares = min(1 + _num_helpers(), max(1, sums.size * size // _BYTES_EACH))
     if shares == 1:
