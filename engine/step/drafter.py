@@ -28,9 +28,13 @@ class Drafter:
         self._times, self._before = StepTimes(), Acceptance()
         self.counters = DraftCounters()
 
+    @property
+    def is_on(self) -> bool:
+        return self._most_tokens > 0
+
     def propose(self, chunks: Sequence[Chunk], choices: RunningChoices) -> dict[str, list[int]]:
         """Return the drafts of a step, by sequence. None where a prompt is computed: nobody waits longer for it."""
-        if not self._most_tokens or len(chunks) >= self._most_rows or not all(_decodes(chunk) for chunk in chunks):
+        if not self.is_on or len(chunks) >= self._most_rows or not all(_decodes(chunk) for chunk in chunks):
             return {}
         found = {}
         for chunk in chunks:

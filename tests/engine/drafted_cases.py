@@ -153,6 +153,11 @@ class Pair:
         return bool(edited) or first - second < 1e-5
 
     @property
+    def drafts(self) -> bool:
+        """Whether there are drafts here in this arm."""
+        return self.drafting.engine._drafter.is_on
+
+    @property
     def accepted(self) -> int:
         return sum(self.drafting.engine._drafter.counters.accepted)
 
