@@ -11,6 +11,7 @@ __all__ = ["model_dir", "redis"]
 
 async def test_it_beats_and_leaves(redis, model_dir, tmp_path):
     async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
+        await running.app.state.readiness.wait_loaded()  # a beat before that tells of no model
         await beaten(running)
         (member,) = (await directory_of(running).members()).members
         assert (member.beat.replica, member.beat.model, member.beat.version != "") == ("a", "test-model", True)
