@@ -1,8 +1,8 @@
 """Attention of prompts by torch's own flash kernel, which reads no pages: a sequence's pages are gathered first.
 
 Rows attend to their history and to each other by two calls, because the kernel aligns its causal mask to the first key;
-the logs of both sums say how the results mix. One layer of an 8 B model on an H200, 2,048 rows behind 26,000: gathering 0.2
-ms and the kernel over all keys 2.7, `triton_paged` 5.5; 101 rows behind 28,000: 0.1 and 0.2, and 1.4. torch's cuDNN
+the logs of both sums say how the results mix. One layer of an 8 B model on an H200, 2,048 rows behind 26,000: gathering
+0.2 ms and the kernel over all keys 2.7, `triton_paged` 5.5; 101 rows behind 28,000: 0.1 and 0.2, and 1.4. torch's cuDNN
 kernel takes 1.5 and 0.4, but 55 to 70 for every length that it has not seen.
 """
 
