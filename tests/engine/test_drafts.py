@@ -173,6 +173,7 @@ def test_a_draft_whose_logits_are_no_numbers_harms_nobody(model: Path, monkeypat
     assert answer.token_ids == [11 + n % 50 for n in range(30)]
 
 
+@pytest.mark.usefixtures("always")
 def test_predictions_are_counted_at_the_end(model: Path) -> None:
     known = Known(model)
     prompt = random_ids(40, 1)
