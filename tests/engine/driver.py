@@ -52,6 +52,7 @@ CONFIG = changed(
     max_sessions=100,
     max_queued=64,
     truncation="disabled",
+    draft_tokens=0,  # how many there are hangs on how long steps take; tests of drafts ask for them
 )
 
 

@@ -52,7 +52,7 @@ def entered(call: Callable[[], Any]) -> set[str]:
 def test_a_step_that_only_decodes_asks_nobody_in_vain(tmp_path: Path) -> None:
     driver = Driver(
         BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, disk_bytes=1 << 27,
-        disk_dir=str(tmp_path), draft_tokens=0,
+        disk_dir=str(tmp_path),
     )  # fmt: skip
     if not driver.engine._compute.runner.saves_rows:
         pytest.skip("these processors have no kernels that save rows by themselves")
