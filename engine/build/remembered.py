@@ -52,7 +52,7 @@ class Remembered:
         return self._read().get(self._key)
 
     def keep(self, shown: FirstSteps) -> None:
-        """Of the others, only those kept last stay. A directory that cannot be written to is none of our business."""
+        """Write the entry. Only the models kept last stay. A directory that cannot be written to is no error."""
         entries = {key: entry for key, entry in self._read().items() if key != self._key}
         entries = dict([*entries.items(), (self._key, shown)][-_KEPT:])
         new = self._path.with_suffix(f".{os.getpid()}.new")

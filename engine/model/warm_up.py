@@ -64,7 +64,7 @@ class WarmUp:
         )
 
     def _logits(self, first: int, count: int) -> Tensor:
-        """Of every row of a step."""
+        """Return the logits of every row of a step."""
         tokens = [(7 * place) % _TRIED_TOKENS for place in range(first, first + count)]
         item = BatchItem("warm-up", tokens, first, self._table, wants_logits=True, draft_rows=count - 1)
         return self._runner.forward(build_batch([item], self._tables, self._page_size, self._device), None).clone()

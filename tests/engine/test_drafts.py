@@ -34,8 +34,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_are_those_without_drafts(model: Path, arm: str) -> None:
     """Greedy and seeded, with penalties, stop tokens, predictions and several choices, in a crowd, turn after turn."""
     pair = Pair(model, arm)
-    if not pair.drafts:
-        pytest.skip("few rows do not have the bits of single ones here")
+    if arm == "bfloat16" and not pair.drafts:
+        pytest.skip("needs kernels by which few rows have the bits of single ones")
+    assert pair.drafts
     for seed in range(10):
         pair.compare(seed)
     assert pair.accepted > 300
@@ -135,8 +136,9 @@ def test_the_kv_that_drafts_leave_is_found_and_right(model: Path, dtype: str) ->
     mode = {"cache_mode": "recompute"} if dtype == "float32" else {}
     plain = Driver(model, draft_tokens=0, **{**room, **mode})  # type: ignore[arg-type]
     drafting = Driver(model, draft_tokens=7, **room)  # type: ignore[arg-type]
-    if not drafting.engine._drafter.is_on:
-        pytest.skip("few rows do not have the bits of single ones here")
+    if dtype == "bfloat16" and not drafting.engine._drafter.is_on:
+        pytest.skip("needs kernels by which few rows have the bits of single ones")
+    assert drafting.engine._drafter.is_on
     for driver in (plain, drafting):  # loads always pay
         driver.cache.rates.compute_s = lambda tokens: float(tokens)  # type: ignore[method-assign]
     histories = [random_ids(60, seed) + LOOP * 2 for seed in range(3)]

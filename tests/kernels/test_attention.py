@@ -5,7 +5,6 @@ process of its own, because the interpreter must be switched on before triton is
 """
 
 import math
-import os
 import random
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from kernels.attention.ragged_batch import (
     BackendUnavailable,
     KvPages,
 )
+from tests.kernels.triton_runs import INTERPRETED, interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
 TESTED = [
     pytest.param(name, marks=pytest.mark.gpu) if name in ON_CUDA else name for name in BACKENDS if name != "naive"
@@ -302,26 +301,8 @@ def test_a_backend_that_cannot_run_here_says_what_is_missing():
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")
 @pytest.mark.timeout(300)  # 12 s on a core of its own
 def test_triton_in_its_interpreter():
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "triton and not interpreter and not fp32_runs",
-            __file__,
-        ],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{len(CASES) * 2 + 1 + 3 + len(FIXED)} passed" in ran.stdout, ran.stdout
+    printed = interpreted(__file__, "triton and not interpreter and not fp32_runs")
+    assert f"{len(CASES) * 2 + 1 + 3 + len(FIXED)} passed" in printed, printed
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")

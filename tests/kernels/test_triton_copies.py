@@ -1,8 +1,5 @@
 """Tests that Triton's copies leave what torch leaves, bit for bit: interpreted, and on CUDA compiled."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +13,8 @@ from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import block_writer
 from kernels.kv_copy import write_rows
 from kernels.row_copies import copy_into_blocks
+from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 
 ROWS, PAGES, PAGE_SIZE = 32, 5, 64
@@ -126,29 +123,15 @@ def test_rows_come_from_cuda_into_page_locked_blocks(dtype: torch.dtype) -> None
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel and not compile"]
-    ran = subprocess.run(
-        [*command, str(Path(__file__))],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{len(SHAPES) + 2} passed" in ran.stdout
+    assert f"{len(SHAPES) + 2} passed" in interpreted(__file__, "the_kernel and not compile")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code, by the assembler that comes with triton: no device needed. Nothing is spilled."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
+    """To machine code; no device needed."""
+    pytest.importorskip("triton")
     from kernels.triton_copies import _copy_rows, _write_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -159,8 +142,4 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
         (_write_blocks, pointers | {"source_address": "i64"}, sizes),
         (_copy_rows, {"copies_ptr": "*i64"}, {"rows_tile": 8, "words": 256}),
     ):
-        signature = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-        assert compiled.asm["cubin"]
+        assert machine_code(kernel, types, constants, arch)

@@ -1,8 +1,5 @@
 """Tests that Triton's kernels of rows give what torch gives: interpreted, and on CUDA compiled."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.model import hf_model
+from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (tokens, heads, dims, R): all dims turn, some, none; numbers that are no powers of two
 TURNS = [(5, 4, 16, 16), (1, 9, 24, 10), (3, 2, 8, 0), (2, 32, 128, 128)]
@@ -105,29 +102,15 @@ def test_gates_open_on_cuda(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel and not compile"]
-    ran = subprocess.run(
-        [*command, str(Path(__file__))],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{len(TURNS) + 2 * len(WIDTHS)} passed" in ran.stdout
+    assert f"{len(TURNS) + 2 * len(WIDTHS)} passed" in interpreted(__file__, "the_kernel and not compile")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code, by the assembler that comes with triton: no device needed."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
+    """To machine code; no device needed."""
+    pytest.importorskip("triton")
     from kernels.triton_rows import _gated, _norm, _turn
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -137,9 +120,5 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
         (_gated, {"columns": 14336, "tile": 1024}),
         (_turn, turns),
     ):
-        names = [name for name in kernel.arg_names if name not in constants]
-        signature = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
-        signature |= {"eps": "fp32"} if "eps" in names else {}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
+        types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"eps": "fp32"}
+        assert machine_code(kernel, types, constants, arch)

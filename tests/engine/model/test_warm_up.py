@@ -1,8 +1,9 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.warm_up import efficient_tokens
+from engine.model.warm_up import WarmUp, efficient_tokens
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,26 @@ def test_it_is_one_that_was_measured_and_gives_two_thirds_of_the_best(most, seed
     assert found <= most
     assert rates[found] >= 2 / 3 * max(rates.values())
     assert all(rate < 2 / 3 * max(rates.values()) for tokens, rate in rates.items() if tokens < found)
+
+
+class Rows:
+    """A model whose logits are tokens and positions. From `odd_from` rows a step on, their last bit is another."""
+
+    def __init__(self, odd_from):
+        self._odd_from = odd_from
+
+    def forward(self, batch, arrive):
+        logits = torch.stack((batch.token_ids, batch.positions), 1).float()[batch.logit_rows]
+        is_odd = self._odd_from <= len(batch.token_ids) < 64
+        return logits.nextafter(torch.tensor(torch.inf)) if is_odd else logits
+
+
+@pytest.mark.parametrize(("odd_from", "agree"), [(1000, True), (2, False), (8, False), (20, False)])
+def test_rows_agree_where_they_have_the_same_bits_however_many_there_are(odd_from, agree):
+    steps = WarmUp(runner=Rows(odd_from), most_rows=200, page_size=64, device=torch.device("cpu"))
+    assert steps.rows_agree(32) == agree
+
+
+def test_rows_for_which_there_is_no_room_are_not_said_to_agree():
+    steps = WarmUp(runner=Rows(1000), most_rows=64, page_size=64, device=torch.device("cpu"))
+    assert not steps.rows_agree(32)

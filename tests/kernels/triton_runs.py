@@ -1,0 +1,40 @@
+"""Runs Triton's kernels where there is no device: in its interpreter, and through its compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted(file: str, chosen: str) -> str:
+    """Run a file's tests that `chosen` selects in Triton's interpreter, which is switched on for a whole process when
+    triton is imported: so in a process of its own. Returns what it printed; fails if one of them does."""
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, file],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> bytes:
+    """Compile a kernel for CUDA by the assembler that comes with triton: no device needed. types: of its arguments, i32
+    where nothing is said."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
+    return code
