@@ -192,11 +192,15 @@ class SessionStore:
             ttl_s=session.ttl_s,
         )
 
-    def hand_over(self, context: RunningContext) -> None:
-        """Hand on the blocks of a request that leaves no session behind: to its session's earlier context or another
-        request of it. Without either, forget those that nobody else owns."""
+    def hand_over(self, context: RunningContext, open_key: BlockKey | None) -> None:
+        """Hand on the blocks of a request at which its session will not stand: to the session's earlier context or
+        another request of it. Without either, forget those that nobody else owns. open_key: of the open block with its
+        last rows, which nobody will look for."""
         name = context.session
-        heir = self.contexts.get(name) or next(iter(self._running.of(name)), None)
+        session = self.contexts.get(name)
+        if open_key is not None and (session is None or session.open_key != open_key):
+            self._tiers.forget(open_key)
+        heir = session or next(iter(self._running.of(name)), None)
         if heir is not None:
             heir.owned.update(context.owned)
             return

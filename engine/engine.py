@@ -438,10 +438,11 @@ class Engine:
         return outputs
 
     def _close(self, choice: RunningChoice, num_tokens: int) -> None:
-        """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
+        """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed, of a
+        request's first choice."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
-        self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic())
+        self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic(), goes_on=choice.is_first)
         self._compute.tables.drop(sequence.request_id)
         self._choices.remove(choice)
 

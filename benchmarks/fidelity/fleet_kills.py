@@ -125,6 +125,17 @@ class Difference:
         return "near-tie" if self.gap < NEAR_TIE else "other"
 
 
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """A turn whose last answer was broken by a kill."""
+
+    kind: str
+    history: int  # tokens
+    cached: int  # of them
+    was_broken: bool  # this turn too: then it is told of the replica that ended it
+    x_cache: dict[str, Any]  # where its KV lay, and why the rest was computed
+
+
 @dataclass
 class Books:
     """What is counted over all rounds."""
@@ -134,7 +145,7 @@ class Books:
     differences: list[Difference] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)  # kind -> answers
     lost: list[str] = field(default_factory=list)  # turns that do not go on with all of their conversation
-    returning: list[tuple[int, int]] = field(default_factory=list)  # (history, cached) of turns after a kill
+    returning: list[Returning] = field(default_factory=list)
     moved_ttft_s: list[float] = field(default_factory=list)
 
     def share_different(self, sampling: str) -> float:
@@ -249,7 +260,9 @@ class Rounds:
             elif stream.usage["prompt_tokens"] != expected.usage["prompt_tokens"]:
                 books.lost.append(f"{talk.kind}: a prompt of {stream.usage['prompt_tokens']} tokens")
             if talk.was_broken:
-                books.returning.append((talk.context_tokens, stream.cached_tokens))
+                books.returning.append(
+                    Returning(talk.kind, talk.context_tokens, stream.cached_tokens, is_broken, stream.x_cache)
+                )
         found = difference(talk.kind, expected, stream, is_broken)
         if found is not None:
             books.differences.append(found)
@@ -269,7 +282,7 @@ def pauses(broken: list[ChatStream], killed_s: float) -> list[float]:
 
 def result_of(books: Books) -> dict[str, Any]:
     gaps = [pause for kill in books.kills for pause in kill.pauses_s]
-    history, cached = (sum(numbers) for numbers in zip(*books.returning, strict=True)) if books.returning else (0, 0)
+    history, cached = (sum(getattr(turn, what) for turn in books.returning) for what in ("history", "cached"))
     figures = {
         "kills": dict(Counter(kill.what for kill in books.kills)),
         "streams_broken": len(gaps),
@@ -286,6 +299,7 @@ def result_of(books: Books) -> dict[str, Any]:
         "held": verdicts(books, figures), **figures, "errors": books.errors, "lost": books.lost,
         "differences": [asdict(one) | {"cause": one.cause} for one in books.differences],
         "each_kill": [asdict(kill) for kill in books.kills],
+        "less_cached": [asdict(turn) for turn in books.returning if turn.cached < turn.history],
     }  # fmt: skip
 
 
@@ -340,7 +354,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for what in ("errors", "lost", "differences"):
         table.add_row(what, str(len(result[what])))
     console.print(table)
-    for entry in (*result["errors"][:20], *result["lost"][:20], *result["differences"][:20]):
+    told = ("errors", "lost", "differences", "less_cached")
+    for entry in (entry for what in told for entry in result[what][:20]):
         console.print(entry)
 
 

@@ -136,22 +136,23 @@ class Lifecycle:
             if keys and context.chain()[:1] == keys[:1]:
                 context.trusted = False
 
-    def close(self, request_id: str, num_tokens: int, now: float) -> None:
+    def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
         """End a request whose context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
         nothing else needs become free, and finished blocks stay cached. The session stands where the request stopped,
-        or where it was if nothing was computed."""
+        or where it was if nothing was computed. goes_on: whether that is where the conversation is expected to go on;
+        else the session stands where it was, too."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)
         reached = min(max(context.computed, context.reached), num_tokens)
-        open_key = None
+        open_key = made_key = None
         if context.pages:
             context.computed = min(context.computed, num_tokens)
-            open_key = self._publisher.release(context)
+            open_key = made_key = self._publisher.release(context)
         elif context.open_place == reached // BLOCK_TOKENS and context.open_hint is not None:
             row = self._tiers.table.get(context.open_hint)
             open_key = row.key if row is not None and len(row.token_ids) == reached % BLOCK_TOKENS else None
-        if reached:
+        if reached and goes_on:
             self._sessions.remember(context, reached, open_key, now)
         else:
-            self._sessions.hand_over(context)
+            self._sessions.hand_over(context, made_key)

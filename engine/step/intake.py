@@ -179,6 +179,7 @@ class Intake:
             penalties=PenaltyState.of(sampling, request.token_ids),
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
+            is_first=not self._choices.of_request(request.request_id),
             constraint=constraint,
             reads_in_part=self._model.selector != "none" and not self._is_exact(sequence_id),
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,

@@ -394,6 +394,26 @@ def test_choices_differ_and_are_each_reproducible(driver: Driver, vanilla: Any) 
         assert_greedy(vanilla, driver.answers["c", i])
 
 
+@pytest.mark.parametrize("ends_early", [None, 0, 1])
+def test_a_session_stands_where_its_first_choice_stopped(driver: Driver, ends_early: int | None) -> None:
+    """Clients go on with the first of several answers. A session that stood at another one would leave that one on disk
+    and tell other servers of it."""
+    options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "seed": 5, "session": "s"}
+    first = driver.submit("a", random_ids(40, 1), choices=2, max_tokens=70, **options)
+    second = driver.answers["a", 1]
+    while len(second.token_ids) < 45:
+        driver.step()
+    if ends_early is not None:
+        driver.engine.finish("a", ends_early, 45)
+    driver.run()
+    session = driver.cache.sessions.contexts["t", "", "s"]
+    assert first.token_ids != second.token_ids
+    assert [row.key for row in driver.cache.tiers.table if len(row.token_ids) < 32] == [session.open_key]
+    assert list(session.open_tokens) == first.text[:-1][len(first.text[:-1]) // 32 * 32 :]
+    again = driver.ask("b", [*first.text, 7], **options)
+    assert again.cached == len(first.text) - 1
+
+
 def test_choices_compute_their_prompt_once(driver: Driver) -> None:
     driver.submit("a", random_ids(100, 1), choices=4, temperature=1.0)
     driver.run()
