@@ -18,6 +18,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
 
 
+INT8_SCALE_BYTES = 2
+"""What a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8; `kernels.int8_rows`, which this
+repeats, needs torch."""
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: str  # attentionstore | prefix | recompute
     policy: str  # a key of cache.policies.POLICIES
@@ -46,7 +51,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # bring back what was dropped where the newest message is about it
     codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
-    codec_budget: float = 0.001  # nats a token that `transform` may change answers by
+    codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
+    hbm_dtype: str = "auto"  # of KV in HBM: auto | int8
     disk_packing: str = "raw"  # of rows on disk: raw | lossless
     larger_than_hbm: bool = False  # a context may be as long as DRAM holds
     redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none

@@ -13,7 +13,7 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
 MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
@@ -174,7 +174,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     decouplable: bool  # False: keys carry their position, truncation means recompute
     rope_layers: int
     layers: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # as it is computed
+    hbm_bytes_per_token: int  # in pages
+    hbm_dtype: str = ""  # of numbers in pages; empty: as they are computed
+    hbm_divergence: float | None = None  # nats a token that int8 in HBM changes answers by; None: it is not int8
     hbm_tokens: int
     dram_tokens: int = 0  # that DRAM holds, as rows or coded; some may be in it as both
     block_size: int

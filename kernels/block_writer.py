@@ -11,11 +11,11 @@ from kernels.attention.ragged_batch import KvPages
 from kernels.checksums import checksums
 from kernels.cpu.available import decode_kernels, load_kernels, use_torch_threads
 from kernels.triton_kernels import triton_copies
-from kernels.views import as_bits, as_stream
+from kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """Writes into one layer's pool in bf16. Any thread may use it, as long as no other writes to the same pages.
+    """Writes into one layer's pool in bf16 or int8. Any thread may use it, if no other writes to the same pages.
     Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
@@ -43,15 +43,15 @@ class _CpuWriter:
     """Compares, rotates and writes in one pass over memory."""
 
     def __init__(self, kernels: ModuleType, pages: KvPages, block_rows: int) -> None:
-        k, v = pages.k, pages.v
+        k, v = as_bf16(pages.k), as_bf16(pages.v)
         self._kernels = kernels
         self.has_team = decode_kernels() is not None
         self._num_pages = len(k)
         self._block_rows = block_rows
         # Streams and strides are made once, because every layer of every load calls `write`.
         self._pool = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3], k.shape[1])
-        self._shape = (k.shape[2], k.shape[3], v.shape[3])
-        self._segment = block_rows * k.shape[2] * (k.shape[3] + v.shape[3])
+        self._shape, self._is_packed = (k.shape[2], pages.k_dim, pages.v_dim), pages.is_packed
+        self._segment = block_rows * k.shape[2] * (pages.k_dim + pages.v_dim)
 
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
@@ -73,6 +73,7 @@ class _CpuWriter:
             cos.shape[1],
             *self._pool,
             self._shape,
+            self._is_packed,
         )
         return wrong
 
@@ -128,13 +129,13 @@ def _check(
 
 def block_writer(pages: KvPages, block_rows: int) -> BlockWriter | None:
     """Return a writer for this pool, or None if the compiled kernels cannot be used."""
-    if any(x.dtype != torch.bfloat16 or x.stride(-1) != 1 for x in (pages.k, pages.v)):
+    if pages.k.dtype not in (torch.bfloat16, torch.int8) or any(x.stride(-1) != 1 for x in (pages.k, pages.v)):
         return None
     if pages.k.is_cuda:
         triton = triton_copies()
         return None if triton is None else _CudaWriter(triton, pages, block_rows)
     kernels = load_kernels()
-    block_bytes = 2 * block_rows * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
+    block_bytes = 2 * block_rows * pages.k.shape[2] * (pages.k_dim + pages.v_dim)
     if kernels is None or block_bytes < kernels.MIN_BYTES:
         return None
     return _CpuWriter(kernels, pages, block_rows)

@@ -18,6 +18,11 @@ def as_bits(x: Tensor) -> Bf16:
     return x.view(torch.uint16).numpy()
 
 
+def as_bf16(pages: Tensor) -> Tensor:
+    """View pages as bf16, those of int8 too: two bytes to each element."""
+    return pages.view(torch.bfloat16)
+
+
 def as_stream(x: Tensor) -> np.ndarray:
     """View the memory of a tensor with any strides, from its first to its last element, as one axis; uint16 if it is
     bf16. `x.stride()` gives the positions of elements."""

@@ -220,7 +220,7 @@ def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Itera
             parts = {"weights": in_hbm, "KV in HBM": sizes.hbm, **parts}
         wanted = sum(parts.values())
         found += f"; taken as needed: {', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items() if size)}"
-        hbm_tokens, dram_tokens = expected.tokens(sizes.hbm), expected.tokens(sizes.dram)
+        hbm_tokens, dram_tokens = expected.hbm_tokens, expected.dram_tokens
         window = min(hbm_tokens, expected.shape.window_tokens)
         warnings = dram_warnings(dram_tokens, hbm_tokens, window) if sizes.dram else []
         if window < expected.shape.window_tokens:
@@ -248,7 +248,8 @@ def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Exp
     automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
     itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
     directory = Path(source_of(settings.model.source)).expanduser()
-    shape = model_shape(directory, itemsize, settings.model.max_context, settings.model.weights)
+    model, hbm_dtype = settings.model, settings.cache.hbm_dtype
+    shape = model_shape(directory, itemsize, model.max_context, model.weights, hbm_dtype)
     if shape is None:
         return None
     return expected_sizes(settings, shape, has, int(devices[0]["gib"] * GIB) if devices else None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from app.settings.settings import GIB, MIB, Settings
 from engine.build.resources import Memory, disk_room
 from engine.build.sizes import Sizes, automatic_sizes
-from engine.config import WEIGHT_BUFFERS
+from engine.config import INT8_SCALE_BYTES, WEIGHT_BUFFERS
 
 # Bits of a number, with what scales and lows take: of embeddings and heads, and of layers.
 _PACKED_BITS = {"q8": (8.5, 8.5), "q4": (8.5, 5.0)}
@@ -19,6 +19,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 class ModelShape:
     weights: int  # in bytes
     kv_bytes_per_token: int
+    hbm_bytes_per_token: int  # of KV in pages
     window_tokens: int
     num_layers: int
     layer_weights: int  # in bytes, of one of them
@@ -32,8 +33,13 @@ class Expected:
     sizes: Sizes
     on_cpu: bool
 
-    def tokens(self, size_bytes: int) -> int:
-        return size_bytes // self.shape.kv_bytes_per_token
+    @property
+    def hbm_tokens(self) -> int:
+        return self.sizes.hbm // self.shape.hbm_bytes_per_token
+
+    @property
+    def dram_tokens(self) -> int:
+        return self.sizes.dram // self.shape.kv_bytes_per_token
 
 
 def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device_memory: int | None) -> Expected:
@@ -45,9 +51,10 @@ def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device
         device_memory=None if device_memory is None else max(0, device_memory - in_hbm),
         disk=_disk_room(settings),
         weights=in_dram + (in_hbm if device_memory is None else 0),
-        kv_bytes_per_token=shape.kv_bytes_per_token,
+        kv_bytes_per_token=shape.hbm_bytes_per_token,
         window_tokens=shape.window_tokens,
         hbm_tokens=cache.hbm_tokens,
+        stored_bytes_per_token=shape.kv_bytes_per_token,
     )
     if cache.mode != "attentionstore":
         return Expected(shape, Sizes(hbm=automatic.hbm, dram=0, staging=0, disk=0), device_memory is None)
@@ -71,9 +78,12 @@ def _disk_room(settings: Settings) -> int:
         return 0
 
 
-def model_shape(directory: Path, itemsize: int, max_context: int, weights: str = "auto") -> ModelShape | None:
+def model_shape(
+    directory: Path, itemsize: int, max_context: int, weights: str = "auto", hbm_dtype: str = "auto"
+) -> ModelShape | None:
     """Return the shape of a model on this machine; None if its configuration does not give it in the usual fields.
-    itemsize: bytes per element of the type that it will be computed in; weights: see model.weights."""
+    itemsize: bytes per element of the type that it will be computed in; weights, hbm_dtype: see model.weights and
+    cache.hbm_dtype."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
@@ -81,7 +91,8 @@ def model_shape(directory: Path, itemsize: int, max_context: int, weights: str =
             return None
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        kv_bytes = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head_dim * itemsize
+        rows = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads)  # of one head
+        in_hbm = head_dim + INT8_SCALE_BYTES if hbm_dtype == "int8" else head_dim * itemsize
         stored = ITEMSIZE.get(config.get("dtype") or config.get("torch_dtype"), itemsize)
         files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         window = text["max_position_embeddings"]
@@ -93,7 +104,8 @@ def model_shape(directory: Path, itemsize: int, max_context: int, weights: str =
         in_layers = int(in_layers * layers_packed / (8 * itemsize))
         return ModelShape(
             weights=in_layers + int(min(table_bytes, unpacked) * tables_packed / (8 * itemsize)),
-            kv_bytes_per_token=int(kv_bytes),
+            kv_bytes_per_token=int(rows * head_dim * itemsize),
+            hbm_bytes_per_token=int(rows * in_hbm),
             window_tokens=min(window, max_context or window),
             num_layers=text["num_hidden_layers"],
             layer_weights=in_layers // text["num_hidden_layers"],

@@ -60,9 +60,13 @@ def _differing(sampling: SamplingDefaults) -> str:
     return ", ".join(differing) or "temperature 1"
 
 
+def _packed(model: ModelInfo) -> str:
+    """Say what packed pages change; nothing of others."""
+    return "" if model.hbm_divergence is None else f" (int8: {model.hbm_divergence:.2g} nats a token)"
+
+
 def _plan(model: ModelInfo) -> Table:
-    token_bytes = model.kv_bytes_per_token
-    plan = model.memory_plan or {"hbm": model.hbm_tokens * token_bytes}
+    plan = model.memory_plan or {"hbm": model.hbm_tokens * model.hbm_bytes_per_token}
     table = Table(title="memory plan", box=None, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -73,7 +77,7 @@ def _plan(model: ModelInfo) -> Table:
         if name in ("dram", "disk") and tokens and model.lossy_codec:
             what += ", coded" if name == "disk" else ", most of them coded"
         if name == "hbm":
-            what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
+            what += f" of {model.hbm_bytes_per_token:,} bytes{_packed(model)}, pages of {model.page_size}"
         table.add_row(NAMES.get(name, name), _size(size), what)
     elsewhere = () if model.device == "cpu" else ON_DEVICE
     used = sum(plan.get(name, 0) for name in IN_MEMORY if name not in elsewhere)
@@ -85,7 +89,9 @@ def _tokens(model: ModelInfo, name: str, size: int) -> int:
     """Return how many tokens a part of the plan holds, as they lie there; 0 if it holds none."""
     if name == "dram" and model.dram_tokens:
         return model.dram_tokens
-    shares = {"hbm": 1.0, "dram": 1.0 if model.lossy_codec else model.coded_bytes, "disk": model.coded_bytes}
+    if name == "hbm":
+        return size // model.hbm_bytes_per_token if model.hbm_bytes_per_token else 0
+    shares = {"dram": 1.0 if model.lossy_codec else model.coded_bytes, "disk": model.coded_bytes}
     token_bytes = model.kv_bytes_per_token * shares.get(name, 0.0)
     return int(size / token_bytes) if token_bytes else 0
 

@@ -219,7 +219,7 @@ def _codec(stats: Stats, model: ModelInfo) -> dict[str, Any] | None:
 
 def tiers_of(stats: Stats, model: ModelInfo) -> dict[str, dict[str, int]]:
     """tier -> bytes in use and at most."""
-    page_bytes = model.page_size * model.kv_bytes_per_token
+    page_bytes = model.page_size * model.hbm_bytes_per_token
     hbm = {
         "used_bytes": (stats.hbm_pages_total - stats.hbm_pages_free) * page_bytes,
         "capacity_bytes": stats.hbm_pages_total * page_bytes,

@@ -234,7 +234,7 @@ class GenerationRequest(Part):
     kv_quality: Literal["exact", "default"] | None = Field(
         None,
         description="`exact`: use and leave no KV that has been through a lossy codec (`cache.codec`), and read "
-        "whole contexts (`selector.name`); exact requests share KV among themselves",
+        "whole contexts (`selector.name`); exact requests share KV among themselves; 400 with `cache.hbm_dtype` int8",
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None,

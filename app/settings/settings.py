@@ -111,6 +111,11 @@ class CacheSettings(_Section):
     larger_than_hbm: bool = Field(
         False, description="a context may be as long as DRAM holds: what HBM has no room for is read from there, slowly"
     )
+    hbm_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="numbers of KV in HBM on CPU; auto: as they are computed; int8: half the bytes, lossy within "
+        "codec_budget",
+    )
     hbm_high_water: float = Field(
         1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
     )
@@ -160,7 +165,10 @@ class CacheSettings(_Section):
         "instead, for models where that is smaller",
     )
     codec_budget: float = Field(
-        0.001, ge=1e-6, le=1.0, description="nats a token by which transform may change what the model would say"
+        0.001,
+        ge=1e-6,
+        le=1.0,
+        description="nats a token by which transform may change what the model would say, and hbm_dtype int8 too",
     )
     redis_url: str = Field(
         "",
@@ -468,6 +476,20 @@ class Settings(_Section, BaseSettings):
             )
         if self.cache.codec == "activation" and self.cache.block_scorer == "keydiff":
             raise ValueError("cache.block_scorer: keydiff compares keys in DRAM, where cache.codec activation has none")
+        return self
+
+    @model_validator(mode="after")
+    def _packs_pages_that_are_read_whole(self) -> "Settings":
+        needed = {
+            "engine.device auto or cpu": self.engine.device != "cuda",
+            "model.dtype auto or bfloat16": self.model.dtype in ("auto", "bfloat16"),
+            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
+            "selector.name none": self.selector.name == "none",
+            "cache.larger_than_hbm false": not self.cache.larger_than_hbm,
+        }
+        missing = [setting for setting, is_met in needed.items() if not is_met]
+        if self.cache.hbm_dtype == "int8" and missing:
+            raise ValueError(f"cache.hbm_dtype int8: needs {', '.join(missing)}")
         return self
 
     @model_validator(mode="after")

@@ -153,6 +153,11 @@ class TurnService:
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
             if ids and max(ids) >= model.vocab_size:
                 raise invalid(f"Invalid '{name}': the vocabulary has {model.vocab_size} tokens.", name)
+        if request.kv_quality == "exact" and model.hbm_divergence is not None:
+            raise invalid(
+                "Invalid 'kv_quality': this server's KV is int8 in HBM ('cache.hbm_dtype'), which is not exact.",
+                "kv_quality",
+            )
 
     async def _admit(self, request: GenerationRequest, caller: Caller, model: ModelInfo) -> Admitted:
         deadline = Deadline.of(

@@ -3,6 +3,7 @@
     python -m benchmarks.fidelity.equality --data DIR [--model smollm2] [--dtype bfloat16 --exact on]
     python -m benchmarks.fidelity.equality --data DIR --codec activation --model DIR
     python -m benchmarks.fidelity.equality --data DIR --model smollm2 --dtype bfloat16 --exact on --weights q4
+    python -m benchmarks.fidelity.equality --data DIR --model smollm2 --dtype bfloat16 --exact on --hbm-dtype int8
 
 Both servers of a mode get the same user turns and their own answers back as history, so they see the same conversation
 for as long as they say the same; a conversation ends at its first difference. Conversations go round, one turn each, so
@@ -365,6 +366,7 @@ def measure(run: Run) -> dict[str, Any]:
         "model.dtype": arguments.dtype,
         "model.exact": arguments.exact,
         "model.weights": arguments.weights,
+        "cache.hbm_dtype": arguments.hbm_dtype,
         "engine.threads": 1,
     }
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
@@ -429,6 +431,7 @@ def options(parser: ArgumentParser) -> None:
         "--codec", choices=("raw", "activation"), default="raw", help="cache.codec, where it is lossless"
     )
     parser.add_argument("--weights", choices=("auto", "bf16", "q8", "q4"), default="auto", help="model.weights")
+    parser.add_argument("--hbm-dtype", choices=("auto", "int8"), default="auto", help="cache.hbm_dtype, of both arms")
     parser.add_argument(
         "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
     )
@@ -444,6 +447,7 @@ def mode_names(text: str) -> list[str]:
 def file_name(words: Namespace) -> str:
     name = "equality_exact" if words.exact == "on" else "equality"
     name += "" if words.weights == "auto" else f"_{words.weights}"
+    name += "" if words.hbm_dtype == "auto" else f"_{words.hbm_dtype}"
     return result_name(name if words.codec == "raw" else f"{name}_{words.codec}", words.model)
 
 

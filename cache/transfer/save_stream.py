@@ -22,7 +22,7 @@ from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.row_saver import place_rows
 from kernels.attention.ragged_batch import KvPages
-from kernels.kv_copy import gather_rows
+from kernels.kv_copy import read_rows
 from kernels.row_copies import compile_for, save_kernels
 from kernels.views import as_bits
 
@@ -211,5 +211,5 @@ class SaveStream:
         positions = rows + order.position
         span = slice(order.slot_row, order.slot_row + order.num_rows)
         for layer, pages in enumerate(self._pages):
-            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, gather_rows(pages.k, slots), positions)
-            self._slab.v(layer)[order.slot, span] = gather_rows(pages.v, slots)
+            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, read_rows(pages.k, slots), positions)
+            self._slab.v(layer)[order.slot, span] = read_rows(pages.v, slots)

@@ -60,7 +60,7 @@ from cache.transfer.slot_reader import SlotReader
 from cache.transfer.upload_stream import RemoteCalls, UploadStream
 from cache.transfer.write_stream import WriteStream
 from kernels.attention.ragged_batch import KvPages
-from kernels.kv_copy import gather_rows, write_rows
+from kernels.kv_copy import gather_rows, read_rows, write_rows
 
 log = logging.getLogger(__name__)
 
@@ -263,10 +263,12 @@ class Transfer:
         target = rows + (move.target_page * page_size + move.target_row)
         turned = move.source_position != move.target_position
         before, after = rows + move.source_position, rows + move.target_position
-        keys = [gather_rows(layer.k, source) for layer in self._pages]
         if turned:
+            keys = [read_rows(layer.k, source) for layer in self._pages]
             keys = [self._inline.unrotate(layer, k, before) for layer, k in enumerate(keys)]
             keys = [self._inline.rotate(layer, k, after) for layer, k in enumerate(keys)]
+        else:
+            keys = [gather_rows(layer.k, source) for layer in self._pages]
         for layer, k in zip(self._pages, keys, strict=True):
             write_rows(layer.k, target, k)
             write_rows(layer.v, target, gather_rows(layer.v, source))

@@ -14,6 +14,7 @@ from torch import nn
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.throttle import Throttle
 from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
+from engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from engine.build.resources import memory
 from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
@@ -93,7 +94,9 @@ class ProbedModel:
     found: ProbeResult
     fingerprint: bytes  # of the model, and of codec and selector if there are any
     codec: ChosenCodec
-    kv_bytes_per_token: int  # in HBM, over all layers and ranks
+    pages: ChosenPages
+    kv_bytes_per_token: int  # as it is computed, over all layers and ranks
+    hbm_bytes_per_token: int  # in pages
     lookahead: Lookahead | None = None  # if a selector guesses queries
 
     @property
@@ -211,19 +214,23 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     digest = fingerprint(module, weights_digest(loaded.weights), backend.name)  # of the weights before they are packed
     subject = Subject(module, backend, page_size, found, go_on)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
+    pages = choose_pages(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
+    digest = paged_fingerprint(digest, pages)
     lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None
     if device.type == "cpu" and loaded.num_ranks == 1:
         leave = frozenset[nn.Module]() if loaded.offloaded is None else loaded.offloaded.modules
-        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, leave))
+        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, pages.dtype, leave))
     if device.type == "cuda" and loaded.num_ranks == 1 and loaded.offloaded is None:
         log.debug("replaced for speed: %s", optimise_for_cuda(module))
     if codec.projection is not None:
         watch_inputs(subject, codec.projection)
     if lookahead is not None:
         lookahead.watch(module)
-    kv_bytes_per_token = loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
-    return ProbedModel(backend, page_size, found, digest, codec, kv_bytes_per_token, lookahead)
+    kv_bytes, hbm_bytes = (
+        loaded.num_ranks * bytes_per_token(found.shapes, dtype) for dtype in (loaded.dtype, pages.dtype)
+    )
+    return ProbedModel(backend, page_size, found, digest, codec, pages, kv_bytes, hbm_bytes, lookahead)
 
 
 def _lookahead(module: nn.Module, found: ProbeResult) -> Lookahead:

@@ -43,13 +43,13 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
         device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         disk=_disk_room(config.cache, loaded.num_ranks),
         weights=loaded.dram_weight_bytes + (loaded.hbm_weight_bytes if on_cpu else 0) + projection_bytes,
-        kv_bytes_per_token=probed.kv_bytes_per_token,
+        kv_bytes_per_token=probed.hbm_bytes_per_token,
         stored_bytes_per_token=probed.stored_bytes_per_token,
         window_tokens=window,
         hbm_tokens=config.cache.hbm_tokens,
         coding=coding,
     )
-    automatic_tokens = automatic.hbm // probed.kv_bytes_per_token
+    automatic_tokens = automatic.hbm // probed.hbm_bytes_per_token
     if config.cache.larger_than_hbm:
         return _with_parking(config, probed, automatic, coding, window, warnings)
     num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
@@ -112,7 +112,7 @@ def _with_parking(
 ) -> Room:
     """The same where a context may be as long as DRAM holds. Raises ModelRefused."""
     cache, page_size = config.cache, probed.page_size
-    tokens = cache.hbm_tokens or automatic.hbm // probed.kv_bytes_per_token
+    tokens = cache.hbm_tokens or automatic.hbm // probed.hbm_bytes_per_token
     pages, spare = tokens // page_size, page_size // BLOCK_TOKENS  # as in `_num_pages`
     least = LEAST_PAGES + spare
     if pages < least:

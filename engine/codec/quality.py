@@ -82,13 +82,13 @@ class Subject:
 
 class HistoryCoder:
     """Runs a model over single texts with its history's KV as computed, or as a codec gives it back. most_tokens: of a
-    text. One thread at a time."""
+    text; pages: the dtype of its pages. One thread at a time."""
 
-    def __init__(self, subject: Subject, *, most_tokens: int) -> None:
+    def __init__(self, subject: Subject, *, most_tokens: int, pages: torch.dtype = torch.float32) -> None:
         self._subject = subject
         self._device = next(subject.model.parameters()).device
         num_pages = -(-most_tokens // subject.page_size)
-        self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, torch.float32, self._device)
+        self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, pages, self._device)
         self._rotations = ModelRotations(ropes=subject.found.ropes)
         self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
@@ -204,6 +204,23 @@ def measure(
         coder.place(changed)
         measured.append(compared(raw, coder.score(behind, history), behind.to(raw.device), refused))
     return measured
+
+
+def packed_pages_quality(subject: Subject, texts: Sequence[Tensor]) -> Quality:
+    """Measure what pages of int8 do on some texts [tokens], each computed through them from its first token on, and
+    scored in its second half."""
+    most = max(map(len, texts))
+    plain, packed = (HistoryCoder(subject, most_tokens=most, pages=dtype) for dtype in (torch.float32, torch.int8))
+    found = []
+    for text in texts:
+        half = len(text) // 2
+        behind = text[half:]
+        scored = []
+        for coder in (plain, packed):
+            coder.compute(text[:half])
+            scored.append(coder.score(behind, half))
+        found.append(compared(scored[0], scored[1], behind.to(scored[0].device), 0.0))
+    return Quality.added(found)
 
 
 def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:

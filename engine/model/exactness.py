@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
+from engine.model.pages import spoil
 
 ROWS = (1, 2, 8, 9, 41, 300)  # one stream, few rows, the last and first counts of a kernel, a short turn, a long prompt
 _LEAST_ROWS = 32
@@ -78,7 +79,7 @@ class Proof:
         """Return the text's keys and values, layer by layer, and the logits of all rows or of the last row of each
         step. steps: for each step, rows of the text and rows of other sequences."""
         for layer in self._runner.pages:
-            layer.k[self._pages] = layer.v[self._pages] = float("nan")  # so that any read of an unwritten row shows
+            spoil(layer, self._pages)
         tables = BlockTables(max_seqs=3, max_pages=len(self._others))
         done, logits = 0, []
         for count, beside in steps:

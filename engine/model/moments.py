@@ -9,7 +9,7 @@ from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
 from engine.model.probe import RopeSource
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.kv_copy import gather_rows
+from kernels.kv_copy import read_rows
 from kernels.selectors.selector import LayerMoments
 
 _CHUNK = 256  # tokens that are computed together, with all of their logits
@@ -30,7 +30,7 @@ class _Watching:
         """See AttentionBackend."""
         layer = self._calls % len(self.queries)
         self._calls += 1
-        keys = gather_rows(kv.k, meta.slots).float().transpose(0, 1)  # [kv_heads, tokens, k_dim]
+        keys = read_rows(kv.k, meta.slots).float().transpose(0, 1)  # [kv_heads, tokens, k_dim]
         grouped = q.float().unflatten(1, (len(keys), -1)).permute(1, 0, 2, 3).flatten(1, 2)
         self.queries[layer] = self.queries[layer] + grouped.transpose(1, 2) @ grouped
         self.keys[layer] = self.keys[layer] + keys.transpose(1, 2) @ keys

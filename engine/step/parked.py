@@ -15,7 +15,7 @@ from cache.transfer.slot_reader import SlotReader
 from cache.transfer.transfer import Transfer
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.attention.running_softmax import RunningSoftmax
-from kernels.kv_copy import gather_rows
+from kernels.kv_copy import read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ParkedAttention:
         split: _Split | None = meta.scratch.get("parked")
         if split is None:
             split = meta.scratch["parked"] = self._split(meta)
-        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v_dim)
         if split.others is not None:
             out[split.other_tokens] = self._inner.forward(q[split.other_tokens], kv, split.others, params)
         for start, stop, first, reading in split.parked:
@@ -145,14 +145,14 @@ class ParkedAttention:
     def _attend(
         self, q: Tensor, first: int, kv: KvPages, layer: int, params: AttentionParams, reading: _Reading
     ) -> Tensor:
-        softmax = RunningSoftmax(q, first, params, kv.v.shape[3])
+        softmax = RunningSoftmax(q, first, params, kv.v_dim)
         for piece in reading.pieces:
             if not softmax.sees(piece.first, piece.last):
                 continue
             if piece.reader is not None and (lost := piece.reader.bring(layer)):
                 self._lost.setdefault(reading.request_id, {}).update(dict.fromkeys(lost))
                 continue  # go on, because others of the batch need this step
-            softmax.add(piece.rows, gather_rows(kv.k, piece.slots), gather_rows(kv.v, piece.slots))
+            softmax.add(piece.rows, read_rows(kv.k, piece.slots), read_rows(kv.v, piece.slots))
         return softmax.result()
 
     def _split(self, meta: AttentionMeta) -> _Split:

@@ -61,5 +61,5 @@ class Recompute:
         """Flip the last bit of every number in these pages: a change that is no more than rounding."""
         into = torch.tensor(list(pages), device=self._device)
         for layer in self._runner.pages:
-            for rows in (layer.k, layer.v):
+            for rows in (layer.k[..., : layer.k_dim], layer.v[..., : layer.v_dim]):
                 rows[into] = (rows[into].view(_INTEGERS[rows.dtype.itemsize]) ^ 1).view(rows.dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from kernels.int8_rows import unpack_rows
 
 
 class NaiveAttention:
@@ -13,13 +14,15 @@ class NaiveAttention:
     page_multiple = 1
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        outs = [q.new_zeros(0, q.shape[1], kv.v.shape[3])]
+        outs = [q.new_zeros(0, q.shape[1], kv.v_dim)]
         start = 0
         for i, (query_len, context_len) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
             rows = torch.arange(context_len, device=q.device)
             pages = meta.block_table[i].long()[rows // kv.k.shape[1]]
             k = kv.k[pages, rows % kv.k.shape[1]]
             v = kv.v[pages, rows % kv.v.shape[1]]
+            if kv.is_packed:
+                k, v = (unpack_rows(x, torch.float32) for x in (k, v))
             chosen = None if params.selection is None else params.selection.of(i)
             outs.append(_attend(q[start : start + query_len], k, v, params, chosen).to(q.dtype))
             start += query_len

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from kernels.int8_rows import SCALE_BYTES
 
 
 @dataclass(slots=True)
@@ -55,10 +58,26 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages. Keys are rotated for their current positions."""
+    """One layer's pages. Keys are rotated for their current positions. int8: rows are as in `kernels.int8_rows`, each
+    head SCALE_BYTES longer than it has numbers."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim]
     v: Tensor  # [pages, page_size, kv_heads, v_dim]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows are int8."""
+        return self.k.dtype == torch.int8
+
+    @property
+    def k_dim(self) -> int:
+        """Numbers of a key of one head."""
+        return self.k.shape[3] - (SCALE_BYTES if self.is_packed else 0)
+
+    @property
+    def v_dim(self) -> int:
+        """Numbers of a value of one head."""
+        return self.v.shape[3] - (SCALE_BYTES if self.is_packed else 0)
 
 
 class AttentionBackend(Protocol):

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages, Selection
 from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
-from kernels.views import as_bits, as_stream
+from kernels.int8_rows import unpack_rows
+from kernels.views import as_bf16, as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -49,10 +50,10 @@ class TorchAttention:
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See AttentionBackend."""
-        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v_dim)
         exact = params.softcap is not None or params.sinks is not None
         # The fused kernels need equal key and value widths and a positive scale, and exist only on CPU.
-        fused = not exact and kv.k.shape[3] == kv.v.shape[3] and q.device.type == "cpu" and params.scale > 0
+        fused = not exact and kv.k_dim == kv.v_dim and q.device.type == "cpu" and params.scale > 0
         single = many = False  # whether compiled kernels take sequences of one row, and of several rows
         if not exact and self._kernels is not None and q.dtype == torch.bfloat16 and fits_kernels(q.shape[1], kv):
             single = True
@@ -76,6 +77,8 @@ class TorchAttention:
                 continue
             first = _first_visible(rows, params.window)
             keys, values = _context(kv, rows, first)
+            if kv.is_packed:
+                keys, values = unpack_rows(keys, q.dtype), unpack_rows(values, q.dtype)
             target = out[rows.query_start : rows.query_start + rows.query_len]
             windowed = params.window is not None and rows.context_len > params.window
             if rows.query_len == 1 and not exact:
@@ -111,22 +114,24 @@ class ExactAttention(TorchAttention):
             or not (fits_kernels(1, kv) and _fits_flash(kv))
         ):
             return super().forward(q, kv, meta, params)
-        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v_dim)
         _prefill_together(self._flash, q, kv, meta, params, 1, out)
         return out
 
 
 def fits_kernels(heads: int, kv: KvPages) -> bool:
     """Whether the compiled kernels can attend to these pages."""
-    return heads // kv.k.shape[2] <= 8 and all(  # the sums of a group's heads must stay in registers
-        pool.dtype == torch.bfloat16 and pool.device.type == "cpu" and pool.stride(3) == 1 and pool.shape[3] % 16 == 0
-        for pool in (kv.k, kv.v)
+    has_rows = kv.k.dtype in (torch.bfloat16, torch.int8) and kv.k_dim % 16 == kv.v_dim % 16 == 0
+    return (
+        has_rows
+        and heads // kv.k.shape[2] <= 8  # the sums of a group's heads must stay in registers
+        and all(pool.device.type == "cpu" and pool.stride(3) == 1 for pool in (kv.k, kv.v))
     )
 
 
 def _fits_flash(kv: KvPages) -> bool:
     """Whether the kernels for many rows can use pages that fit the kernels for single rows."""
-    return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k.shape[3], kv.v.shape[3]))
+    return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k_dim, kv.v_dim))
 
 
 def _decode_together(
@@ -139,12 +144,11 @@ def _decode_together(
     if not rows:
         return
     queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
-    mixed = torch.empty(len(rows), q.shape[1], kv.v.shape[3])
+    mixed = torch.empty(len(rows), q.shape[1], kv.v_dim)
     table = meta.block_table[rows].numpy()
-    group, k_lanes, v_lanes = q.shape[1] // kv.k.shape[2], kv.k.shape[3] // 16, kv.v.shape[3] // 16
-    kernels.attend(
-        queries, as_bits(kv.k), as_bits(kv.v), table, parts, (0,) * group, (0,) * k_lanes, (0,) * v_lanes, mixed.numpy()
-    )
+    group, k_lanes, v_lanes = ((0,) * size for size in (q.shape[1] // kv.k.shape[2], kv.k_dim // 16, kv.v_dim // 16))
+    pools = (as_bits(as_bf16(pool)) for pool in (kv.k, kv.v))
+    kernels.attend(queries, *pools, table, parts, group, k_lanes, v_lanes, kv.is_packed, mixed.numpy())
     out[tokens] = mixed.to(out.dtype)
 
 
@@ -152,12 +156,12 @@ def _prefill_together(
     kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, least: int, out: Tensor
 ) -> None:
     """Attend for all sequences with at least `least` query rows."""
-    heads, k_dim = kv.k.shape[2:]
-    key = f"torch flash {q.shape[1]} {heads} {k_dim} {kv.v.shape[3]}"
+    heads, k_dim = kv.k.shape[2], kv.k_dim
+    key = f"torch flash {q.shape[1]} {heads} {k_dim} {kv.v_dim}"
     plan: tuple[np.ndarray, Tensor] | None = meta.scratch.get(key)
     if plan is None:
         tasks = kernels.plan(meta.query_lens, meta.context_lens, q.shape[1] // heads, heads, least)
-        plan = meta.scratch[key] = (tasks, kernels.memory(torch.get_num_threads(), k_dim, kv.v.shape[3]))
+        plan = meta.scratch[key] = (tasks, kernels.memory(torch.get_num_threads(), k_dim, kv.v_dim))
     tasks, memory = plan
     if len(tasks):
         table = meta.block_table.contiguous()

@@ -1,4 +1,4 @@
-"""Attention of single query rows over paged KV in bf16, at the speed of memory. Compiled by numba.
+"""Attention of single query rows over paged KV in bf16 or int8, at the speed of memory. Compiled by numba.
 
 A row's context is split into parts of at most PART keys, which threads take as tasks and which are merged by their
 maxima and sums. The split depends on the row's own context alone, so its result does too.
@@ -17,6 +17,7 @@ from kernels.views import Constant, Fp32, Int32, Int64
 PART = 512  # keys that one task of attention covers
 _NO_WINDOW = 1 << 62
 _PREFETCH = 4096  # bytes; needed because the hardware's own prefetch stops at the end of a page
+_LINE = 64  # bytes that are fetched together
 _AHEAD = 32  # at most this many rows ahead, so that the row is in this run of pages or in the next
 
 
@@ -31,12 +32,14 @@ class AttentionTasks(NamedTuple):
 
 class Pool(NamedTuple):
     """Keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to the
-    next. Numbers of one head are adjacent."""
+    next. Numbers of one head are adjacent. is_packed: they are int8, with their scale behind them, as in
+    `kernels.int8_rows`; else bf16."""
 
     address: int
     page: int
     row: int
     head: int
+    is_packed: bool
 
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
@@ -58,15 +61,47 @@ def _plan(contexts: Int64, window: int) -> tuple[Int64, Int64, Int64, Int64]:
     return rows, firsts, keys, starts
 
 
-def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, behind: Any, lanes: int) -> None:
-    """Prefetch the row that is read some rows after `index`, from the run of `count` rows at `here` or from the next
-    run."""
-    ahead = e.add(index, max(1, min(_AHEAD, _PREFETCH // (lanes * LANES * 2))))
+def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, behind: Any, size: int) -> None:
+    """Prefetch the row of `size` bytes that is read some rows after `index`, from the run of `count` rows at `here` or
+    from the next run."""
+    ahead = e.add(index, max(1, min(_AHEAD, _PREFETCH // size)))
     inside = e.b.icmp_signed("<", ahead, count)
     row = e.b.select(inside, ahead, e.b.sub(ahead, count))
     base = e.at(e.b.select(inside, here, behind), e.mul(step, row))
-    for lane in range(0, lanes, 2):
-        e.prefetch(e.at(base, lane * LANES * 2))
+    for place in range(0, size, _LINE):
+        e.prefetch(e.at(base, place))
+
+
+def _emit_scores(
+    e: Emit,
+    is_packed: bool,
+    q: ir.Value,
+    group: int,
+    lanes: int,
+    k: ir.Value,
+    k_row: ir.Value,
+    count: ir.Value,
+    behind: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+) -> None:
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32. behind: where the next keys will be read."""
+    number = 1 if is_packed else 2  # bytes
+    with cgutils.for_range(e.b, count) as loop:
+        base = e.at(k, e.mul(k_row, loop.index))
+        read = e.int8 if is_packed else e.bf16
+        key = [read(e.at(base, lane * LANES * number)) for lane in range(lanes)]
+        scale = e.scale(e.at(base, lanes * LANES)) if is_packed else None
+        _prefetch_row(e, k, k_row, loop.index, count, behind, lanes * LANES * number)
+        for g in range(group):
+            total = e.splat(0.0)
+            for lane in range(lanes):
+                total = e.fma(e.load(e.at(q, (g * lanes + lane) * LANES * 4)), key[lane], total)
+            score = e.reduce("fadd", total)
+            e.b.store(
+                score if scale is None else e.b.fmul(score, scale),
+                e.b.bitcast(e.at(out, e.mul(out_row, g), e.mul(loop.index, 4)), F32.as_pointer()),
+            )
 
 
 @emitted
@@ -82,20 +117,25 @@ def _scores(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; k bf16. behind: where the next keys will be
-    read."""
-    with cgutils.for_range(e.b, count) as loop:
-        base = e.at(k, e.mul(k_row, loop.index))
-        key = [e.bf16(e.at(base, lane * LANES * 2)) for lane in range(lanes)]
-        _prefetch_row(e, k, k_row, loop.index, count, behind, lanes)
-        for g in range(group):
-            total = e.splat(0.0)
-            for lane in range(lanes):
-                total = e.fma(e.load(e.at(q, (g * lanes + lane) * LANES * 4)), key[lane], total)
-            e.b.store(
-                e.reduce("fadd", total),
-                e.b.bitcast(e.at(out, e.mul(out_row, g), e.mul(loop.index, 4)), F32.as_pointer()),
-            )
+    """See `_emit_scores`, of keys in bf16."""
+    _emit_scores(e, False, q, group, lanes, k, k_row, count, behind, out, out_row)
+
+
+@emitted
+def _packed_scores(
+    e: Emit,
+    q: ir.Value,
+    group: int,
+    lanes: int,
+    k: ir.Value,
+    k_row: ir.Value,
+    count: ir.Value,
+    behind: ir.Value,
+    out: ir.Value,
+    out_row: ir.Value,
+) -> None:
+    """See `_emit_scores`, of keys in int8."""
+    _emit_scores(e, True, q, group, lanes, k, k_row, count, behind, out, out_row)
 
 
 @emitted
@@ -116,6 +156,42 @@ def _soften(e: Emit, scores: ir.Value, vectors: ir.Value, stats: ir.Value) -> No
         e.b.store(value, e.b.bitcast(e.at(stats, place * 4), F32.as_pointer()))
 
 
+def _emit_mix(
+    e: Emit,
+    is_packed: bool,
+    p: ir.Value,
+    p_row: ir.Value,
+    group: int,
+    lanes: int,
+    v: ir.Value,
+    v_row: ir.Value,
+    count: ir.Value,
+    behind: ir.Value,
+    out: ir.Value,
+) -> None:
+    """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32. behind: where the next values will be read."""
+    number = 1 if is_packed else 2  # bytes
+    together = max(1, 24 // group)  # keeps the sums in registers
+    for first in range(0, lanes, together):
+        chunk = range(first, min(lanes, first + together))
+        where = {(g, lane): e.at(out, (g * lanes + lane) * LANES * 4) for g in range(group) for lane in chunk}
+        sums = {key: e.vector(e.load(pointer)) for key, pointer in where.items()}
+        with cgutils.for_range(e.b, count) as loop:
+            base = e.at(v, e.mul(v_row, loop.index))
+            if first == 0:
+                _prefetch_row(e, v, v_row, loop.index, count, behind, lanes * LANES * number)
+            weights = [e.load(e.at(p, e.mul(p_row, g), e.mul(loop.index, 4)), F32) for g in range(group)]
+            if is_packed:
+                scale = e.scale(e.at(base, lanes * LANES))
+                weights = [e.b.fmul(weight, scale) for weight in weights]
+            for lane in chunk:
+                value = (e.int8 if is_packed else e.bf16)(e.at(base, lane * LANES * number))
+                for g in range(group):
+                    e.add_product(sums[g, lane], e.splat(weights[g]), value)
+        for key, pointer in where.items():
+            e.store(e.b.load(sums[key]), pointer)
+
+
 @emitted
 def _mix(
     e: Emit,
@@ -129,24 +205,25 @@ def _mix(
     behind: ir.Value,
     out: ir.Value,
 ) -> None:
-    """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32; v bf16. behind: where the next values will be
-    read."""
-    together = max(1, 24 // group)  # keeps the sums in registers
-    for first in range(0, lanes, together):
-        chunk = range(first, min(lanes, first + together))
-        where = {(g, lane): e.at(out, (g * lanes + lane) * LANES * 4) for g in range(group) for lane in chunk}
-        sums = {key: e.vector(e.load(pointer)) for key, pointer in where.items()}
-        with cgutils.for_range(e.b, count) as loop:
-            base = e.at(v, e.mul(v_row, loop.index))
-            if first == 0:
-                _prefetch_row(e, v, v_row, loop.index, count, behind, lanes)
-            for lane in chunk:
-                value = e.bf16(e.at(base, lane * LANES * 2))
-                for g in range(group):
-                    weight = e.load(e.at(p, e.mul(p_row, g), e.mul(loop.index, 4)), F32)
-                    e.add_product(sums[g, lane], e.splat(weight), value)
-        for key, pointer in where.items():
-            e.store(e.b.load(sums[key]), pointer)
+    """See `_emit_mix`, of values in bf16."""
+    _emit_mix(e, False, p, p_row, group, lanes, v, v_row, count, behind, out)
+
+
+@emitted
+def _packed_mix(
+    e: Emit,
+    p: ir.Value,
+    p_row: ir.Value,
+    group: int,
+    lanes: int,
+    v: ir.Value,
+    v_row: ir.Value,
+    count: ir.Value,
+    behind: ir.Value,
+    out: ir.Value,
+) -> None:
+    """See `_emit_mix`, of values in int8."""
+    _emit_mix(e, True, p, p_row, group, lanes, v, v_row, count, behind, out)
 
 
 @compiled()
@@ -188,7 +265,11 @@ def attend_part(
     done, at = 0, k.address + runs[0, 0] * k.page + runs[0, 1] * k.row + kv_head * k.head
     for i in range(num_runs):
         behind = k.address + runs[i + 1, 0] * k.page + runs[i + 1, 1] * k.row + kv_head * k.head
-        _scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, scores.ctypes.data + done * 4, row_bytes)
+        to = scores.ctypes.data + done * 4
+        if k.is_packed:
+            _packed_scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes)
+        else:
+            _scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes)
         at = behind
         done += runs[i, 2]
     for g in range(len(group)):
@@ -198,7 +279,11 @@ def attend_part(
     done, at = 0, v.address + runs[0, 0] * v.page + runs[0, 1] * v.row + kv_head * v.head
     for i in range(num_runs):
         behind = v.address + runs[i + 1, 0] * v.page + runs[i + 1, 1] * v.row + kv_head * v.head
-        _mix(scores.ctypes.data + done * 4, row_bytes, group, v_lanes, at, v.row, runs[i, 2], behind, mixed)
+        weights = scores.ctypes.data + done * 4
+        if v.is_packed:
+            _packed_mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], behind, mixed)
+        else:
+            _mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], behind, mixed)
         at = behind
         done += runs[i, 2]
 

@@ -199,17 +199,19 @@ def attend(
     group: Constant,
     k_lanes: Constant,
     v_lanes: Constant,
+    is_packed: bool,
     out: Fp32,
 ) -> None:
     """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
-    log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous; table int32
-    [rows, pages]; out fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv
-    head and the vectors per dim of keys and values."""
+    log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or is_packed:
+    rows as in `kernels.int8_rows`, two bytes to each element; table int32 [rows, pages]; out fp32 [rows, heads, v_dim].
+    group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per dim of keys and
+    values."""
     heads, dim, kv_heads, page_size = out.shape[1], out.shape[2], k.shape[2], k.shape[1]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)
     stats = np.empty((len(parts.row), heads, 2), np.float32)
-    keys = Pool(k.ctypes.data, k.strides[0], k.strides[1], k.strides[2])
-    values = Pool(v.ctypes.data, v.strides[0], v.strides[1], v.strides[2])
+    keys = Pool(k.ctypes.data, k.strides[0], k.strides[1], k.strides[2], is_packed)
+    values = Pool(v.ctypes.data, v.strides[0], v.strides[1], v.strides[2], is_packed)
     for task in prange(len(parts.row) * kv_heads):
         part, kv_head = task // kv_heads, task % kv_heads
         row, head = parts.row[part], kv_head * len(group)

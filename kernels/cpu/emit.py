@@ -109,6 +109,14 @@ class Emit:
         """Load 16 bf16 numbers and widen them."""
         return self.upper(self.b.zext(self.load(pointer, VEC_I16), VEC_I32))
 
+    def int8(self, pointer: Any) -> Any:
+        """Load 16 int8 numbers and widen them."""
+        return self.b.sitofp(self.b.sext(self.load(pointer, VEC_I8), VEC_I32), VEC)
+
+    def scale(self, pointer: Any) -> Any:
+        """Load one bf16 number and widen it."""
+        return self.b.bitcast(self.b.shl(self.b.zext(self.load(pointer, I16), I32), I32(16)), F32)
+
     def halves(self, both: Any) -> tuple[Any, Any]:
         """Split 16 words into their lower and upper bf16 numbers, widened."""
         return self.upper(both), self.b.bitcast(self.b.and_(both, self.words(0xFFFF0000)), VEC)

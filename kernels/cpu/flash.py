@@ -27,10 +27,11 @@ from numba.core import cgutils
 from torch import Tensor
 
 from kernels.cpu.emit import compiled, intrinsic
-from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_stream
+from kernels.cpu.int8_rows import unpack_head
+from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_bf16, as_stream
 
 _Strides = tuple[int, int, int]
-_Pools = tuple[Bf16, _Strides, Bf16, _Strides]  # keys and values
+_Pools = tuple[Bf16, _Strides, Bf16, _Strides, bool]  # keys and values, and whether they are packed
 
 LANES = 16
 TILE = 48  # query rows per task: 3 vectors, which with 8 keys or dimensions fill 24 of the 32 registers with sums
@@ -379,6 +380,14 @@ def _guard(
 
 
 @compiled(error_model="numpy")
+def _unpack(pool: Bf16, at: int, step: int, rows: int, dim: int, out: Bf16, to: int) -> None:
+    """Unpack rows of one head, `step` elements apart, to bf16 [rows, dim] from out[to] on."""
+    for row in range(rows):
+        here = to + row * dim
+        unpack_head(pool.ctypes.data + 2 * (at + row * step), out[here : here + dim])
+
+
+@compiled(error_model="numpy")
 def _tile(
     q: Words,
     rows: Int64,
@@ -395,7 +404,7 @@ def _tile(
 ) -> None:
     """Compute one tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
     sequence with these pages."""
-    k, k_strides, v, v_strides = pools
+    k, k_strides, v, v_strides, is_packed = pools
     begin, end, head = span
     k_words, v_words = q.shape[2], out.shape[2]
     width = len(lanes) * LANES
@@ -403,6 +412,8 @@ def _tile(
     at_v = at_s + BLOCK * width
     at_o = at_v + BLOCK // 2 * 2 * v_words
     stats = at_o + 2 * v_words * width
+    # Where rows of int8 are unpacked, some at a time.
+    unpacked, plain = w.view(np.uint16), 2 * (stats + 3 * width)
     _pack_queries(q, rows, k_words, w, at_q, lanes)
     _fill(w, at_o, 2 * v_words * len(lanes), np.float32(0.0))
     _fill(w, stats, len(lanes), np.float32(-np.inf))
@@ -416,9 +427,19 @@ def _tile(
             count = min(PAGE, keys - part)
             at = page * k_strides[0] + place * k_strides[1] + head * k_strides[2]
             groups = (count + together - 1) // together
-            _scores(w, at_q, k_words, k, at, k_strides[1], groups, at_s + part * width, lanes)
+            to = at_s + part * width
+            if is_packed:
+                _unpack(k, at, k_strides[1], count, 2 * k_words, unpacked, plain)
+                _scores(w, at_q, k_words, unpacked, plain, 2 * k_words, groups, to, lanes)
+            else:
+                _scores(w, at_q, k_words, k, at, k_strides[1], groups, to, lanes)
             at = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
-            _pack_values(v, at, v_strides[1], count, v_words // LANES, w, at_v + part // 2 * 2 * v_words)
+            to = at_v + part // 2 * 2 * v_words
+            if is_packed:
+                _unpack(v, at, v_strides[1], count, 2 * v_words, unpacked, plain)
+                _pack_values(unpacked, plain, 2 * v_words, count, v_words // LANES, w, to)
+            else:
+                _pack_values(v, at, v_strides[1], count, v_words // LANES, w, to)
         if first + 2 * pairs - 1 > positions[0] or first <= positions[width - 1] - window:
             _hide(w, at_s, first, 2 * pairs, positions, window, lanes)
             _guard(w.view(np.uint32), at_v, pairs, 2 * v_words, first, positions[:width], window, w, at_o)
@@ -475,13 +496,14 @@ def _attend(
     tasks: Int64,
     queue: Int64,
     heads: int,
+    is_packed: bool,
     window: int,
     scale: np.float32,
     memory: Fp32,
     out: Words,
 ) -> None:
     for thread in prange(len(memory)):
-        pools = (k, k_strides, v, v_strides)
+        pools = (k, k_strides, v, v_strides, is_packed)
         _work(q, pools, table, page_size, tasks, queue, heads, window, scale, memory[thread], out)
 
 
@@ -509,6 +531,7 @@ def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, hea
 def memory(threads: int, k_dim: int, v_dim: int) -> Tensor:
     """Allocate the memory that `attend` works in, a row for each thread."""
     words = k_dim // 2 * TILE + BLOCK * TILE + BLOCK // 2 * v_dim + v_dim * TILE + 3 * TILE
+    words += PAGE * max(k_dim, v_dim) // 2
     return torch.empty(threads, -(-words // LANES) * LANES)  # torch aligns it to cache lines
 
 
@@ -525,11 +548,14 @@ def attend(
 ) -> None:
     """Compute causal attention of the query rows of `tasks`, and write it to their rows of `out`.
     q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], with any strides except
-    that dim is contiguous; table int32 [sequences, pages], contiguous; window: how many keys a row sees, the last of
-    which is its own; w: `memory`. dims and page_size are multiples of 32; scale is positive."""
+    that dim is contiguous, or int8 with rows as in `kernels.int8_rows`; table int32 [sequences, pages], contiguous;
+    window: how many keys a row sees, the last of which is its own; w: `memory`. dims and page_size are multiples of 32;
+    scale is positive."""
+    is_packed = k.dtype == torch.int8
+    k, v = as_bf16(k), as_bf16(v)
     pools = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])
     _attend(
-        *(_words(q), *pools, table.numpy(), k.shape[1], tasks, np.zeros(1, np.int64), k.shape[2]),
+        *(_words(q), *pools, table.numpy(), k.shape[1], tasks, np.zeros(1, np.int64), k.shape[2], is_packed),
         *(_FAR if window is None else window, np.float32(scale * LOG2_E), w.numpy(), _words(out)),
     )
 

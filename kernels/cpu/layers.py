@@ -51,6 +51,7 @@ from kernels.cpu.emit import (
     rounded,
     widened,
 )
+from kernels.cpu.int8_rows import pack_head
 from kernels.views import Bf16, Constant, Fp32, Int32, Int64
 
 # The parts of a layer at which a call may begin or end.
@@ -80,6 +81,7 @@ class Shape(NamedTuple):
     v_page: int
     v_row: int
     v_head: int
+    is_packed: bool  # keys and values in HBM are int8
     slot: int  # bytes of a slot where rows are saved
     slot_values: int  # bytes of a slot's keys
 
@@ -349,9 +351,17 @@ def _turn_head(
     page, place = slot // shape.page_size, slot % shape.page_size
     if key < shape.num_k:
         at = layer[_K_POOL] + page * shape.k_page + place * shape.k_row + key * shape.k_head
-        _rotate(x, cos, sin, carray(bf16_at(at), (dim,), np.uint16))
+        if shape.is_packed:
+            turned = np.empty(dim, np.uint16)
+            _rotate(x, cos, sin, turned)
+            pack_head(turned, at)
+        else:
+            _rotate(x, cos, sin, carray(bf16_at(at), (dim,), np.uint16))
     else:
         at = layer[_V_POOL] + page * shape.v_page + place * shape.v_row + (key - shape.num_k) * shape.v_head
+        if shape.is_packed:
+            pack_head(x, at)
+            return
         target = carray(bf16_at(at), (dim,), np.uint16)
         for d in range(dim):
             target[d] = x[d]
@@ -513,8 +523,8 @@ def _do(
         row, head = tasks.row[part], kv_head * len(group)
         attend_part(
             rows.q[row, head].ctypes.data,
-            Pool(layer[_K_POOL], shape.k_page, shape.k_row, shape.k_head),
-            Pool(layer[_V_POOL], shape.v_page, shape.v_row, shape.v_head),
+            Pool(layer[_K_POOL], shape.k_page, shape.k_row, shape.k_head, shape.is_packed),
+            Pool(layer[_V_POOL], shape.v_page, shape.v_row, shape.v_head, shape.is_packed),
             kv_head,
             shape.page_size,
             rows.table[row],

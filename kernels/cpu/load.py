@@ -5,8 +5,7 @@ its blocks uses all of its threads; the loading thread works alone beside a comp
 Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, without
 checksums: 2.8 ms; without prefetching 6.3; torch's gather, rotation and writes 18.
 
-Import this through `kernels.block_writer`. No compiled code is shared with the other files, because numba's disk cache
-would not notice changes there.
+Import this through `kernels.block_writer`.
 """
 
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kernels.cpu.emit import compiled, intrinsic
+from kernels.cpu.int8_rows import pack_head
 from kernels.views import Bf16, Int64
 
 LANES = 16
@@ -309,10 +309,12 @@ def _place(
     v_strides: tuple[int, int, int],
     page_size: int,
     shape: tuple[int, int, int],
+    is_packed: bool,
 ) -> None:
     kv_heads, k_dim, v_dim = shape
     start, count, slot, angle = block
     page, row = slot // page_size, slot % page_size
+    turned = np.empty(k_dim, np.uint16)
     # In the order of the source: one stream of reads, and one stream of writes per head.
     at = start
     to_k = page * k_strides[0] + row * k_strides[1]
@@ -322,8 +324,13 @@ def _place(
             for d in range(0, k_dim, _LINE):
                 _fetch(segments, at + d + _READ_AHEAD)
                 _fetch_to_write(k, to + d + _WRITE_AHEAD)
-            _turn(segments, at, cos, sin, (angle + i) * turns, turns // 2, k, to)
-            _copy(segments, at + turns, k, to + turns, k_dim - turns)
+            if is_packed:
+                _turn(segments, at, cos, sin, (angle + i) * turns, turns // 2, turned, 0)
+                _copy(segments, at + turns, turned, turns, k_dim - turns)
+                pack_head(turned, k.ctypes.data + 2 * to)
+            else:
+                _turn(segments, at, cos, sin, (angle + i) * turns, turns // 2, k, to)
+                _copy(segments, at + turns, k, to + turns, k_dim - turns)
             at += k_dim
         to_k += k_strides[1]
     at = start + block_rows * kv_heads * k_dim
@@ -334,7 +341,10 @@ def _place(
             for d in range(0, v_dim, _LINE):
                 _fetch(segments, at + d + _READ_AHEAD)
                 _fetch_to_write(v, to + d + _WRITE_AHEAD)
-            _copy(segments, at, v, to, v_dim)
+            if is_packed:
+                pack_head(segments[at : at + v_dim], v.ctypes.data + 2 * to)
+            else:
+                _copy(segments, at, v, to, v_dim)
             at += v_dim
         to_v += v_strides[1]
 
@@ -356,12 +366,13 @@ def _check_and_place(
     v_strides: tuple[int, int, int],
     page_size: int,
     shape: tuple[int, int, int],
+    is_packed: bool,
 ) -> None:
     size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
     if len(sums) and _sumsum(segments, 2 * blocks[number, 0], size) != sums[number]:
         wrong[number] = True
         return
-    rest = (cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+    rest = (cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
     _place(segments, blocks[number], block_rows, *rest)
 
 
@@ -381,6 +392,7 @@ def place(
     v_strides: tuple[int, int, int],
     page_size: int,
     shape: tuple[int, int, int],
+    is_packed: bool,
 ) -> None:
     """Verify one layer of some blocks and write them into their pages.
     segments: bf16 memory as one stream, containing the blocks' un-rotated keys [block_rows, kv_heads, k_dim], each
@@ -389,8 +401,9 @@ def place(
     the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment, or [0]: nothing is
     verified; wrong bool [blocks]: set for blocks with another checksum, which are not written; cos, sin: bf16 tables
     [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page,
-    row, head) in elements; shape: kv_heads, k_dim, v_dim. A segment must be longer than 240 bytes."""
-    rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+    row, head) in elements; shape: kv_heads, k_dim, v_dim; is_packed: the pool's rows are as in `kernels.int8_rows`, two
+    bytes to each element. A segment must be longer than 240 bytes."""
+    rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)
 
@@ -411,10 +424,11 @@ def place_together(
     v_strides: tuple[int, int, int],
     page_size: int,
     shape: tuple[int, int, int],
+    is_packed: bool,
 ) -> None:
     """Like `place`, with all threads of the team."""
     for number in prange(len(blocks)):
-        rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+        rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
         _check_and_place(number, segments, blocks, sums, wrong, *rest)
 
 
@@ -436,7 +450,7 @@ def self_test(has_team: bool) -> None:
         for expected in (right, right ^ 1):
             k, v, wrong = np.zeros(rows * dim, np.uint16), np.zeros(rows * dim, np.uint16), np.zeros(1, np.bool_)
             sums = np.array([expected], np.uint64)
-            way(segments, blocks, sums, wrong, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim))
+            way(segments, blocks, sums, wrong, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim), False)
             turned = (k.reshape(rows, 2, -1) == np.array([minus_two, two])[:, None]).all() and (v == two).all()
             untouched = not k.any() and not v.any()
             if not (untouched and wrong[0] if expected != right else turned and not wrong[0]):

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import prange, types
 
 from kernels.cpu.emit import compiled, intrinsic
+from kernels.cpu.int8_rows import pack_head
 from kernels.views import Bf16, Fp32, Int64
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
@@ -73,12 +74,14 @@ def place(
     v: Bf16,
     v_strides: tuple[int, int, int],
     page_size: int,
+    is_packed: bool,
     q: Bf16,
 ) -> None:
     """Rotate queries and keys, write keys and values to their slots, and save un-rotated keys and values.
     turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
     the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
-    the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; q
+    the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements,
+    or is_packed: rows as in `kernels.int8_rows`, two bytes to each element; q
     bf16 [rows, heads, dim]. blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and
     row in it; block -1: not saved; spots without rows: none is saved."""
     dim = cos.shape[1]
@@ -91,12 +94,20 @@ def place(
         page, place = slots[row] // page_size, slots[row] % page_size
         for head in range(num_k):
             to = page * k_strides[0] + place * k_strides[1] + head * k_strides[2]
-            _rotate(turning[at : at + dim], cos[row], sin[row], k[to : to + dim])
+            if is_packed:
+                turned = np.empty(dim, np.uint16)
+                _rotate(turning[at : at + dim], cos[row], sin[row], turned)
+                pack_head(turned, k.ctypes.data + 2 * to)
+            else:
+                _rotate(turning[at : at + dim], cos[row], sin[row], k[to : to + dim])
             at += dim
         at = row * values_row
         for head in range(num_k):
             to = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
-            v[to : to + dim] = values[at : at + dim]
+            if is_packed:
+                pack_head(values[at : at + dim], v.ctypes.data + 2 * to)
+            else:
+                v[to : to + dim] = values[at : at + dim]
             at += dim
         if len(spots) and spots[row, 0] >= 0:
             width = num_k * dim
@@ -152,7 +163,7 @@ def self_test() -> None:
     more, strides, cos, sin = pool.copy(), (rows * dim, dim, rows * dim), np.full_like(x, one), np.zeros_like(x)
     values, slots = x.reshape(-1), np.arange(rows)
     blocks, spots = np.zeros((2, 2 * dim), np.uint16), np.array([[-1, 0], [1, 0], [-1, 0]])
-    where = (blocks, spots, (1, 1), pool, strides, more, strides, rows, queries)
+    where = (blocks, spots, (1, 1), pool, strides, more, strides, rows, False, queries)
     place(turning, 2 * dim, values, dim, cos, sin, slots, *where)
     mixed, lse = np.zeros((rows, 1, 1, dim), np.uint16), np.ones(rows, np.float32)
     merge(values, (0, 0, dim), lse, (0, 0, 1), values, (0, 0, dim), lse, (0, 0, 1), mixed)

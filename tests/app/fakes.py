@@ -79,6 +79,7 @@ def model_info(directory: Path, **changes: Any) -> ModelInfo:
         "rope_layers": 2,
         "layers": 2,
         "kv_bytes_per_token": 512,
+        "hbm_bytes_per_token": changes.get("kv_bytes_per_token", 512),
         "hbm_tokens": 4096,
         "block_size": 32,
         "page_size": 32,

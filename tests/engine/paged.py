@@ -43,7 +43,7 @@ def serve(model: Any) -> Served:
 
 def optimise(model: Any, probed: ProbeResult) -> Optimised:
     """Put the engine's faster modules into a model, in place."""
-    return optimise_for_cpu(model, probed, BACKENDS["torch_cpu"](), False)
+    return optimise_for_cpu(model, probed, BACKENDS["torch_cpu"](), False, next(model.parameters()).dtype)
 
 
 @dataclass(slots=True)

@@ -62,6 +62,7 @@ MODEL = ModelInfo(
     rope_layers=0,
     layers=0,
     kv_bytes_per_token=0,
+    hbm_bytes_per_token=0,
     hbm_tokens=0,
     block_size=32,
     page_size=32,

@@ -26,6 +26,7 @@ from kernels.attention.ragged_batch import (
     BackendUnavailable,
     KvPages,
 )
+from kernels.int8_rows import pack_rows, unpack_rows
 from tests.kernels.triton_runs import INTERPRETED, interpreted
 
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
@@ -170,6 +171,23 @@ def test_a_backend_agrees_with_the_oracle(name, case, dtype, tolerance, seed):
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
     assert torch.equal(batch.q, q_before)
     assert torch.equal(batch.kv.k.nan_to_num(), k_before.nan_to_num())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "seed"), RUNS, ids=["fp32_runs", "fp32_shuffled", "bf16_shuffled"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_pages_of_int8_are_read_as_the_numbers_they_hold(case, dtype, tolerance, seed):
+    backend = make("torch_cpu")
+    batch = a_batch(case, backend.page_multiple, dtype, seed)
+    # Heads outermost, as in the engine: what is read in one piece is a view with strides.
+    pools = (pack_rows(pool).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for pool in (batch.kv.k, batch.kv.v))
+    packed = KvPages(*pools)
+    numbers = KvPages(*(unpack_rows(pool, torch.float32) for pool in (packed.k, packed.v)))
+    assert (packed.k_dim, packed.v_dim) == (case.k_dim, case.v_dim)
+    expected = NaiveAttention().forward(batch.q, numbers, batch.meta, batch.params)
+    assert torch.equal(NaiveAttention().forward(batch.q, packed, batch.meta, batch.params), expected)
+    got = backend.forward(batch.q, packed, batch.meta, batch.params)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", TESTED)

@@ -14,6 +14,7 @@ from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import BlockWriter, block_writer
 from kernels.cpu.available import decode_kernels, load_kernels
+from kernels.int8_rows import packed_width
 from kernels.kv_copy import write_rows
 
 ROWS = 32  # of a block
@@ -41,10 +42,11 @@ def sums_of(writer: BlockWriter, segments: Tensor, blocks: np.ndarray) -> np.nda
     return np.array(found, np.uint64)
 
 
-def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool) -> Tensor:
+def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool, is_packed: bool = False) -> Tensor:
+    dim, dtype = (packed_width(dim), torch.int8) if is_packed else (dim, torch.bfloat16)
     if not heads_first:
-        return torch.zeros(num_pages, page_size, heads, dim, dtype=torch.bfloat16)
-    return torch.zeros(heads, num_pages, page_size, dim, dtype=torch.bfloat16).permute(1, 2, 0, 3)
+        return torch.zeros(num_pages, page_size, heads, dim, dtype=dtype)
+    return torch.zeros(heads, num_pages, page_size, dim, dtype=dtype).permute(1, 2, 0, 3)
 
 
 @st.composite
@@ -65,8 +67,10 @@ def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor
         [[s * segment, c, t * ROWS, a] for s, c, t, a in zip(starts, counts, slots, angles, strict=False)], np.int64
     ).reshape(-1, 4)
     cos, sin = torch.randn(2, angles[-1], turns, generator=generator).bfloat16()
-    heads_first = draw(st.booleans())
-    ours, theirs = (KvPages(*(pool(6, page_size, heads, dim, heads_first) for dim in (k_dim, v_dim))) for _ in range(2))
+    heads_first, is_packed = draw(st.booleans()), v_dim % 2 == 0 and draw(st.booleans())
+    ours, theirs = (
+        KvPages(*(pool(6, page_size, heads, dim, heads_first, is_packed) for dim in (k_dim, v_dim))) for _ in range(2)
+    )
     return ours, theirs, segments, blocks, cos, sin
 
 
@@ -75,7 +79,7 @@ def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor
 @given(loads())
 def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]) -> None:
     ours, theirs, segments, blocks, cos, sin = load
-    heads, k_dim = ours.k.shape[2:]
+    heads, k_dim = ours.k.shape[2], ours.k_dim
     assert not write(block_writer(ours, ROWS), segments, blocks, cos, sin).any()
     for start, count, slot, angle in blocks.tolist():
         data = segments.view(-1)[start:][: segments.shape[1]]

@@ -63,6 +63,9 @@ def _describe(
         "cache": {
             "fingerprint": model.fingerprint,
             "kv_bytes_per_token": model.kv_bytes_per_token,
+            "hbm_bytes_per_token": model.hbm_bytes_per_token,
+            "hbm_dtype": model.hbm_dtype or model.dtype,
+            "hbm_divergence": model.hbm_divergence,
             "hbm_tokens": model.hbm_tokens,
             "block_size": model.block_size,
             "page_size": model.page_size,

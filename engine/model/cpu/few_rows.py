@@ -103,9 +103,9 @@ class Run:
 
     def _make_shape(self) -> Any:
         pages = next(pages for pages in self._pages if pages is not None)
-        k, v = ([2 * stride for stride in x.stride()[:3]] for x in (pages.k, pages.v))
+        k, v = ([x.itemsize * stride for stride in x.stride()[:3]] for x in (pages.k, pages.v))
         num_q, num_k, _ = self.parts[0].heads
-        return self.kernels.Shape(num_q, num_k, pages.k.shape[1], *k, *v, *self._slot)
+        return self.kernels.Shape(num_q, num_k, pages.k.shape[1], *k, *v, pages.is_packed, *self._slot)
 
     def __call__(self, first: int, end: int, begin: int, stop: int, rows: Any, tasks: Any) -> None:
         """Compute layers `first` to `end` - 1 of the model; begin, stop: parts of the first and the last."""
@@ -201,7 +201,7 @@ class FewRows:
         candidates, pages, params = selection.candidates, step.pages(self._index), self.parts.params
         attend, queries = self.run.kernels.attend, rows.q
         pool = as_bits(pages.k), as_bits(pages.v)
-        sizes = (self.run.group, self.run.lanes, self.run.lanes)
+        sizes = (self.run.group, self.run.lanes, self.run.lanes, False)
         tokens = candidates.tokens.numpy()
         chosen = selection.of_layer(self._index, torch.from_numpy(queries[tokens]), pages, params)
         if chosen is None:

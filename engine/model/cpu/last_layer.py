@@ -7,14 +7,15 @@ from engine.model.cpu.layer import DecoderLayer
 from engine.model.cpu.modules import FEW_ROWS
 from engine.model.hf_model import Step, forward, takes_logit_rows
 from engine.model.known_parts import agree
+from engine.model.pages import blank_pages
 from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend, KvPages
+from kernels.attention.ragged_batch import AttentionBackend
 
 _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 
 
 def finish_wanted_rows_only(
-    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, dtype: torch.dtype
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_dtype: torch.dtype
 ) -> bool:
     """Returns whether the last layer is one of ours and now skips unwanted rows. Both variants must give the same
     logits, because the modules after the layers may do anything."""
@@ -24,13 +25,7 @@ def finish_wanted_rows_only(
     page = backend.page_multiple
     count = -(-_CHECK_TOKENS // page)
     positions, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
-    pages = [
-        KvPages(
-            k=torch.zeros(count, page, shape.kv_heads, shape.k_dim, dtype=dtype),
-            v=torch.zeros(count, page, shape.kv_heads, shape.v_dim, dtype=dtype),
-        )
-        for shape in probed.shapes
-    ]
+    pages = blank_pages(probed.shapes, count, page, page_dtype)
     logits = []
     for leave_out in (False, True):
         layers[-1].is_last = leave_out

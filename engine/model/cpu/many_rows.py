@@ -10,7 +10,7 @@ from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import prefill_kernels
 from kernels.kv_copy import write_rows
-from kernels.views import as_bits, as_stream
+from kernels.views import as_bf16, as_bits, as_stream
 
 _CHECK_ROWS = 5
 NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots if nothing is saved
@@ -25,9 +25,12 @@ class RotateAndWrite:
 
     def takes(self, turning: Tensor, cos: Tensor, sin: Tensor, pages: KvPages) -> bool:
         """Whether this implementation is correct for these rows."""
-        return cos.shape[-1] == self._head_dim and all(
-            x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
-            for x in (turning, cos, sin, pages.k, pages.v)
+        pools = pages.k, pages.v
+        return (
+            cos.shape[-1] == self._head_dim
+            and all(x.dtype == torch.bfloat16 for x in (turning, cos, sin))
+            and all(x.dtype in (torch.bfloat16, torch.int8) for x in pools)
+            and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in (turning, cos, sin, *pools))
         )
 
     def __call__(
@@ -57,8 +60,9 @@ class RotateAndWrite:
     def _memory(self, pages: KvPages) -> tuple[Any, ...]:
         """Return the layer's pool as arrays, made once, because an engine uses the same pool in every step."""
         if self._pool is None or self._pool[0] is not pages:
-            k, v = pages.k, pages.v
-            self._pool = (pages, (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3], k.shape[1]))
+            k, v = as_bf16(pages.k), as_bf16(pages.v)
+            streams = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])
+            self._pool = (pages, (*streams, k.shape[1], pages.is_packed))
         return self._pool[1]
 
 

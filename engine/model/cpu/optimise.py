@@ -28,8 +28,10 @@ from engine.model.cpu.short_way import find_short_way
 from engine.model.hf_model import SHORT_WAY, Step, running, turns_halves
 from engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
 from engine.model.loading import rope_limit
+from engine.model.pages import blank_pages
 from engine.model.probe import ProbeResult, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.kv_copy import read_rows
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LINEAR = (nn.Linear, QuantisedLinear)
@@ -57,17 +59,19 @@ def optimise_for_cpu(
     probed: ProbeResult,
     backend: AttentionBackend,
     exact: bool,
+    page_dtype: torch.dtype,
     leave: Collection[nn.Module] = (),
 ) -> Optimised:
     """Replace modules in place: whole decoder layers of the known kind, else known parts of them. Embeddings keep their
     own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
-    RuntimeError if there are none. leave: modules that stay as they are."""
+    RuntimeError if there are none. page_dtype: of the pages that the model will be served from, which replacements are
+    proven on. leave: modules that stay as they are."""
     done = Optimised()
     dtype = next(model.parameters()).dtype
     pack = dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
-        done.layers = _replace_layers(model, probed, backend, exact, leave)
+        done.layers = _replace_layers(model, probed, backend, exact, page_dtype, leave)
     for module in _but(model, leave):
         for name, child in list(module.named_children()):
             if pack and not exact and is_gated_mlp(child, _LINEAR) and type(child.gate_proj) is nn.Linear:
@@ -83,8 +87,8 @@ def optimise_for_cpu(
             if pack and type(child) is nn.Linear:
                 setattr(module, name, linear(child.weight, child.bias))
                 done.packed += 1
-    done.last = finish_wanted_rows_only(model, probed, backend, dtype)
-    short_way = find_short_way(model, probed, backend, dtype) if pack and not exact else None
+    done.last = finish_wanted_rows_only(model, probed, backend, page_dtype)
+    short_way = find_short_way(model, probed, backend, page_dtype) if pack and not exact else None
     setattr(model, SHORT_WAY, short_way)
     done.short = short_way is not None
     return done
@@ -95,7 +99,12 @@ def _but(model: nn.Module, leave: Collection[nn.Module]) -> list[nn.Module]:
 
 
 def _replace_layers(
-    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool, leave: Collection[nn.Module]
+    model: nn.Module,
+    probed: ProbeResult,
+    backend: AttentionBackend,
+    exact: bool,
+    page_dtype: torch.dtype,
+    leave: Collection[nn.Module],
 ) -> int:
     """Replace the decoder layers of the known kind, in place; returns how many."""
     replaced = 0
@@ -109,8 +118,8 @@ def _replace_layers(
             if index is None or layer in leave or not _is_known(layer, probed, index):
                 continue
             ours = DecoderLayer(layer, index, probed.params[index], exact)
-            if _same_answer(ours, layer, index, probed, backend, positions):
-                if ours.few is not None and not _few_agree(ours, probed, backend, positions):
+            if _same_answer(ours, layer, index, probed, backend, positions, page_dtype):
+                if ours.few is not None and not _few_agree(ours, probed, backend, positions, page_dtype):
                     ours.few = None
                 container[place] = ours
                 replaced += 1
@@ -144,7 +153,9 @@ def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None
     join_runs(ways, together)
 
 
-def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor) -> bool:
+def _few_agree(
+    ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor, page_dtype: torch.dtype
+) -> bool:
     """Whether a layer's two implementations agree on a few rows: same answer, same keys and values."""
     few, index = ours.few, ours.index
     assert few is not None
@@ -157,14 +168,13 @@ def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBacken
     answers = []
     for way in (few, None):
         ours.few = way
-        # Heads outermost, as in the engine: kernels are compiled for a kind of strides.
-        k, v = (hidden.new_zeros(shape.kv_heads, 1, backend.page_multiple, dim) for dim in (shape.k_dim, shape.v_dim))
-        pages = KvPages(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
+        pages = blank_pages([shape], 1, backend.page_multiple, page_dtype)[0]
         meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
         with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
             if way is not None and not way.takes(hidden[0], *tables):
                 return False
-            answers.append((ours(hidden, position_embeddings=tables) - hidden, pages.k, pages.v))
+            answer = ours(hidden, position_embeddings=tables) - hidden
+            answers.append((answer, read_rows(pages.k, meta.slots), read_rows(pages.v, meta.slots)))
     ours.few = few
     return all(agree(got, want) for got, want in zip(*answers, strict=True))
 
@@ -223,6 +233,7 @@ def _same_answer(
     probed: ProbeResult,
     backend: AttentionBackend,
     positions: Tensor,
+    page_dtype: torch.dtype,
 ) -> bool:
     """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
     effect of positions on the result may be too small to show."""
@@ -235,8 +246,7 @@ def _same_answer(
     tables = rope.tables(hidden, positions)
     answers = []
     for layer in (ours, theirs):
-        page = (1, backend.page_multiple, shape.kv_heads)
-        pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
+        pages = blank_pages([shape], 1, backend.page_multiple, page_dtype)[0]
         meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
         listening = _Listening(backend)
         with running(Step(meta, lambda _, pages=pages: pages, listening, None)):  # type: ignore[misc]

@@ -14,8 +14,9 @@ from engine.model.cpu.few_rows import FewRows, Layers
 from engine.model.cpu.modules import RmsNorm
 from engine.model.hf_model import Step, forward
 from engine.model.loading import rope_limit
+from engine.model.pages import blank_pages
 from engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend, KvPages
+from kernels.attention.ragged_batch import AttentionBackend
 
 _CHECK_TOKENS = 5
 _CHECK_POSITION = 300  # of the first row: where rotations show
@@ -64,9 +65,9 @@ class ShortWay:
 
 
 def find_short_way(
-    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, dtype: torch.dtype
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_dtype: torch.dtype
 ) -> ShortWay | None:
-    """Return the short way through a model that has one and whose logits it gives."""
+    """Return the short way through a model in bf16 that has one and whose logits it gives."""
     decoder, rope = getattr(model, "model", None), probed.ropes[0]
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
@@ -77,19 +78,13 @@ def find_short_way(
         return None
     way = ShortWay(embedding=embedding, rope=rope, first=ways[0], norm=norm, head=head)
     if rope_limit(model.config.get_text_config()) is None:  # type: ignore[operator,union-attr]
-        way.remember_tables(dtype)
+        way.remember_tables(torch.bfloat16)
     positions = torch.arange(_CHECK_TOKENS) + _CHECK_POSITION
     tokens, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
     page = backend.page_multiple
     logits = []
     for takes_short_way in (True, False):
-        pages = [
-            KvPages(
-                k=torch.zeros(1, page, shape.kv_heads, shape.k_dim, dtype=dtype),
-                v=torch.zeros(1, page, shape.kv_heads, shape.v_dim, dtype=dtype),
-            )
-            for shape in probed.shapes
-        ]
+        pages = blank_pages(probed.shapes, 1, page, page_dtype)
         step = Step(single_sequence_meta(wanted.device, 0, _CHECK_TOKENS, page), pages.__getitem__, backend, None)
         logits.append(forward(model, step, tokens, positions, wanted, way if takes_short_way else None))
     return way if torch.equal(logits[0], logits[1]) else None

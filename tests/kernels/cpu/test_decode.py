@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import decode_kernels, use_torch_threads
-from kernels.views import as_bits
+from kernels.int8_rows import pack_rows, unpack_rows
+from kernels.views import as_bf16, as_bits
 
 kernels: Any = decode_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
@@ -41,12 +44,21 @@ def a_pool(pages: int, heads: int, dim: int, heads_outermost: bool) -> Tensor:
     return torch.randn(pages, PAGE, heads, dim).bfloat16()
 
 
+def packed_pool(pool: Tensor) -> Tensor:
+    """The same in int8, strided likewise."""
+    if pool.is_contiguous():
+        return pack_rows(pool)
+    return pack_rows(pool.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, contexts: list[int], window: int | None = None) -> Tensor:
-    out = torch.empty(*q.shape[:2], v.shape[3])
-    group, k_lanes, v_lanes = q.shape[1] // k.shape[2], k.shape[3] // 16, v.shape[3] // 16
+    pages = KvPages(k, v)
+    out = torch.empty(*q.shape[:2], pages.v_dim)
+    group, k_lanes, v_lanes = q.shape[1] // k.shape[2], pages.k_dim // 16, pages.v_dim // 16
     queries = (q.float() * (kernels.LOG2_E * q.shape[2] ** -0.5)).numpy()
-    sizes = ((0,) * group, (0,) * k_lanes, (0,) * v_lanes)
-    kernels.attend(queries, as_bits(k), as_bits(v), table.numpy(), kernels.plan(contexts, window), *sizes, out.numpy())
+    how = ((0,) * group, (0,) * k_lanes, (0,) * v_lanes, pages.is_packed)
+    pools = (as_bits(as_bf16(pool)) for pool in (k, v))
+    kernels.attend(queries, *pools, table.numpy(), kernels.plan(contexts, window), *how, out.numpy())
     return out
 
 
@@ -83,6 +95,10 @@ def test_attention_of_single_rows(group: int, kv_heads: int, dim: int) -> None:
     table = a_table(contexts, 40, seed=group)
     error = (attend(q, k, v, table, contexts) - truth(q, k, v, table, contexts)).abs().max()
     assert error < 2e-6
+    packed = [packed_pool(pool) for pool in (k, v)]
+    numbers = [unpack_rows(pool, torch.float32) for pool in packed]
+    error = (attend(q, *packed, table, contexts) - truth(q, *numbers, table, contexts)).abs().max()
+    assert error < 2e-6
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 600])
@@ -111,14 +127,15 @@ def test_scores_far_apart_overflow_nowhere() -> None:
     )
 
 
-def test_nan_in_a_context_stays_in_its_row() -> None:
+@pytest.mark.parametrize("form", [lambda pool: pool, packed_pool], ids=["bf16", "int8"])
+def test_nan_in_a_context_stays_in_its_row(form: Callable[[Tensor], Tensor]) -> None:
     k, v = (a_pool(20, 2, 64, heads_outermost=True) for _ in range(2))
     q = torch.randn(2, 4, 64).bfloat16()
     table = torch.arange(20, dtype=torch.int32).view(2, 10)
-    clean = attend(q, k, v, table, [300, 200])
+    clean = attend(q, form(k), form(v), table, [300, 200])
     k[3, 5] = float("nan")  # in the first context
     k[16, 31], v[16, 31] = float("nan"), float("nan")  # behind the end of the second
-    got = attend(q, k, v, table, [300, 200])
+    got = attend(q, form(k), form(v), table, [300, 200])
     assert got[0].isnan().all()
     assert torch.equal(got[1], clean[1])
 
@@ -128,14 +145,15 @@ def test_neither_threads_nor_company_change_a_bit_of_attention() -> None:
     k, v = (a_pool(60, 2, 64, heads_outermost=True) for _ in range(2))
     q = torch.randn(4, 6, 64).bfloat16()
     table = a_table(contexts, 60, seed=4)
-    answers = []
-    for threads in (1, 2):
-        with_threads(threads)
-        answers.append(attend(q, k, v, table, contexts))
-    assert torch.equal(*answers)
-    for row, context in enumerate(contexts):
-        alone = attend(q[row : row + 1], k, v, table[row : row + 1], [context])
-        assert torch.equal(alone[0], answers[0][row])
+    for pools in ((k, v), (packed_pool(k), packed_pool(v))):
+        answers = []
+        for threads in (1, 2):
+            with_threads(threads)
+            answers.append(attend(q, *pools, table, contexts))
+        assert torch.equal(*answers)
+        for row, context in enumerate(contexts):
+            alone = attend(q[row : row + 1], *pools, table[row : row + 1], [context])
+            assert torch.equal(alone[0], answers[0][row])
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,6 +21,7 @@ from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPag
 from kernels.attention.torch_cpu import ExactAttention, TorchAttention
 from kernels.cpu import available
 from kernels.cpu.available import flash_kernels, use_torch_threads
+from kernels.int8_rows import pack_rows, unpack_rows
 
 kernels: Any = flash_kernels(exact=True)
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX512_BF16 here")
@@ -116,9 +117,9 @@ def attend(batch: Batch, threads: int = 1) -> Tensor:
     use_torch_threads()
     q, kv, meta, params = batch.args
     heads = kv.k.shape[2]
-    out = q.new_full((q.shape[0], q.shape[1], kv.v.shape[3]), 7.0)
+    out = q.new_full((q.shape[0], q.shape[1], kv.v_dim), 7.0)
     tasks = kernels.plan(meta.query_lens, meta.context_lens, q.shape[1] // heads, heads, 2)
-    memory = kernels.memory(threads, kv.k.shape[3], kv.v.shape[3]).fill_(NAN)
+    memory = kernels.memory(threads, kv.k_dim, kv.v_dim).fill_(NAN)
     kernels.attend(q, kv.k, kv.v, meta.block_table, tasks, params.window, params.scale, memory, out)
     return out
 
@@ -142,6 +143,23 @@ def test_groups_of_heads(group: int) -> None:
 @pytest.mark.parametrize(("page", "heads_outermost"), [(32, True), (96, True), (64, False)])
 def test_widths_and_pages(dims: tuple[int, int], page: int, heads_outermost: bool) -> None:
     agrees(a_batch(RAGGED, dims=dims, page=page, heads_outermost=heads_outermost))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 32), (32, 96)])
+@pytest.mark.parametrize(("page", "heads_outermost"), [(32, True), (64, False)])
+def test_pages_of_int8_are_read_as_the_bf16_that_they_hold(
+    dims: tuple[int, int], page: int, heads_outermost: bool, window: int | None
+) -> None:
+    """To the bit: so whatever holds of pages of bf16 holds of them."""
+    batch = a_batch(RAGGED, dims=dims, page=page, heads_outermost=heads_outermost, window=window)
+    batch.k[batch.table[3, 160 // page], 160 % page, 1, 9] = NAN  # seen by some rows of the fourth sequence
+    pools = (pack_rows(pool.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3) for pool in (batch.k, batch.v))
+    packed = replace(batch, **dict(zip("kv", pools, strict=True)))
+    numbers = replace(batch, k=unpack_rows(packed.k, torch.bfloat16), v=unpack_rows(packed.v, torch.bfloat16))
+    wanted = attend(numbers)
+    assert wanted.isnan().any()
+    assert torch.equal(attend(packed, threads=2).nan_to_num(9.0), wanted.nan_to_num(9.0))
 
 
 @given(

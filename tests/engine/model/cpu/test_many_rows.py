@@ -1,5 +1,6 @@
 """Tests that rotating and writing keys and values in one pass gives torch's result, to the bit."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import prefill_kernels, use_torch_threads
+from kernels.int8_rows import packed_width
 from kernels.kv_copy import write_rows
 from kernels.views import as_bits
 
@@ -29,8 +31,13 @@ def _threads() -> Any:
     torch.set_num_threads(before)
 
 
-def a_pool(heads: int, dim: int, heads_outermost: bool) -> KvPages:
+def a_pool(heads: int, dim: int, heads_outermost: bool, is_packed: bool = False) -> KvPages:
     """Make a pool of sevens: what nobody writes to stays one."""
+    if is_packed:
+        rows = (torch.full((heads, PAGES, PAGE, packed_width(dim)), 7, dtype=torch.int8) for _ in range(2))
+        return KvPages(
+            *(x.permute(1, 2, 0, 3) if heads_outermost else x.permute(1, 2, 0, 3).contiguous() for x in rows)
+        )
     if heads_outermost:
         k, v = (torch.full((heads, PAGES, PAGE, dim), 7.0).bfloat16().permute(1, 2, 0, 3) for _ in range(2))
     else:
@@ -55,8 +62,9 @@ def test_rows_are_rotated_and_written_as_torch_does(
     use_torch_threads()
     ours = rotate_and_write(num_q, num_k, dim)
     assert ours is not None
-    for apart in (False, True):  # queries and keys that were normed lie elsewhere than the values
-        got, want = (a_pool(num_k, dim, heads_outermost) for _ in range(2))
+    # Queries and keys that were normed lie elsewhere than the values.
+    for apart, is_packed in itertools.product((False, True), repeat=2):
+        got, want = (a_pool(num_k, dim, heads_outermost, is_packed) for _ in range(2))
         rows, turns = torch.randn(101, num_q + 2 * num_k, dim).bfloat16(), torch.randn(2, 101, dim).bfloat16()
         rows[3, 0, 1], rows[3, num_q, 0], rows[4] = float("nan"), float("inf"), rows[4] * 1e30
         turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]

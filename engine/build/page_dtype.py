@@ -1,0 +1,113 @@
+"""Chooses what the numbers of KV are in HBM, and measures at the first start what that does to answers."""
+
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cache.blocks.keys import typed_fields
+from engine.codec.quality import Subject, packed_pages_quality
+from engine.codec.text import calibration_text, text_digest
+from engine.config import CacheConfig
+from engine.model.loading import ModelRefused
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1  # of what packing does to numbers, and of how that is measured
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPages:
+    """dtype: of pages; int8: their rows are as in `kernels.int8_rows`. divergence: nats a token by which that changes
+    answers of this model; None: nothing is changed. warning: for people, where something else was asked for."""
+
+    dtype: torch.dtype
+    divergence: float | None = None
+    warning: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.dtype == torch.int8
+
+
+class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is kept of a measurement."""
+
+    divergence: float  # nats a token
+    made_of: str  # digest of the text
+    version: int = _VERSION
+
+
+def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenPages:
+    """Return what the settings ask for, unless it changes answers by more than `cache.codec_budget`. tokenizer: the
+    model's `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
+    if config.hbm_dtype != "int8":
+        return ChosenPages(subject.dtype)
+    if next(subject.model.parameters()).device.type != "cpu" or subject.dtype != torch.bfloat16:
+        raise ModelRefused("cache.hbm_dtype int8: pages of int8 are read on CPU and with model.dtype bfloat16 only")
+    if any(dim % 2 for shape in subject.found.shapes for dim in (shape.k_dim, shape.v_dim)):
+        raise ModelRefused("cache.hbm_dtype int8 does not fit this model, whose heads have an odd number of dims")
+    path = Path(config.disk_dir) / "codecs" / f"{fingerprint.hex()}-int8-pages.json" if config.disk_dir else None
+    divergence = None if path is None else _read(path)
+    if divergence is None:
+        divergence = _measured(subject, tokenizer, path)
+    if divergence > config.codec_budget:
+        return ChosenPages(
+            subject.dtype,
+            warning=f"cache.hbm_dtype: pages of int8 change answers of this model by {divergence:.2g} nats a token, "
+            f"cache.codec_budget is {config.codec_budget:g}; pages stay {str(subject.dtype).removeprefix('torch.')}",
+        )
+    return ChosenPages(torch.int8, divergence)
+
+
+def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
+    """Return what names KV: that of the model, and of its pages if they are packed, because KV that was computed behind
+    such pages is another."""
+    if not pages.is_packed:
+        return model
+    return blake2b(typed_fields("reprise-pages", model, "int8", _VERSION), digest_size=len(model)).digest()
+
+
+def _measured(subject: Subject, tokenizer: Path, path: Path | None) -> float:
+    """Measure now, and keep the result for later starts."""
+    log.info("measuring what pages of int8 change of this model's answers, once")
+    started = time.perf_counter()
+    _, texts = calibration_text(tokenizer)
+    quality = packed_pages_quality(subject, texts)
+    log.info(
+        "pages of int8: %.5f nats a token, %.2f %% of choices are other ones; %.0f s",
+        quality.mean_divergence,
+        100 * (1 - quality.same_choices),
+        time.perf_counter() - started,
+    )
+    if path is not None:
+        _keep(path, _Measured(divergence=quality.mean_divergence, made_of=text_digest()))
+    return quality.mean_divergence
+
+
+def _keep(path: Path, measured: _Measured) -> None:
+    new = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(msgspec.json.encode(measured))
+        new.replace(path)
+    except OSError as error:
+        log.warning("what pages of int8 change was not kept, the next start measures it anew: %s", error)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> float | None:
+    """Return what an earlier start has measured; None if there is nothing that holds today."""
+    try:
+        measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return None
+    is_ours = measured.version == _VERSION and measured.made_of == text_digest()
+    return measured.divergence if is_ours and 0 <= measured.divergence < float("inf") else None

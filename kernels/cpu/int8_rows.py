@@ -1,0 +1,50 @@
+"""Packs heads of rows to int8 and unpacks them, compiled by numba: to the bit what `kernels.int8_rows` defines."""
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+
+from kernels.cpu.emit import I8, Emit, bf16_at, compiled, emitted_value, rounded, widened
+from kernels.int8_rows import LEVELS
+from kernels.views import Bf16
+
+_NAN, _INFINITE, _LEAST = 0x7FC0, 0x7F80, 0x0080  # bf16; the last is the smallest scale that has an inverse
+
+
+@emitted_value(types.CPointer(types.int8))
+def _int8_at(e: Emit, address: ir.Value) -> ir.Value:
+    """Return an address as what `numba.carray` takes."""
+    return e.b.inttoptr(address, I8.as_pointer())
+
+
+@compiled(error_model="numpy")
+def pack_head(x: Bf16, address: int) -> None:
+    """Pack one head's numbers, bf16 [dim], to an address: dim int8 and their scale as bf16."""
+    dim, top = len(x), np.uint16(0)
+    for d in range(dim):
+        top = max(top, np.uint16(x[d] & np.uint16(0x7FFF)))  # bf16 without signs is in the order of its bits
+    numbers, scale = carray(_int8_at(address), (dim,), np.int8), rounded(widened(top) / np.float32(LEVELS))
+    inverse = np.float32(0.0)
+    if top >= _INFINITE:
+        scale = np.uint16(_NAN)
+    elif scale < _LEAST:
+        scale = np.uint16(0)
+    else:
+        inverse = np.float32(1.0) / widened(scale)
+    if inverse == np.float32(0.0):
+        for d in range(dim):
+            numbers[d] = np.int8(0)
+    else:
+        for d in range(dim):
+            numbers[d] = np.int8(np.int32(np.rint(widened(x[d]) * inverse)))
+    carray(bf16_at(address + dim), (1,), np.uint16)[0] = scale
+
+
+@compiled(error_model="numpy")
+def unpack_head(address: int, out: Bf16) -> None:
+    """Unpack one head's numbers from an address: out bf16 [dim], each rounded once."""
+    dim = len(out)
+    numbers = carray(_int8_at(address), (dim,), np.int8)
+    scale = widened(carray(bf16_at(address + dim), (1,), np.uint16)[0])
+    for d in range(dim):
+        out[d] = rounded(np.float32(numbers[d]) * scale)
