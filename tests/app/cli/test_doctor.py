@@ -12,6 +12,8 @@ from app.cli import doctor, expected_sizes, program
 from app.cli.finding import Finding, Level
 from app.settings.settings import GIB, Settings
 from engine.build.resources import Memory
+from engine.config import INT8_SCALE_BYTES
+from kernels.int8_rows import SCALE_BYTES, packed_width
 from model import directories
 
 LIBRARIES = {
@@ -156,6 +158,17 @@ def test_offloaded_weights_are_counted_where_they_lie(tmp_path: Path, monkeypatc
     assert look_at([small], offload="dram").startswith("weights in DRAM 15.0, KV in DRAM 14.4")
     assert look_at([small], offload="dram", hbm_layers=16).startswith("weights in DRAM 7.5, KV in DRAM 17.0")
     assert look_at([], offload="dram").startswith("weights 0.9, KV in HBM 6.0, weights in DRAM 15.0")
+
+
+def test_pages_of_int8_are_counted_as_they_are(tmp_path: Path) -> None:
+    plain, packed = (
+        expected_sizes.model_shape(llama_8b(tmp_path / dtype), 2, 0, hbm_dtype=dtype) for dtype in ("auto", "int8")
+    )
+    assert plain is not None
+    assert packed is not None
+    assert plain.hbm_bytes_per_token == plain.kv_bytes_per_token == packed.kv_bytes_per_token
+    assert packed.hbm_bytes_per_token == 2 * 32 * 8 * packed_width(128)
+    assert INT8_SCALE_BYTES == SCALE_BYTES
 
 
 def test_a_model_that_says_nothing_usual_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,18 @@ def test_the_plan_names_url_model_and_memory():
     assert "1.00 GiB" in in_all  # weights and HBM are the accelerator's
 
 
+def test_the_plan_says_what_packed_pages_hold_and_change():
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    packed = {"hbm_dtype": "int8", "hbm_bytes_per_token": 1088, "hbm_divergence": 0.00083}
+    plan = {"hbm": 1000 * 1088, "dram": 3000 * 2048}
+    model = model_info(Path(), kv_bytes_per_token=2048, memory_plan=plan, **packed)
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=SamplingDefaults()))
+    rows = {line.strip("│ ").split("  ")[0]: line for line in console.export_text().splitlines()}
+    console.file.close()
+    assert "1,000 tokens of 1,088 bytes (int8: 0.00083 nats a token), pages of 32" in rows["KV in HBM"]
+    assert "3,000 tokens" in rows["KV in DRAM"]
+
+
 def test_the_plan_counts_coded_tokens_as_they_lie():
     console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
     plan = {"weights": 1 << 30, "hbm": 1 << 30, "dram": 1 << 30, "staging": 1 << 20, "disk": 1 << 30, "coding": 1 << 29}

@@ -95,6 +95,11 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             ["cache.larger_than_hbm: needs cache.mode attentionstore, cache.dram_gib above 0, model.exact auto or off"],
         ),
         (
+            {"cache.hbm_dtype": "int8", "engine.device": "cuda", "model.dtype": "float32", "selector.name": "pairs"},
+            {},
+            ["cache.hbm_dtype int8: needs engine.device auto or cpu, model.dtype auto or bfloat16, selector.name none"],
+        ),
+        (
             {"weights.offload": "dram", "cache.codec": "activation", "selector.name": "infinigen"},
             {},
             ["weights.offload: needs cache.codec other than activation, selector.name other than infinigen"],

@@ -45,6 +45,24 @@ async def test_a_model_says_what_its_codec_was_found_to_do(engine: FakeEngine, t
     assert answer["x_cache"]["codec"] == ("raw" if is_condemned else "transform-1")
 
 
+async def test_a_model_says_what_its_pages_change_and_exact_kv_is_refused_then(engine: FakeEngine, tmp_path: Path):
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        (plain,) = (await running.http.get("/v1/models")).json()["data"]
+        packed = {"hbm_dtype": "int8", "hbm_bytes_per_token": 272, "hbm_divergence": 0.0008}
+        engine.model = running.app.state.readiness.model = model_info(engine.directory, **packed)
+        (listed,) = (await running.http.get("/v1/models")).json()["data"]
+        refused = await running.chat(kv_quality="exact")
+        assert (await running.chat(kv_quality="default")).status_code == 200
+    assert {name: listed["cache"][name] for name in packed} == packed
+    assert listed["cache"]["kv_bytes_per_token"] == 512
+    assert {name: plain["cache"][name] for name in packed} == {
+        "hbm_dtype": "float32", "hbm_bytes_per_token": 512, "hbm_divergence": None,
+    }  # fmt: skip
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_quality"
+    assert "cache.hbm_dtype" in refused.json()["error"]["message"]
+
+
 async def test_a_model_says_what_it_reads_of_long_contexts(engine: FakeEngine, tmp_path: Path):
     settings = make_settings(tmp_path, selector={"name": "pairs", "share": 0.2})
     async with in_process(engine, settings) as running:
