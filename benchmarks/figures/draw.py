@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
-from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, sparsity
+from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, sparsity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
@@ -250,6 +250,9 @@ def main() -> None:
     if (drafted := load("drafts_smollm2")) is not None:
         drafts.draw(drafted, DOCS / "drafts.png")
         lines += drafts.section(drafted, machine(drafted))
+    if (packed := load("int8_pages_smollm2")) is not None:
+        int8_pages.draw(packed, DOCS / "int8.png")
+        lines += int8_pages.section(packed, machine(packed))
     lines += tier_sections(load, machine, DOCS)
     if (capacity := load("coded_capacity")) is not None:
         coded_capacity.draw(capacity, DOCS / "coded_capacity.png")

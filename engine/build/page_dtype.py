@@ -57,7 +57,7 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
     divergence = None if path is None else _read(path)
     if divergence is None:
         divergence = _measured(subject, tokenizer, path)
-    if divergence > config.codec_budget:
+    if not divergence <= config.codec_budget:  # not a number is too much as well
         return ChosenPages(
             subject.dtype,
             warning=f"cache.hbm_dtype: pages of int8 change answers of this model by {divergence:.2g} nats a token, "

@@ -139,8 +139,14 @@ def test_what_was_computed_behind_other_pages_is_not_found(make: Make) -> None:
     assert turn(again, "3", [*one.text, 5]).cached >= HISTORY // 32 * 32
 
 
-def test_pages_that_change_answers_too_much_stay_as_they_are(make: Make) -> None:
-    model = make(codec_budget=1e-6).engine.model
+@pytest.mark.parametrize("divergence", [None, float("nan")])
+def test_pages_that_change_answers_too_much_stay_as_they_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch, divergence: float | None
+) -> None:
+    """And those of which nobody can say how much."""
+    if divergence is not None:
+        monkeypatch.setattr(page_dtype, "_measured", lambda *_: divergence)
+    model = make(codec_budget=1e-6 if divergence is None else 1.0).engine.model
     assert (model.hbm_dtype, model.hbm_divergence) == ("bfloat16", None)
     assert model.hbm_bytes_per_token == model.kv_bytes_per_token
     assert any("nats a token" in warning and "cache.codec_budget" in warning for warning in model.warnings)
