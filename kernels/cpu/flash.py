@@ -27,7 +27,6 @@ from numba.core import cgutils
 from torch import Tensor
 
 from kernels.cpu.emit import compiled, intrinsic
-from kernels.cpu.int8_rows import unpack_head
 from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_bf16, as_stream
 
 _Strides = tuple[int, int, int]
@@ -41,6 +40,7 @@ LOG2_E = 1.4426950408889634
 _FAR = 1 << 30  # larger than any context: no window
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
 _VEC, _WORDS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
 # 2 ** r for |r| <= 1/2, to 3e-6: the result is rounded to 8 bits
 _EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
@@ -165,6 +165,23 @@ def _pack_queries(
             taken.append(e.load(e.at(q, e.b.mul(row, words), column), _WORDS))
         for i, vector_of_words in enumerate(e.transposed(taken)):
             e.store(vector_of_words, e.at(w, to, first, e.mul(column, lanes * LANES), i * lanes * LANES))
+
+
+@_vectors
+def _unpack(
+    e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
+) -> None:
+    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `kernels.int8_rows`."""
+    with cgutils.for_range(e.b, rows) as row:
+        here = e.at(pool, at, e.b.mul(row.index, step))
+        bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
+        scale = e.splat(e.b.bitcast(e.b.shl(e.b.zext(bits, _I32), _I32(16)), _F32))
+        with cgutils.for_range(e.b, chunks) as loop:
+            first = e.at(here, e.mul(loop.index, LANES))
+            halves = [e.load(e.at(first, half * LANES // 2), _BYTES, 1) for half in (0, 1)]
+            low, high = (e.b.fmul(e.b.sitofp(e.b.sext(half, _WORDS), _VEC), scale) for half in halves)
+            rounded = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _HALVES, high, low)
+            e.store(rounded, e.at(w, to, e.b.mul(row.index, e.mul(chunks, LANES)), e.mul(loop.index, LANES)))
 
 
 @_vectors
@@ -380,14 +397,6 @@ def _guard(
 
 
 @compiled(error_model="numpy")
-def _unpack(pool: Bf16, at: int, step: int, rows: int, dim: int, out: Bf16, to: int) -> None:
-    """Unpack rows of one head, `step` elements apart, to bf16 [rows, dim] from out[to] on."""
-    for row in range(rows):
-        here = to + row * dim
-        unpack_head(pool.ctypes.data + 2 * (at + row * step), out[here : here + dim])
-
-
-@compiled(error_model="numpy")
 def _tile(
     q: Words,
     rows: Int64,
@@ -413,7 +422,8 @@ def _tile(
     at_o = at_v + BLOCK // 2 * 2 * v_words
     stats = at_o + 2 * v_words * width
     # Where rows of int8 are unpacked, some at a time.
-    unpacked, plain = w.view(np.uint16), 2 * (stats + 3 * width)
+    plain = stats + 3 * width
+    unpacked = w.view(np.uint16)[2 * plain :]
     _pack_queries(q, rows, k_words, w, at_q, lanes)
     _fill(w, at_o, 2 * v_words * len(lanes), np.float32(0.0))
     _fill(w, stats, len(lanes), np.float32(-np.inf))
@@ -429,15 +439,15 @@ def _tile(
             groups = (count + together - 1) // together
             to = at_s + part * width
             if is_packed:
-                _unpack(k, at, k_strides[1], count, 2 * k_words, unpacked, plain)
-                _scores(w, at_q, k_words, unpacked, plain, 2 * k_words, groups, to, lanes)
+                _unpack(k, at, k_strides[1], count, k_words // LANES, w, plain)
+                _scores(w, at_q, k_words, unpacked, 0, 2 * k_words, groups, to, lanes)
             else:
                 _scores(w, at_q, k_words, k, at, k_strides[1], groups, to, lanes)
             at = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
             to = at_v + part // 2 * 2 * v_words
             if is_packed:
-                _unpack(v, at, v_strides[1], count, 2 * v_words, unpacked, plain)
-                _pack_values(unpacked, plain, 2 * v_words, count, v_words // LANES, w, to)
+                _unpack(v, at, v_strides[1], count, v_words // LANES, w, plain)
+                _pack_values(unpacked, 0, 2 * v_words, count, v_words // LANES, w, to)
             else:
                 _pack_values(v, at, v_strides[1], count, v_words // LANES, w, to)
         if first + 2 * pairs - 1 > positions[0] or first <= positions[width - 1] - window:

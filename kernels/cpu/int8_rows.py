@@ -1,4 +1,4 @@
-"""Packs heads of rows to int8 and unpacks them, compiled by numba: to the bit what `kernels.int8_rows` defines."""
+"""Packs heads of rows to int8, compiled by numba: to the bit what `kernels.int8_rows` defines."""
 
 import numpy as np
 from llvmlite import ir
@@ -38,13 +38,3 @@ def pack_head(x: Bf16, address: int) -> None:
         for d in range(dim):
             numbers[d] = np.int8(np.int32(np.rint(widened(x[d]) * inverse)))
     carray(bf16_at(address + dim), (1,), np.uint16)[0] = scale
-
-
-@compiled(error_model="numpy")
-def unpack_head(address: int, out: Bf16) -> None:
-    """Unpack one head's numbers from an address: out bf16 [dim], each rounded once."""
-    dim = len(out)
-    numbers = carray(_int8_at(address), (dim,), np.int8)
-    scale = widened(carray(bf16_at(address + dim), (1,), np.uint16)[0])
-    for d in range(dim):
-        out[d] = rounded(np.float32(numbers[d]) * scale)

@@ -71,18 +71,13 @@ def test_pages_of_int8_take_numbers_and_bytes() -> None:
 @pytest.mark.skipif(load_kernels() is None, reason="no numba here")
 @settings(deadline=None, max_examples=200)
 @given(heads())
-def test_compiled_code_packs_and_unpacks_the_same_bytes(rows: Tensor) -> None:
+def test_compiled_code_makes_the_same_bytes(rows: Tensor) -> None:
     from kernels.cpu import int8_rows
 
     compiled: Any = int8_rows
     wanted = pack_rows(rows)
     packed = np.full(wanted.shape, 77, np.int8)
-    unpacked = torch.zeros_like(rows)
     for row, numbers in enumerate(as_bits(rows)):
         compiled.pack_head(numbers, packed[row].ctypes.data)
-        compiled.unpack_head(packed[row].ctypes.data, as_bits(unpacked)[row])
     assert packed.tobytes() == wanted.numpy().tobytes()
     assert packed.shape[1] - rows.shape[1] == SCALE_BYTES
-    expected = unpack_rows(wanted, torch.bfloat16)
-    assert torch.equal(unpacked.isnan(), expected.isnan())
-    assert torch.equal(unpacked.nan_to_num(), expected.nan_to_num())
