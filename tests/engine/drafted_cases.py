@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.build import page_dtype
 from engine.step import drafter
 from engine.step.drafts import Candidate
 from kernels.cpu.available import decode_kernels, flash_kernels, product_kernels
@@ -29,6 +30,7 @@ ARMS = {
     "float32": {"dtype": "float32", "cache_mode": "attentionstore"},
     "bfloat16": {"dtype": "bfloat16", "cache_mode": "recompute"},
     "exact": {"dtype": "bfloat16", "cache_mode": "attentionstore", "exact": "on"},
+    "int8": {"dtype": "bfloat16", "cache_mode": "attentionstore", "exact": "on", "hbm_dtype": "int8"},
 }
 
 
@@ -187,7 +189,12 @@ def all_of_them(candidates: list[Candidate], *, rows: int, most_rows: int, **_: 
 def arms() -> list[str]:
     """In bf16 only where a row has the same bits for any number of rows, as the kernels of few rows see to."""
     exact = product_kernels() is not None and flash_kernels(exact=True) is not None
-    return ["float32", *(["bfloat16"] if decode_kernels() is not None else []), *(["exact"] if exact else [])]
+    return ["float32", *(["bfloat16"] if decode_kernels() is not None else []), *(["exact", "int8"] if exact else [])]
+
+
+def measure_nothing(patched: pytest.MonkeyPatch) -> None:
+    """Let pages be int8 without a text on which that is measured."""
+    patched.setattr(page_dtype, "_measured", lambda *_: 0.0)
 
 
 def main() -> None:
@@ -198,6 +205,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
         patched.setattr(drafter, "worthwhile", all_of_them)
+        measure_nothing(patched)
         for arm in arguments.arms:
             path = Path(directory) / arm
             save_model(path)

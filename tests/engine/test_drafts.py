@@ -8,7 +8,7 @@ import torch
 from engine.step import drafter
 from engine.step.sampler import BadLogits, Sampler
 from tests.app.fakes import write_tokenizer
-from tests.engine.drafted_cases import Pair, all_of_them, arms, save_model
+from tests.engine.drafted_cases import Pair, all_of_them, arms, measure_nothing, save_model
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, random_ids, save_tiny
 from tests.engine.step.test_grammar import PERSON, schema_grammar
@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is found is drafted."""
     monkeypatch.setattr(drafter, "worthwhile", all_of_them)
+    measure_nothing(monkeypatch)
 
 
 @pytest.mark.usefixtures("always")
