@@ -58,6 +58,9 @@ class CacheUse(_Answer):
     codec: str = Field(
         description="codec that the KV of this conversation may go through, all but `activation` lossy; `raw`: none"
     )
+    hbm_dtype: str = Field(
+        description="numbers of KV in HBM (`cache.hbm_dtype`); `int8` is lossy, the others are as computed"
+    )
     selected_tokens: int = Field(
         description="tokens of the answer that read a part of their context only; in a stream, in its last event"
     )

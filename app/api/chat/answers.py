@@ -164,6 +164,7 @@ def ours(generation: Generation) -> dict[str, Any]:
             "coded_tokens": report.coded_tokens,
             "recalled_tokens": report.recalled_tokens,
             "codec": generation.codec,
+            "hbm_dtype": generation.model.hbm_dtype or generation.model.dtype,
             "selected_tokens": report.selected_tokens,
             "selector": generation.selector,
             "miss_reasons": report.miss_reasons,
