@@ -14,8 +14,6 @@ token is the same for 98 % and perplexity changes by at most 0.2 %; at 0.004 nat
 less than KIVI-4 in fewer bytes.
 """
 
-import gzip
-import json
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
 from engine.build.model import find_attention
@@ -47,22 +46,6 @@ HISTORIES = 512, 1024, 1024, 2048, 1024, 512, 1024, 4096  # tokens, in turn
 SCORED = 192
 MOST_BYTES = {0.001: 0.25, 0.004: 0.18}
 LEAST_SAME, MOST_PERPLEXITY = 0.98, 0.002
-
-
-def documents(data: Path) -> Iterator[str]:
-    """Yield texts of the three kinds in turn."""
-    with gzip.open(data / "long_docs/books.jsonl.gz", "rt", encoding="utf-8") as lines:
-        books = [text[len(text) // 2 :] for line in lines if len(text := json.loads(line)["text"]) > 100_000]
-    with gzip.open(data / "dialogues/topical_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
-        turns = [turn for line in lines for turn in json.loads(line)["turns"]]
-    chat = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
-    with gzip.open(data / "text/wikitext2_valid.txt.gz", "rt", encoding="utf-8") as lines:
-        wiki = lines.read()
-    for number, book in enumerate(books):
-        yield book[:40_000]
-        for text in (chat, wiki):
-            if len(part := text[number * 30_000 : (number + 1) * 30_000]) == 30_000:
-                yield part
 
 
 class RotatedCodec:

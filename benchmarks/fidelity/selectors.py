@@ -36,7 +36,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.fidelity.codecs import documents
+from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import config
 from benchmarks.harness.models import model_directory, name_of, result_name

@@ -28,7 +28,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.fidelity.codecs import documents
+from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
 from cache.blocks.keys import BLOCK_TOKENS

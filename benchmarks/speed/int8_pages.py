@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from app.settings.settings import CacheSettings
-from benchmarks.fidelity.codecs import documents
+from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name

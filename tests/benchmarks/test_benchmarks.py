@@ -19,7 +19,7 @@ NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "tru
           "keeping": ["--data", "d"], "codecs": ["--data", "d"], "sparsity": ["--data", "d"],
           "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"],
           "pool": ["--data", "d"], "packed_weights": ["--data", "d"],
-          "drafts": ["--data", "d"]}  # fmt: skip
+          "drafts": ["--data", "d"], "int8_pages": ["--data", "d"]}  # fmt: skip
 
 
 @pytest.fixture(params=NAMES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fidelity.fleet_kills import Books, Kill, difference, pauses, result_of
+from benchmarks.fidelity.fleet_kills import Books, Kill, Returning, difference, pauses, result_of
 from benchmarks.harness.chat_stream import ChatStream
 
 
@@ -12,6 +12,10 @@ def stream_of(*choices: list[tuple[str, float]]) -> ChatStream:
         stream.tokens[index] = tokens
         stream.texts[index] = "".join(token for token, _ in tokens)
     return stream
+
+
+def a_turn(cached: int) -> Returning:
+    return Returning("greedy", 100, cached, was_broken=False, x_cache={})
 
 
 SAID = [("a", -1.0), ("b", -2.0)]
@@ -54,10 +58,10 @@ def test_a_pause_is_the_longest_gap_that_ends_after_the_kill():
 
 
 def test_lost_turns_errors_and_differences_are_not_held():
-    books = Books(kills=[Kill("replica", 3, [0.5])], moved_ttft_s=[0.2], returning=[(100, 95)])
+    books = Books(kills=[Kill("replica", 3, [0.5])], moved_ttft_s=[0.2], returning=[a_turn(95)])
     assert all(result_of(books)["held"].values())
     books.kills.append(Kill("replica", 3, [0.8]))
-    books.returning.append((100, 80))
+    books.returning.append(a_turn(80))
     books.errors, books.lost = ["503"], ["greedy: not known"]
     found = difference("greedy", stream_of(SAID), stream_of([("c", -3.0)]), was_broken=True)
     assert found is not None
