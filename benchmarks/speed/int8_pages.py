@@ -72,8 +72,8 @@ class Arm:
         self.engine.run()
         return 1e3 * statistics.median(steps[1:-1])
 
-    def prompt_ms(self, prompt: list[int]) -> float:
-        turn = self.engine.submit("prompt", prompt, 1)
+    def prompt_ms(self, prompt: list[int], session: str = "prompt") -> float:
+        turn = self.engine.submit(session, prompt, 1)
         self.engine.run()
         assert turn.first_s is not None
         return 1e3 * (turn.first_s - turn.submitted_s)
@@ -91,7 +91,8 @@ def measure(run: Run) -> dict[str, Any]:
     times: dict[tuple[int, int], dict[str, list[float]]] = {case: {arm: [] for arm in ARMS} for case in every}
     for case in run.track(CASES, "computing contexts"):
         for arm in arms.values():
-            arm.decode_ms(contexts[case])
+            for session, context in contexts[case].items():
+                arm.prompt_ms(context, session)
     gc.disable()
     for round_, order in run.rounds(every, arguments.rounds):
         for tokens, streams in order:

@@ -11,12 +11,14 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from kernels.cpu.emit import F32, LANES, VEC, Emit, compiled, emitted
+from kernels.cpu.emit import F32, I8, I16, I32, I64, LANES, VEC, VEC_I16, VEC_I32, Emit, compiled, emitted
 from kernels.views import Constant, Fp32, Int32, Int64
 
 PART = 512  # keys that one task of attention covers
 _NO_WINDOW = 1 << 62
 _PREFETCH = 4096  # bytes; needed because the hardware's own prefetch stops at the end of a page
+_WORD = 16_383  # most of a query as int16, so that 512 products with int8 fit into 32 bits
+_BYTES, _WORDS = ir.VectorType(I8, 2 * LANES), ir.VectorType(I16, 2 * LANES)
 _LINE = 64  # bytes that are fetched together
 _AHEAD = 32  # at most this many rows ahead, so that the row is in this run of pages or in the next
 
@@ -72,10 +74,36 @@ def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, behind:
         e.prefetch(e.at(base, place))
 
 
+def _multiplied(
+    e: Emit, is_packed: bool, by_words: bool, queries: Any, bases: Sequence[Any], group: int, lanes: int
+) -> list[list[Any]]:
+    """Return for each query head and each key, at an address of `bases`, a vector whose lanes add up to their product.
+    Lanes are int32 where int16 queries multiply int8 keys."""
+    number, width = (1 if is_packed else 2), (2 if by_words else 1)  # bytes; vectors of a query at once
+    totals = [[e.words(0) if by_words else e.splat(0.0)] * len(bases) for _ in range(group)]
+    for place in range(0, lanes, width):
+        kind = _WORDS if by_words else VEC
+        query = [
+            e.load(e.at(queries, (g * lanes + place) * LANES * (2 if by_words else 4)), kind) for g in range(group)
+        ]
+        for n, base in enumerate(bases):
+            here = e.at(base, place * LANES * number)
+            if by_words:
+                key = e.b.sext(e.load(here, _BYTES), _WORDS)
+            else:
+                key = e.int8(here) if is_packed else e.bf16(here)
+            for g in range(group):
+                multiply = e.dot_words if by_words else e.added_product
+                totals[g][n] = multiply(totals[g][n], query[g], key)
+    return totals
+
+
 def _emit_scores(
     e: Emit,
     is_packed: bool,
     q: ir.Value,
+    words: ir.Value,
+    scales: ir.Value,
     group: int,
     lanes: int,
     k: ir.Value,
@@ -85,23 +113,56 @@ def _emit_scores(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32. behind: where the next keys will be read."""
-    number = 1 if is_packed else 2  # bytes
-    with cgutils.for_range(e.b, count) as loop:
-        base = e.at(k, e.mul(k_row, loop.index))
-        read = e.int8 if is_packed else e.bf16
-        key = [read(e.at(base, lane * LANES * number)) for lane in range(lanes)]
-        scale = e.scale(e.at(base, lanes * LANES)) if is_packed else None
-        _prefetch_row(e, k, k_row, loop.index, count, behind, lanes * LANES * number)
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16 and what each head of it
+    has to be multiplied with. behind: where the next keys will be read. A product has the same bits wherever its key is
+    among the others."""
+    size = lanes * LANES * (1 if is_packed else 2)
+    by_words = is_packed and lanes % 2 == 0 and "+avx512bw" in e.features
+    heads = next(n for n in (1, 2, 4, 8, 16) if n >= group)
+    keys = LANES // heads  # at once
+    query_scales = [e.load(e.at(scales, 4 * g), F32) for g in range(group)] if by_words else []
+    of_queries = e.splat(0.0)
+    for g, scale in enumerate(query_scales):
+        for n in range(keys):
+            of_queries = e.b.insert_element(of_queries, scale, I32(g * keys + n))
+
+    def score(first: Any, together: int) -> None:
+        """Of the keys from `first` on: `keys` of them, or one."""
+        index = [e.add(first, n) for n in range(together)]
+        bases = [e.at(k, e.mul(k_row, i)) for i in index]
+        totals = _multiplied(e, is_packed, by_words, words if by_words else q, bases, group, lanes)
+        for i in index:
+            _prefetch_row(e, k, k_row, i, count, behind, size)
+        key_scales = [e.scale(e.at(base, size)) for base in bases] if is_packed else []
+        if together == 1:
+            for g, (total,) in enumerate(totals):
+                result = e.sum_lanes(total)
+                if by_words:
+                    result = e.b.fmul(e.b.sitofp(result, F32), query_scales[g])
+                if is_packed:
+                    result = e.b.fmul(result, key_scales[0])
+                to = e.at(out, e.mul(out_row, g), e.mul(first, 4))
+                e.b.store(result, e.b.bitcast(to, F32.as_pointer()))
+            return
+        spare = totals[0][0]
+        result = e.sums([totals[n // keys][n % keys] if n // keys < group else spare for n in range(LANES)])
+        if by_words:
+            result = e.b.fmul(e.b.sitofp(result, VEC), of_queries)
+        if is_packed:
+            of_keys = e.splat(0.0)
+            for n, scale in enumerate(key_scales):
+                of_keys = e.b.insert_element(of_keys, scale, I32(n))
+            result = e.b.fmul(result, e.shuffled(of_keys, of_keys, [n % keys for n in range(LANES)]))
         for g in range(group):
-            total = e.splat(0.0)
-            for lane in range(lanes):
-                total = e.fma(e.load(e.at(q, (g * lanes + lane) * LANES * 4)), key[lane], total)
-            score = e.reduce("fadd", total)
-            e.b.store(
-                score if scale is None else e.b.fmul(score, scale),
-                e.b.bitcast(e.at(out, e.mul(out_row, g), e.mul(loop.index, 4)), F32.as_pointer()),
-            )
+            part = e.shuffled(result, result, range(g * keys, (g + 1) * keys))
+            e.store(part, e.at(out, e.mul(out_row, g), e.mul(first, 4)))
+
+    whole = e.b.sdiv(count, I64(keys))
+    with cgutils.for_range(e.b, whole) as loop:
+        score(e.mul(loop.index, keys), keys)
+    done = e.mul(whole, keys)
+    with cgutils.for_range(e.b, e.b.sub(count, done)) as loop:
+        score(e.b.add(done, loop.index), 1)
 
 
 @emitted
@@ -118,13 +179,15 @@ def _scores(
     out_row: ir.Value,
 ) -> None:
     """See `_emit_scores`, of keys in bf16."""
-    _emit_scores(e, False, q, group, lanes, k, k_row, count, behind, out, out_row)
+    _emit_scores(e, False, q, q, q, group, lanes, k, k_row, count, behind, out, out_row)
 
 
 @emitted
 def _packed_scores(
     e: Emit,
     q: ir.Value,
+    words: ir.Value,
+    scales: ir.Value,
     group: int,
     lanes: int,
     k: ir.Value,
@@ -135,7 +198,29 @@ def _packed_scores(
     out_row: ir.Value,
 ) -> None:
     """See `_emit_scores`, of keys in int8."""
-    _emit_scores(e, True, q, group, lanes, k, k_row, count, behind, out, out_row)
+    _emit_scores(e, True, q, words, scales, group, lanes, k, k_row, count, behind, out, out_row)
+
+
+@emitted
+def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value, scales: ir.Value) -> None:
+    """Round queries, fp32 [group, 16 * lanes], to int16 and a scale for each head: to a 32,000th of its largest number.
+    A head that is not finite gets a scale of NaN."""
+    for g in range(group):
+        numbers = [e.load(e.at(q, (g * lanes + lane) * LANES * 4)) for lane in range(lanes)]
+        top, total = e.splat(0.0), e.splat(0.0)
+        for x in numbers:
+            size = e.call("llvm.fabs.v16f32", VEC, x)
+            top = e.b.select(e.b.fcmp_ordered(">", size, top), size, top)
+            total = e.b.fadd(total, e.b.fmul(x, e.splat(0.0)))  # NaN if one is not finite
+        scale = e.b.fdiv(e.reduce("fmax", top), F32(_WORD))
+        nothing = e.b.fcmp_ordered("<", scale, F32(2.0**-126))
+        inverse = e.splat(e.b.select(nothing, F32(0.0), e.b.fdiv(F32(1.0), scale)))
+        check = e.sum_lanes(total)
+        e.b.store(e.b.fadd(scale, check), e.b.bitcast(e.at(scales, 4 * g), F32.as_pointer()))
+        for lane, x in enumerate(numbers):
+            whole = e.call("llvm.rint.v16f32", VEC, e.b.fmul(x, inverse))
+            whole = e.b.select(e.b.fcmp_ordered("ord", whole, whole), whole, e.splat(0.0))
+            e.store(e.b.trunc(e.b.fptosi(whole, VEC_I32), VEC_I16), e.at(words, (g * lanes + lane) * LANES * 2))
 
 
 @emitted
@@ -262,12 +347,17 @@ def attend_part(
     runs[num_runs, 0] = table[min((first + count) // page_size, len(table) - 1)]
     runs[num_runs, 1] = (first + count) % page_size
     row_bytes = padded * 4
+    words, scales = np.empty((len(group), len(k_lanes) * LANES), np.int16), np.empty(len(group), np.float32)
+    if k.is_packed:
+        _round_queries(q, group, k_lanes, words.ctypes.data, scales.ctypes.data)
     done, at = 0, k.address + runs[0, 0] * k.page + runs[0, 1] * k.row + kv_head * k.head
     for i in range(num_runs):
         behind = k.address + runs[i + 1, 0] * k.page + runs[i + 1, 1] * k.row + kv_head * k.head
         to = scores.ctypes.data + done * 4
         if k.is_packed:
-            _packed_scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes)
+            _packed_scores(
+                q, words.ctypes.data, scales.ctypes.data, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes
+            )
         else:
             _scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes)
         at = behind

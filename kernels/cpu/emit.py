@@ -27,6 +27,12 @@ _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 VEC, VEC_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+_HALF_SUMS = (  # of `sums`: the lanes of two vectors that are added to those 8, 4, 2 and 1 behind them
+    (8, [*range(8), *range(16, 24)]),
+    (4, [first + i for first in (0, 8, 16, 24) for i in range(4)]),
+    (2, [first + i for lane in range(0, LANES, 4) for first in (lane, lane + LANES) for i in range(2)]),
+    (1, [first + i for lane in range(0, LANES, 4) for first in (lane, lane + LANES) for i in (0, 2)]),
+)
 VEC_I16, VEC_I8, VEC_F16 = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES), ir.VectorType(F16, LANES)
 PAIRS = ir.VectorType(I16, 2 * LANES)  # of bf16, as one operand of a dot product
 _POINTER = I8.as_pointer()
@@ -35,8 +41,10 @@ _POINTER = I8.as_pointer()
 class Emit:
     """Emits code at the place where a builder stands."""
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: Any, features: frozenset[str] = frozenset()) -> None:
+        """features: of the processor that is compiled for, as LLVM names them."""
         self.b = builder
+        self.features = features
 
     # --- addresses and memory ---
 
@@ -92,6 +100,9 @@ class Emit:
     def add_product(self, target: Any, x: Any, y: Any) -> None:
         self.b.store(self.fma(x, y, self.b.load(target)), target)
 
+    def added_product(self, total: Any, x: Any, y: Any) -> Any:
+        return self.fma(x, y, total)
+
     def dot(self, total: Any, x: Any, y: Any) -> Any:
         """Add products of bf16 pairs, 16 words each. Needs AVX512_BF16."""
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VEC, total, x, y)
@@ -100,6 +111,34 @@ class Emit:
         """Reduce the lanes by `fadd` or `fmax`, in a tree."""
         first = [F32(0.0)] if name == "fadd" else []
         return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
+
+    def sum_lanes(self, x: Any) -> Any:
+        """Add the lanes of a vector, in the order in which `sums` does."""
+        while x.type.count > 1:
+            half = x.type.count // 2
+            parts = [self.shuffled(x, x, [*range(first, first + half)]) for first in (0, half)]
+            x = self._added(*parts)
+        return self.b.extract_element(x, I32(0))
+
+    def sums(self, vectors: Sequence[Any]) -> Any:
+        """Add the lanes of each of 16 vectors: lane i of the result is the sum of vectors[i]. A third of what single
+        sums take."""
+        vectors = [vectors[4 * (n % 4) + n // 4] for n in range(LANES)]  # so that they end up in order
+        for distance, lows in _HALF_SUMS:
+            pairs, highs = zip(vectors[::2], vectors[1::2], strict=True), [i + distance for i in lows]
+            vectors = [self._added(self.shuffled(x, y, lows), self.shuffled(x, y, highs)) for x, y in pairs]
+        return vectors[0]
+
+    def _added(self, x: Any, y: Any) -> Any:
+        return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
+
+    def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
+        """Take lanes out of two vectors."""
+        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
+
+    def dot_words(self, total: Any, x: Any, y: Any) -> Any:
+        """Add products of pairs of int16, 32 of them, to 16 int32. Needs AVX512BW; with VNNI it is one instruction."""
+        return self.b.add(total, self.call("llvm.x86.avx512.pmaddw.d.512", VEC_I32, x, y))
 
     def upper(self, x: Any) -> Any:
         """Take the lower 16 bits of words as bf16."""
@@ -164,7 +203,8 @@ def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
                     values.append(context.make_array(kind)(context, builder, arg).data)
                 else:
                     values.append(kind.count if isinstance(kind, types.UniTuple | types.Tuple) else arg)
-            made = emit(Emit(builder), *values)
+            features = frozenset(context.codegen().magic_tuple()[2].split(","))
+            made = emit(Emit(builder, features), *values)
             return context.get_dummy_value() if result is types.void else made
 
         return result(*kinds), generate

@@ -98,7 +98,7 @@ def test_attention_of_single_rows(group: int, kv_heads: int, dim: int) -> None:
     packed = [packed_pool(pool) for pool in (k, v)]
     numbers = [unpack_rows(pool, torch.float32) for pool in packed]
     error = (attend(q, *packed, table, contexts) - truth(q, *numbers, table, contexts)).abs().max()
-    assert error < 2e-6
+    assert error < 3e-4  # queries are rounded to a 32,000th of their largest number
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 600])

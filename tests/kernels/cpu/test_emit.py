@@ -1,13 +1,15 @@
-"""Tests that compiled code is compiled anew once any file of its folder has changed."""
+"""Tests that compiled code is compiled anew once any file of its folder has changed, and sums of several vectors."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kernels.cpu.available import decode_kernels
+from kernels.views import Fp32
 
 pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
 
@@ -40,3 +42,31 @@ def test_a_change_of_another_file_is_noticed(tmp_path: Path) -> None:
         )
         found.append(ran.stdout.split())
     assert found == [["6", "0"], ["6", "1"], ["10", "0"]]
+
+
+def test_sums_of_sixteen_vectors_are_those_of_each() -> None:
+    """To the bit, so that no score hangs on which keys are beside its own."""
+    from llvmlite import ir
+
+    from kernels.cpu.emit import F32, LANES, Emit, compiled, emitted
+
+    def together(e: Emit, x: ir.Value, out: ir.Value) -> None:
+        e.store(e.sums([e.load(e.at(x, 4 * LANES * row)) for row in range(LANES)]), e.at(out))
+
+    def one_by_one(e: Emit, x: ir.Value, out: ir.Value) -> None:
+        for row in range(LANES):
+            total = e.sum_lanes(e.load(e.at(x, 4 * LANES * row)))
+            e.b.store(total, e.b.bitcast(e.at(out, 4 * row), F32.as_pointer()))
+
+    many, one = emitted(together), emitted(one_by_one)
+
+    @compiled()
+    def both(x: Fp32, found: Fp32, wanted: Fp32) -> None:
+        many(x, found)
+        one(x, wanted)
+
+    x = np.random.default_rng(0).standard_normal((LANES, LANES)).astype(np.float32)
+    found, wanted = np.zeros((2, LANES), np.float32)
+    both(x, found, wanted)
+    assert found.tobytes() == wanted.tobytes()
+    assert np.allclose(found, x.sum(1), atol=1e-5)
