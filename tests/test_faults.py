@@ -567,7 +567,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("tiers_below", [{"disk_gbps": 0.02}, {"dram_bytes": 100 * SLOT, "dram_gbps": 0.02}])
+@pytest.mark.parametrize("tiers_below", [{"disk_gbps": 0.005}, {"dram_bytes": 100 * SLOT, "dram_gbps": 0.005}])
 def test_loads_that_are_never_in_time(
     path: Path,
     tmp_path: Path,
