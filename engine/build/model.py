@@ -215,6 +215,8 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     subject = Subject(module, backend, page_size, found, go_on)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     pages = choose_pages(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
+    if pages.is_packed and (config.selector.name != "none" or config.cache.larger_than_hbm):
+        raise ModelRefused("cache.hbm_dtype int8: needs selector.name none and cache.larger_than_hbm false")
     digest = selected_fingerprint(coded_fingerprint(digest, codec.name), config.selector)
     digest = paged_fingerprint(digest, pages)
     lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None

@@ -196,6 +196,12 @@ class Driver:
             self.engine.poll(self.now)
         self.check()
 
+    def forget_hbm(self) -> None:
+        """Let every block leave HBM that nobody runs on."""
+        for row in self.cache.tiers.table:
+            if row.page is not None:
+                self.cache.tiers.hbm.leave(row)
+
     def close(self) -> None:
         """As a process that leaves in order."""
         self.engine.close()

@@ -62,17 +62,11 @@ def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s",
     return answer
 
 
-def forget_hbm(driver: Driver) -> None:
-    for row in driver.cache.tiers.table:
-        if row.page is not None:
-            driver.cache.tiers.hbm.leave(row)
-
-
 def test_a_conversation_goes_on_from_dram_as_if_it_was_computed(make: Make, vanilla: Any) -> None:
     driver = make(disk_bytes=0)
     one = turn(driver, "1", random_ids(100, 1))
     assert_greedy(vanilla, one)
-    forget_hbm(driver)
+    driver.forget_hbm()
     two = turn(driver, "2", [*one.text, *random_ids(20, 2)])
     assert_greedy(vanilla, two)
     assert two.report is not None
@@ -130,7 +124,7 @@ def test_a_full_window_is_cut_and_the_rest_goes_on(make: Make, vanilla: Any) -> 
             said.append(answer.token_ids)
             text = [*answer.text, *random_ids(40, 10 + number)]
             if number == 2:
-                forget_hbm(driver)
+                driver.forget_hbm()
         assert answer.report is not None
         assert answer.report.truncated_tokens
         assert answer.report.dram_tokens >= 64
@@ -150,7 +144,7 @@ def test_engines_with_and_without_it_never_meet(make: Make, vanilla: Any) -> Non
 def test_an_altered_activation_is_a_miss(make: Make, vanilla: Any, layer: int) -> None:
     driver = make(disk_bytes=0)
     one = turn(driver, "1", random_ids(HISTORY, 1))
-    forget_hbm(driver)
+    driver.forget_hbm()
     slot = next(
         row.slot for row in driver.cache.tiers.table if row.place == 1 and list(row.token_ids) == one.text[32:64]
     )
@@ -237,7 +231,7 @@ def test_a_load_that_takes_longer_than_computing_is_not_made(make: Make, monkeyp
         assert answer.report is not None
         reasons.append(answer.report.miss_reasons.get("cheaper_to_recompute", 0) > 0)
         text = [*answer.text, *random_ids(5, 10 + number)]
-        forget_hbm(driver)
+        driver.forget_hbm()
     assert reasons == [False, False, True]  # the second turn is the first to load, at the price that is guessed
 
 
@@ -249,7 +243,7 @@ def test_in_bf16_a_recompute_agrees_with_what_is_loaded(make: Make) -> None:
         assert answer.error is None
         assert number == 0 or answer.cached >= HISTORY
         text = [*answer.text, *random_ids(5, 10 + number)]
-        forget_hbm(driver)
+        driver.forget_hbm()
     stats = driver.engine.stats()
     assert stats.verified_loads == 3
     assert stats.verify_mismatches == 0

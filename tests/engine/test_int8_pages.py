@@ -10,13 +10,18 @@ import torch
 from cache.moves import FillFromPage
 from engine.build import page_dtype
 from engine.model.loading import ModelRefused
-from kernels.cpu.available import flash_kernels
+from kernels.cpu.available import decode_kernels, dots_of_pairs
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import random_ids, save_tiny
 
 HISTORY, ANSWER, WINDOW = 150, 30, 512
 KV_BYTES = 4 * 2 * 2 * 32 * 2  # of a token: layers, K and V, heads, dims, bf16
 Make = Callable[..., Driver]
+
+
+def has_dots() -> bool:
+    """By the processor: kernels that do not run on one that has them are to be seen."""
+    return decode_kernels() is not None and dots_of_pairs()
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +65,7 @@ def turn(driver: Driver, request_id: str, prompt: list[int], session: str = "s",
     return answer
 
 
-def forget_hbm(driver: Driver) -> None:
-    for row in driver.cache.tiers.table:
-        if row.page is not None:
-            driver.cache.tiers.hbm.leave(row)
-
-
-@pytest.mark.skipif(flash_kernels(exact=True) is None, reason="bf16 is exact on processors with AVX512_BF16 only")
+@pytest.mark.skipif(not has_dots(), reason="bf16 is exact on processors with AVX512_BF16 only")
 @pytest.mark.parametrize("weights", ["auto", "q8"])
 def test_reuse_gives_the_text_of_a_recompute(make: Make, weights: str) -> None:
     """Out of HBM, DRAM and disk, in a crowd, greedy and seeded."""
@@ -86,7 +85,7 @@ def test_reuse_gives_the_text_of_a_recompute(make: Make, weights: str) -> None:
                 assert getattr(answer.report, found) >= HISTORY // 32 * 32
             text = [*answer.text, *random_ids(20, 10 + number)]
             if number in (1, 3):
-                forget_hbm(driver)
+                driver.forget_hbm()
             if number == 2 and mode == "attentionstore":
                 driver = make(cache_mode=mode, exact="on", model_weights=weights)
         told.append(said)
@@ -123,7 +122,7 @@ def test_a_full_window_is_cut_and_the_conversation_goes_on(make: Make) -> None:
         answer = turn(driver, str(number), text)
         text = [*answer.text, *random_ids(40, 10 + number)]
         if number == 2:
-            forget_hbm(driver)
+            driver.forget_hbm()
     assert answer.report is not None
     assert answer.report.truncated_tokens
     assert answer.report.dram_tokens >= 64
@@ -167,6 +166,12 @@ def test_it_is_measured_once(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
     for damaged in (b"", b"{}", kept.read_bytes().replace(b'"version":1', b'"version":0')):
         kept.write_bytes(damaged)
         assert make().engine.model.hbm_divergence == pytest.approx(first.hbm_divergence)
+
+
+def test_contexts_that_are_not_in_hbm_as_a_whole_are_refused(path: Path) -> None:
+    """By the settings first; this is the last line, because to read such pages in part would read them wrongly."""
+    with pytest.raises(ModelRefused, match=r"larger_than_hbm false"):
+        Driver(path, hbm_dtype="int8", codec_budget=1.0, model_dtype="bfloat16", larger_than_hbm=True)
 
 
 def test_other_numbers_than_bf16_are_not_packed(path: Path) -> None:

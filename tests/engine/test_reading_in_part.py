@@ -8,7 +8,7 @@ import pytest
 from cache.blocks.keys import salt_of
 from engine.build.model import load
 from engine.model.loading import ModelRefused
-from kernels.cpu.available import flash_kernels, product_kernels
+from kernels.cpu.available import decode_kernels, dots_of_pairs
 from kernels.selectors import SELECTORS
 from tests.engine.driver import Driver, config
 from tests.engine.models import random_ids
@@ -120,7 +120,7 @@ def test_loads_are_not_verified_where_answers_read_in_part() -> None:
 def test_exact_kernels_read_whole_contexts_or_none() -> None:
     if load(config(BUNDLED, dtype="bfloat16")).device.type != "cpu":
         pytest.skip("on CPU only")
-    if product_kernels() is None or flash_kernels(exact=True) is None:
+    if decode_kernels() is None or not dots_of_pairs():
         pytest.skip("bf16 is exact on processors with AVX512_BF16 only")
     with pytest.raises(ModelRefused, match="selector"):
         an_engine("pairs", dtype="bfloat16", exact="on")
