@@ -40,7 +40,7 @@ HELD = {
     "KV in Redis beside a bare socket loop": "redis_tier",
     "What the gateway adds": "gateway",
     "A fleet whose Redis is in trouble": "fleet_faults",
-    "One server before fleets and after": "other_tree",
+    "One server before packed weights, drafts and layers in one call, and after": "other_tree",
 }
 """Results that say what held, by title."""
 POISSON = {

@@ -54,7 +54,7 @@ SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 0.25, "cache.disk_gi
 HBM_TOKENS = 4096
 MODELS = ("bundled", "125m")
 RARELY = {"no-disk": 4}  # arms that take part in every so manieth round
-CALM_S = 10.0  # after a start: until memory is there, in large pages
+CALM_S = 15.0  # after a start: until memory is there, in large pages; two servers need 12
 RESAMPLES = 2000
 
 
