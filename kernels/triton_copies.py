@@ -17,6 +17,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.triton_rows import turned
+
 _PROGRAMS = 64  # at once, each with four warps: half of an H100's processors have one
 _LINES = 64  # heads of rows that a program copies at once
 _TILE_WORDS = 2048  # of eight bytes, that a program copies at once
@@ -74,12 +76,9 @@ def _write_blocks(
             high_cos = tl.load(cos_ptr + turn + half, mask=mask).to(tl.float32)
             low_sin = tl.load(sin_ptr + turn, mask=mask).to(tl.float32)
             high_sin = tl.load(sin_ptr + turn + half, mask=mask).to(tl.float32)
-            # As torch does it for the keys of a step: the product with cos is rounded, then the sum.
-            element = k_pool_ptr.dtype.element_ty
-            first = (low * low_cos).to(element).to(tl.float32) - high * low_sin
-            second = (high * high_cos).to(element).to(tl.float32) + low * high_sin
-            tl.store(k_to[:, None] + dim[None, :], first.to(element), mask=mask)
-            tl.store(k_to[:, None] + half + dim[None, :], second.to(element), mask=mask)
+            first, second = turned(low, high, low_cos, high_cos, low_sin, high_sin, k_pool_ptr.dtype.element_ty)
+            tl.store(k_to[:, None] + dim[None, :], first, mask=mask)
+            tl.store(k_to[:, None] + half + dim[None, :], second, mask=mask)
         if 2 * half < k_dim:
             rest = 2 * half + tl.arange(0, rest_padded)
             mask = is_live[:, None] & (rest < k_dim)[None, :]

@@ -224,7 +224,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
         leave = frozenset[nn.Module]() if loaded.offloaded is None else loaded.offloaded.modules
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, pages.dtype, leave))
     if device.type == "cuda" and loaded.num_ranks == 1 and loaded.offloaded is None:
-        log.debug("replaced for speed: %s", optimise_for_cuda(module))
+        log.debug("replaced for speed: %s", optimise_for_cuda(module, found, backend))
     if codec.projection is not None:
         watch_inputs(subject, codec.projection)
     if lookahead is not None:

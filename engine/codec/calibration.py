@@ -70,7 +70,7 @@ class _Listener:
             return energy
         if not rope.call.is_by_halves:  # pairs unknown
             return energy.mean(-1, keepdim=True).expand_as(energy)
-        half = rope.call.width // 2
+        half = rope.call.num_turned // 2
         pair = (energy[:, :half] + energy[:, half : 2 * half]) / 2
         return torch.cat([pair, pair, energy[:, 2 * half :]], 1)
 

@@ -58,7 +58,14 @@ class RopeCall:
     @property
     def is_by_halves(self) -> bool:
         """Whether `turn_halves` gives the requested rotation."""
-        return turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords
+        turned = self.cos.shape[-1]
+        is_known = turned <= self.width and not self.extra and not self.keywords
+        return is_known and turns_halves(self.function, turned < self.width)
+
+    @property
+    def num_turned(self) -> int:
+        """How many of the leading dims turn, if `is_by_halves`: the call may get others, and pass them on."""
+        return min(self.cos.shape[-1], self.width)
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
         """Rotate the first `width` dims of each of `rows` [tokens, heads, dim]; returns new tensors."""
@@ -93,10 +100,13 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.cache
-def turns_halves(function: Callable[..., Any]) -> bool:
-    """Whether a model's own rotation is that of `turn_halves`, determined by a trial."""
+def turns_halves(function: Callable[..., Any], is_partial: bool = False) -> bool:
+    """Whether a model's own rotation is that of `turn_halves`, determined by a trial. is_partial: with fewer angles
+    than dims."""
     generator = torch.Generator().manual_seed(0)
     x, angles = torch.randn(5, 2, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    if is_partial:
+        angles = angles[:, :4]
     cos, sin = angles.cos(), angles.sin()
     try:
         q, k = function(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None], sin[None])

@@ -72,7 +72,7 @@ def measure_moments(
 def rotated_pairs(rope: RopeSource | None, k_dim: int) -> Tensor:
     """Return the dims that a layer's rotation turns together [pairs, 2] int64; adjacent ones where that is not known or
     nothing turns."""
-    width = rope.call.width if rope is not None and rope.call.is_by_halves else 0
+    width = rope.call.num_turned if rope is not None and rope.call.is_by_halves else 0
     turned = torch.arange(width // 2)
     halves = torch.stack([turned, turned + width // 2], 1)
     return torch.cat([halves, torch.arange(width, k_dim - k_dim % 2).view(-1, 2)])

@@ -28,9 +28,12 @@ def make_pages(
     return [KvPages(k=pool(s.kv_heads, s.k_dim), v=pool(s.kv_heads, s.v_dim)) for s in shapes]
 
 
-def blank_pages(shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvPages]:
-    """Make pages of zeros on CPU, laid out as the engine's: kernels are compiled for a kind of strides."""
-    made = make_pages(shapes, num_pages, page_size, dtype, torch.device("cpu"))
+def blank_pages(
+    shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | None = None
+) -> list[KvPages]:
+    """Make pages of zeros, on CPU if nothing is said, laid out as the engine's: kernels are compiled for a kind of
+    strides."""
+    made = make_pages(shapes, num_pages, page_size, dtype, device or torch.device("cpu"))
     for pages in made:
         pages.k.zero_()
         pages.v.zero_()

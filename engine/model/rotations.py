@@ -60,7 +60,7 @@ class ModelRotations:
         wide = k.float()
         cos, sin = self._tables_of(rope, wide, positions)
         plain = self._call(rope, cos, -sin).rotate(wide)[0]
-        width = rope.call.width
+        width = rope.call.num_turned if rope.call.is_by_halves else rope.call.width
         scale = (cos.square() + sin.square()).mean()  # some models scale cos and sin, so two rotations scale twice
         plain[..., :width] /= scale
         return plain.to(k.dtype)

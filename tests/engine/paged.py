@@ -35,10 +35,10 @@ class Served:
     probed: ProbeResult
 
 
-def serve(model: Any) -> Served:
+def serve(model: Any, backend: AttentionBackend | None = None) -> Served:
     vanilla = copied(model)
     ours = prepare(model)
-    return Served(ours, vanilla, probe(ours, BACKENDS["torch_cpu"](), PAGE))
+    return Served(ours, vanilla, probe(ours, backend or BACKENDS["torch_cpu"](), PAGE))
 
 
 def optimise(model: Any, probed: ProbeResult) -> Optimised:

@@ -1,8 +1,10 @@
 """Runs Triton's kernels where there is no device: in its interpreter, and through its compiler."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,14 @@ def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
     return code
+
+
+def spilled_bytes(code: bytes) -> int:
+    """Return how many bytes of a thread's numbers a kernel keeps in memory because its registers do not suffice."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        ran = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return sum(int(size) for kind in ("STACK", "LOCAL") for size in re.findall(rf"\b{kind}:(\d+)", ran.stdout))

@@ -1,13 +1,8 @@
-"""Installs the faster modules of `modules` and `layer` in a loaded model, wherever they give the same result.
-
-Anything unusual in a layer (another norm, a scale, no rotation) makes its replacement differ, and the layer is left as
-it is.
-"""
+"""Installs the faster modules of `modules` and `layer` in a loaded model, wherever they give the same result."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +20,15 @@ from engine.model.cpu.modules import (
 )
 from engine.model.cpu.quantised import QuantisedLinear
 from engine.model.cpu.short_way import find_short_way
-from engine.model.hf_model import SHORT_WAY, Step, running, turns_halves
+from engine.model.hf_model import SHORT_WAY, Step, running
+from engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
 from engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
-from engine.model.loading import rope_limit
 from engine.model.pages import blank_pages
 from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionBackend
 from kernels.kv_copy import read_rows
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LINEAR = (nn.Linear, QuantisedLinear)
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_CHECK_TOKENS = 6  # half of them near the end of the window
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -107,22 +99,19 @@ def _replace_layers(
     leave: Collection[nn.Module],
 ) -> int:
     """Replace the decoder layers of the known kind, in place; returns how many."""
-    replaced = 0
-    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    last = rope_limit(text) or text.max_position_embeddings
-    positions = torch.arange(_CHECK_TOKENS)
-    positions[_CHECK_TOKENS // 2 :] += max(0, last - _CHECK_TOKENS)
+    replaced, positions = 0, check_positions(model)
+    for container, place, index in layers_in_lists(model, leave):
+        layer = container[place]
+        known = known_layer(layer, probed.ropes[index], _LINEAR)
+        if known is None or not known.is_apart:
+            continue
+        ours = DecoderLayer(layer, index, probed.params[index], exact)
+        if same_answer(ours, layer, index, probed, backend, positions, page_dtype):
+            if ours.few is not None and not _few_agree(ours, probed, backend, positions, page_dtype):
+                ours.few = None
+            container[place] = ours
+            replaced += 1
     for parent, name, container in _lists(model):
-        for place, layer in enumerate(container):
-            index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
-            if index is None or layer in leave or not _is_known(layer, probed, index):
-                continue
-            ours = DecoderLayer(layer, index, probed.params[index], exact)
-            if _same_answer(ours, layer, index, probed, backend, positions, page_dtype):
-                if ours.few is not None and not _few_agree(ours, probed, backend, positions, page_dtype):
-                    ours.few = None
-                container[place] = ours
-                replaced += 1
         if all(isinstance(layer, DecoderLayer) for layer in container) and len(container) == len(probed.shapes):
             setattr(parent, name, Layers(container))
     _join_runs(model, probed, positions)
@@ -176,85 +165,4 @@ def _few_agree(
             answer = ours(hidden, position_embeddings=tables) - hidden
             answers.append((answer, read_rows(pages.k, meta.slots), read_rows(pages.v, meta.slots)))
     ours.few = few
-    return all(agree(got, want) for got, want in zip(*answers, strict=True))
-
-
-def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
-    attention: Any = layer.self_attn
-    children = {name for name, _ in attention.named_children()}
-    norms = [layer.input_layernorm, layer.post_attention_layernorm] if _children(layer) == _LAYER else []
-    norms += [getattr(attention, name) for name in sorted(children - set(_ATTENTION))]
-    rope = probed.ropes[index]
-    biases = [getattr(attention, name, None) for name in _ATTENTION[:3]]
-    return (
-        _children(layer) == _LAYER
-        and children in (set(_ATTENTION), {*_ATTENTION, "q_norm", "k_norm"})
-        and len({type(linear) for linear in _linears(layer)}) == 1
-        and len({linear.bias is None for linear in biases if linear is not None}) == 1
-        and all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
-        and is_gated_mlp(layer.mlp, _LINEAR)  # type: ignore[arg-type]
-        and hasattr(attention, "head_dim")
-        and rope is not None
-        and rope.call.width == attention.head_dim
-        and turns_halves(rope.call.function)
-        and not rope.call.extra
-        and not rope.call.keywords
-    )
-
-
-def _linears(layer: nn.Module) -> list[nn.Module]:
-    """Return the linear layers of a layer of the known kind, and what else has their names."""
-    parents = ((layer.self_attn, _ATTENTION), (layer.mlp, ("gate_proj", "up_proj", "down_proj")))
-    found: list[Any] = [getattr(parent, name, parent) for parent, names in parents for name in names]
-    return [linear if type(linear) in _LINEAR else nn.Identity() for linear in found]
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-class _Listening:
-    """A backend that records the queries it was given."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.name, self.page_multiple = backend.name, backend.page_multiple
-        self._backend = backend
-        self.queries: Tensor
-
-    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        self.queries = q
-        return self._backend.forward(q, kv, meta, params)
-
-
-def _same_answer(
-    ours: nn.Module,
-    theirs: nn.Module,
-    index: int,
-    probed: ProbeResult,
-    backend: AttentionBackend,
-    positions: Tensor,
-    page_dtype: torch.dtype,
-) -> bool:
-    """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
-    effect of positions on the result may be too small to show."""
-    weight = next(theirs.parameters())
-    shape, rope = probed.shapes[index], probed.ropes[index]
-    assert rope is not None
-    generator = torch.Generator().manual_seed(0)
-    width: int = theirs.self_attn.q_proj.in_features  # type: ignore[union-attr,assignment]
-    hidden = torch.randn(1, len(positions), width, generator=generator).to(weight.dtype)
-    tables = rope.tables(hidden, positions)
-    answers = []
-    for layer in (ours, theirs):
-        pages = blank_pages([shape], 1, backend.page_multiple, page_dtype)[0]
-        meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
-        listening = _Listening(backend)
-        with running(Step(meta, lambda _, pages=pages: pages, listening, None)):  # type: ignore[misc]
-            try:
-                out = layer(hidden, position_embeddings=tables, position_ids=positions[None], attention_mask=None)
-            except Exception:
-                return False  # it needs more arguments than this kind of layer gets
-        if not isinstance(out, Tensor):
-            return False  # the code around it would unpack our result
-        answers.append((listening.queries, out - hidden))
     return all(agree(got, want) for got, want in zip(*answers, strict=True))

@@ -1,18 +1,24 @@
-"""Installs fused norms, gates and products in a loaded model, wherever they give the same result.
+"""Installs whole layers, or else fused norms, gates and products, in a loaded model, wherever they give the same
+result.
 
 A step of few rows launches as many kernels as one of many, each of which takes 2 us and more on the device, and 5 to 10
 on the processor where no graph is replayed. An 8 B model of 32 layers launches some 40 a layer as transformers writes
-it, and 20 with these.
+it, 20 with norms, gates and products of ours, and 10 with whole layers.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from engine.model.cuda.layer import CudaLayer, joined, linear
+from engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
 from engine.model.known_parts import is_gated_mlp, replace_child, share_product
+from engine.model.probe import ProbeResult
+from kernels.attention.ragged_batch import AttentionBackend
 from kernels.triton_kernels import triton_rows
 
 _SIBLINGS, _GATE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -23,6 +29,7 @@ Kernel = Callable[..., Tensor]
 class Optimised:
     """Counts what was replaced, for the log."""
 
+    layers: int = 0
     norms: int = 0
     gated: int = 0
     fused: int = 0
@@ -44,9 +51,7 @@ class GatedMlp(nn.Module):
 
     def __init__(self, mlp: nn.Module, gated: Kernel) -> None:
         super().__init__()
-        gate, up = (getattr(mlp, name) for name in _GATE)
-        bias = torch.cat((gate.bias, up.bias)) if gate.bias is not None else None
-        self.both, self._gated = _linear(torch.cat((gate.weight, up.weight)), bias), gated
+        self.both, self._gated = joined([getattr(mlp, name) for name in _GATE]), gated
         self.down_proj: nn.Module = mlp.down_proj  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,12 +60,15 @@ class GatedMlp(nn.Module):
 
 
 @torch.no_grad()
-def optimise_for_cuda(model: nn.Module) -> Optimised:
-    """Replace modules in place; nothing without Triton. Weights that are joined take their memory twice for the time
+def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> Optimised:
+    """Replace modules in place; nothing without Triton. In 16 bits these are whole layers where they are of the known
+    kind: there a sum may be rounded once instead of twice. Weights that are joined take their memory twice for the time
     of one module."""
     done, kernels = Optimised(), triton_rows()
     if kernels is None:
         return done
+    if next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
+        done.layers = _replace_layers(model, probed, backend, kernels)
     for module in _one_by_one(model):
         for name, child in list(module.named_children()):
             weight = getattr(child, "weight", None)
@@ -73,10 +81,25 @@ def optimise_for_cuda(model: nn.Module) -> Optimised:
                 if (gate.bias is None) == (up.bias is None):
                     done.gated += replace_child(module, name, gate.in_features, GatedMlp(child, kernels.gated))
     for module in _one_by_one(model):
-        done.fused += share_product(module, _SIBLINGS, _linear)
+        done.fused += share_product(module, _SIBLINGS, linear)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what was joined lay in pieces that nothing else fits
     return done
+
+
+def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, kernels: ModuleType) -> int:
+    """Replace the decoder layers of the known kind, in place; returns how many."""
+    replaced, positions = 0, check_positions(model)
+    for container, place, index in layers_in_lists(model):
+        layer, shape = container[place], probed.shapes[index]
+        known = known_layer(layer, probed.ropes[index])
+        if known is None or shape.k_dim != shape.v_dim or not kernels.takes_norm(known.norms[0].weight.shape[0]):
+            continue
+        ours = CudaLayer(known, index, probed.params[index], kernels)
+        if same_answer(ours, layer, index, probed, backend, positions, known.out.weight.dtype):
+            container[place] = ours
+            replaced += 1
+    return replaced
 
 
 def _one_by_one(model: nn.Module) -> Iterator[nn.Module]:
@@ -84,11 +107,3 @@ def _one_by_one(model: nn.Module) -> Iterator[nn.Module]:
     for name in [name for name, _ in model.named_modules()]:
         with suppress(AttributeError):  # a part of one that was replaced
             yield model.get_submodule(name)
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
