@@ -17,6 +17,12 @@ def triton_rows() -> ModuleType | None:
     return _imported("kernels.triton_rows")
 
 
+@functools.cache
+def triton_draws() -> ModuleType | None:
+    """Return `kernels.triton_draws`, or None without Triton."""
+    return _imported("kernels.triton_draws")
+
+
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)

@@ -3,9 +3,9 @@
     python -m benchmarks.speed.raw_speed [--rounds 5] [--context 1124]
 
 Four processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
-included, its cache off), the same with `model.exact` on (left out where that is refused), transformers as a user
-would start it, and transformers with the engine's allocator settings, to tell what those alone are worth. They take
-turns, one works while the others wait. A round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the
+included, its cache off, and without drafts, with which a step takes longer and makes more tokens), the same with
+`model.exact` on (left out where that is refused), transformers as a user would start it, and transformers with the
+engine's allocator settings, to tell what those alone are worth. They take turns, one works while the others wait. A round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the
 time until every stream has one new token (prefill), and the mean of 32 decode steps of all streams together (TPOT).
 transformers' times are stamped inside one `generate` of 33 tokens.
 Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
@@ -47,7 +47,7 @@ def engine_config(model: str, exact: str = "off") -> EngineConfig:
     flags = {
         "model.source": model, "model.dtype": "bfloat16", "model.exact": exact, "engine.device": "cpu",
         "cache.mode": "recompute", "scheduler.policy": "fcfs", "scheduler.max_seqs": str(max(STREAMS)),
-        "scheduler.itl_target_ms": "0",
+        "scheduler.itl_target_ms": "0", "scheduler.draft_tokens": "0",
     }  # fmt: skip
     return load_settings(flags=flags, environ={}, config=None).engine_config(bytes(32))
 

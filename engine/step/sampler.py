@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.messages import TokenLogprob
+from engine.step.device_draws import draw
 from engine.step.grammar import Constraint
+from kernels.draws import FLOORS, REST
 from scheduler.sequence import SamplingParams
 
 # Below this, dividing would overflow before it made a difference.
 GREEDY_TEMPERATURE = 1e-5
 
-# A draw ranks only the tokens above a log-probability, and goes on to the next one when its answer lies further down.
-# At most 10^4 tokens reach the first. Vocabulary 150k, a row: 40 us to find them and some us to rank them; torch.topk
-# takes 290 us, a stable sort of all 12 ms, ours of all 2 ms.
-_PREFIXES = (math.log(1e-4), math.log(1e-6), float(np.finfo(np.float32).min))
+# A draw ranks only the tokens above a log-probability, of `FLOORS`, and goes on to the next one when its answer lies
+# further down. At most 10^4 tokens reach the first. Vocabulary 150k, a row: 40 us to find them and some us to rank
+# them; torch.topk takes 290 us, a stable sort of all 12 ms, ours of all 2 ms.
 
 _WORD = 2**64 - 1
-_REST = 1 << 40  # beyond all ids: in an unfiltered race, the first of those that stand for all tokens below a floor
 
 
 class BadLogits(Exception):
@@ -130,11 +130,7 @@ class Sampler:
             raise ValueError(f"{len(rows)} rows need logits [{len(rows)}, vocab], got {list(logits.shape)}")
         if not rows:
             return []
-        tokens, peaks = _argmax(logits)
-        _check(peaks, range(len(rows)))
-        if special := [i for i, row in enumerate(rows) if row.edited or not row.greedy]:
-            for i, token in zip(special, _sample_special(logits[special].float(), special, rows), strict=True):
-                tokens[i] = token
+        tokens = (tokens_on_host if logits.device.type == "cpu" else tokens_on_device)(logits, rows)
         logprobs = _logprobs(logits, tokens, rows)
         return [Sampled(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
@@ -173,16 +169,71 @@ def philox(key: tuple[int, int], counter: int) -> tuple[int, int, int, int]:
     return c0, c1, c2, c3
 
 
+def tokens_on_host(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Return the token of each row of logits that are on the host. Raises BadLogits."""
+    tokens, peaks = _argmax(logits)
+    _check(peaks, range(len(rows)))
+    special = _special(rows)
+    if not special:
+        return tokens
+    picked = [rows[i] for i in special]
+    work = _edited(logits[special].float(), picked)
+    found, peaks = _argmax(work)
+    _check(peaks, special)
+    drawn = [i for i, row in enumerate(picked) if not row.greedy]
+    if drawn:
+        work = work if len(drawn) == len(picked) else work[drawn]
+        for i, token in zip(drawn, _drawn(work, [picked[i] for i in drawn]), strict=True):
+            found[i] = token
+    for i, token in zip(special, found, strict=True):
+        tokens[i] = token
+    return tokens
+
+
+def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Return what `tokens_on_host` returns of the same numbers, decided where the logits are: the host waits for the
+    device once, and again for each draw that needs unlikely tokens. Raises BadLogits."""
+    special = _special(rows)
+    picked = [rows[i] for i in special]
+    drawn = [i for i, row in enumerate(picked) if not row.greedy]
+    parts, work = [*_best(logits)], logits[:0]
+    if special:
+        work = _edited(logits[special].float(), picked)
+        parts += _best(work)
+    if drawn:
+        settings = [picked[i] for i in drawn]
+        starts = [philox((row.seed, 0), row.position)[0] for row in settings]
+        parts += [part.double() for part in draw(work[drawn], [row.sampling for row in settings], starts)]
+    sizes = [len(rows)] * 2 + [len(special)] * 2 + [len(drawn)] * 2
+    best, peaks, found, tops, draws, settled = np.split(torch.cat(parts).cpu().numpy(), np.cumsum(sizes)[:-1])
+    _check(peaks.tolist(), range(len(rows)))
+    _check(tops.tolist(), special)
+    tokens = [int(token) for token in best]
+    for i, token in zip(special, found, strict=True):
+        tokens[i] = int(token)
+    for i, token, is_settled in zip(drawn, draws, settled, strict=True):
+        tokens[special[i]] = int(token) if is_settled else _drawn(work[i : i + 1], [picked[i]])[0]
+    return tokens
+
+
+def _special(rows: Sequence[SampleRow]) -> list[int]:
+    """The rows that are not plain greedy."""
+    return [i for i, row in enumerate(rows) if row.edited or not row.greedy]
+
+
 def _argmax(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The lowest id with the greatest logit, and that logit, per row. NaN counts as the greatest."""
-    if logits.device.type == "cpu":
-        # Per row of 150k: 20 us, with the bf16 conversion 65; torch.max takes 66 and 113, torch.argmax 210 and 530.
-        values = logits.float().numpy()
-        ids = values.argmax(axis=1)
-        return ids.tolist(), values[np.arange(len(ids)), ids].tolist()
+    """The lowest id with the greatest logit, and that logit, per row of logits on the host. NaN counts as the
+    greatest."""
+    # Per row of 150k: 20 us, with the bf16 conversion 65; torch.max takes 66 and 113, torch.argmax 210 and 530.
+    values = logits.float().numpy()
+    ids = values.argmax(axis=1)
+    return ids.tolist(), values[np.arange(len(ids)), ids].tolist()
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as fp64 tensors [rows], on any device."""
     peaks, best = logits.max(dim=-1)
-    both = torch.stack((best.double(), peaks.double())).tolist()  # one synchronisation
-    return [int(token) for token in both[0]], both[1]
+    return best.double(), peaks.double()
 
 
 def _check(peaks: list[float], names: Iterable[int]) -> None:
@@ -191,39 +242,37 @@ def _check(peaks: list[float], names: Iterable[int]) -> None:
         raise BadLogits(bad)
 
 
-def _sample_special(work: Tensor, names: list[int], rows: Sequence[SampleRow]) -> list[int]:
-    """Tokens of the rows that are not plain greedy. work [len(names), vocab] fp32, consumed; names index `rows`."""
-    picked = [rows[name] for name in names]
+def _edited(work: Tensor, picked: list[SampleRow]) -> Tensor:
+    """Change logits [rows, vocab] fp32 as the rows ask before the temperature, in place."""
     if any(row.edited for row in picked):
         _apply_bias(work, picked)
         _apply_penalties(work, picked)
         _apply_masks(work, picked)
-    tokens, peaks = _argmax(work)
-    _check(peaks, names)
-    drawn = [i for i, row in enumerate(picked) if not row.greedy]
-    if not drawn:
-        return tokens
-    if len(drawn) < len(picked):
-        work = work[drawn]
-    if any(picked[i].sampling.temperature != 1 for i in drawn):
-        work /= torch.tensor([[picked[i].sampling.temperature] for i in drawn], device=work.device)
+    return work
+
+
+def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
+    """Draw the tokens of rows. work [rows, vocab] fp32, consumed."""
+    if any(row.sampling.temperature != 1 for row in picked):
+        work /= torch.tensor([[row.sampling.temperature] for row in picked], device=work.device)
     # Row by row in the library too, so the batch has no part in the result.
     logprobs = work.log_softmax(dim=-1)
-    for row, i, prefix in zip(logprobs, drawn, _ranked(logprobs, [_PREFIXES[0]] * len(drawn)), strict=True):
-        token = _draw(*prefix, picked[i], 0)
-        for level in range(1, len(_PREFIXES)):
+    tokens = []
+    for row, settings, prefix in zip(logprobs, picked, _ranked(logprobs, [FLOORS[0]] * len(picked)), strict=True):
+        token = _draw(*prefix, settings, 0)
+        for level in range(1, len(FLOORS)):
             if token is None:
-                [prefix] = _ranked(row[None], [_PREFIXES[level]])
-                token = _draw(*prefix, picked[i], level)
+                [prefix] = _ranked(row[None], [FLOORS[level]])
+                token = _draw(*prefix, settings, level)
         assert token is not None
-        tokens[i] = token
+        tokens.append(token)
     return tokens
 
 
 def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
     """The token that wins among those that the filters keep. ids and logprobs [n] are the head of the ranking, down to
-    _PREFIXES[level]; None when that is not enough to tell."""
-    sampling, complete = row.sampling, level == len(_PREFIXES) - 1
+    FLOORS[level]; None when that is not enough to tell."""
+    sampling, complete = row.sampling, level == len(FLOORS) - 1
     held = len(ids)
     if not held:
         return None
@@ -255,13 +304,13 @@ def _win_unfiltered(
     ids: NDArray[np.int64], probs: NDArray[np.float64], logprobs: NDArray[np.float32], row: SampleRow, level: int
 ) -> int | None:
     """The token that wins among all: those above each floor race with one that stands for all below it."""
-    known = int(np.count_nonzero(logprobs >= _PREFIXES[level - 1])) if level else 0  # they have lost
+    known = int(np.count_nonzero(logprobs >= FLOORS[level - 1])) if level else 0  # they have lost
     if known == len(ids):
-        return int(ids[-1]) if level == len(_PREFIXES) - 1 else None  # rounding: what had won has no mass
+        return int(ids[-1]) if level == len(FLOORS) - 1 else None  # rounding: what had won has no mass
     place, time = _first(ids[known:], probs[known:], row)
-    if level < len(_PREFIXES) - 1:
+    if level < len(FLOORS) - 1:
         rest = max(0.0, 1.0 - float(probs.sum()))
-        if rest and waits(row.seed, row.position, np.array([_REST + level]))[0] < time * rest:
+        if rest and waits(row.seed, row.position, np.array([REST + level]))[0] < time * rest:
             return None
     return int(ids[known + place])
 
@@ -308,9 +357,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     if most:
         # Everything at or above the n-th value, then ranked: topk itself leaves the order of equals open.
         best = logprobs.topk(most, dim=-1).values.tolist()
-        floors = [
-            max(top[min(max(count, 1), most) - 1], _PREFIXES[-1]) for top, count in zip(best, counts, strict=True)
-        ]
+        floors = [max(top[min(max(count, 1), most) - 1], FLOORS[-1]) for top, count in zip(best, counts, strict=True)]
         for entry, count, (ids, values) in zip(result, counts, _ranked(logprobs, floors), strict=True):
             entry.top.extend(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
     return result

@@ -236,6 +236,11 @@ class _Launch:
     parts: int
 
 
+def _warps(rows: int, v_padded: int) -> int:
+    """How many warps a program of `_attend` has, so that a thread's part of the sums stays within its registers."""
+    return 8 if rows * v_padded >= 8192 else 4
+
+
 class TritonPagedAttention:
     """Runs asynchronously on the current stream of a CUDA device, or in the interpreter if triton was imported for
     it."""
@@ -332,7 +337,7 @@ class TritonPagedAttention:
                 has_sink=params.sinks is not None,
                 precision="ieee" if q.dtype == torch.float32 else "tf32",
                 widen=self._interpreted and q.dtype == torch.bfloat16,
-                num_warps=8 if launch.rows * v_padded > 8192 else 4,  # keeps the sums within 64 registers per thread
+                num_warps=_warps(launch.rows, v_padded),
             )
             if launch.parts:
                 _merge[(len(launch.merges), kv_heads)](

@@ -27,7 +27,7 @@ from kernels.attention.ragged_batch import (
     KvPages,
 )
 from kernels.int8_rows import pack_rows, unpack_rows
-from tests.kernels.triton_runs import INTERPRETED, interpreted
+from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
 
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
 TESTED = [
@@ -325,7 +325,7 @@ def test_triton_in_its_interpreter():
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("dtype", "capability"), [("fp32", 80), ("bf16", 90)])
+@pytest.mark.parametrize(("dtype", "capability"), [("fp32", 80), ("bf16", 90), ("bf16", 100)])
 def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_path):
     """To machine code, by the assembler that comes with triton: no device needed."""
     triton = pytest.importorskip("triton")
@@ -354,3 +354,23 @@ def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_pat
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared < 99 * 1024  # what the smallest of the targets has
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("rows", "most"), [(16, 128), (64, 0)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_registers_suffice_for_heads_of_128(capability, rows, most, monkeypatch, tmp_path):
+    """For those of a chunk, 64 rows, all of a thread's numbers stay in registers; where 16 rows decode, nearly all."""
+    pytest.importorskip("triton")
+    from kernels.attention.triton_paged import _attend, _warps
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    types |= dict.fromkeys(("sink_ptr", "part_mixed_ptr", "part_stats_ptr"), "*fp32")
+    types |= dict.fromkeys(("table_ptr", "items_ptr"), "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    constants = dict.fromkeys(("k_dim", "v_dim", "k_padded", "v_padded"), 128)
+    constants |= dict.fromkeys(("has_window", "has_softcap", "has_sink", "widen"), False)
+    constants |= {"group": 4, "rows": rows, "tile": 64, "page_size": 32, "precision": "tf32"}
+    code = machine_code(_attend, types, constants, capability, num_warps=_warps(rows, 128))
+    assert spilled_bytes(code) <= most

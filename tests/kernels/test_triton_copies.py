@@ -13,7 +13,7 @@ from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import block_writer
 from kernels.kv_copy import write_rows
 from kernels.row_copies import copy_into_blocks
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code
+from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 
@@ -142,4 +142,4 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
         (_write_blocks, pointers | {"source_address": "i64"}, sizes),
         (_copy_rows, {"copies_ptr": "*i64"}, {"rows_tile": 8, "words": 256}),
     ):
-        assert machine_code(kernel, types, constants, arch)
+        assert spilled_bytes(machine_code(kernel, types, constants, arch)) <= (64 if arch == 80 else 0)

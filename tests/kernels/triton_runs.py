@@ -29,7 +29,7 @@ def interpreted(file: str, chosen: str) -> str:
     return ran.stdout
 
 
-def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int) -> bytes:
+def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int = 4) -> bytes:
     """Compile a kernel for CUDA by the assembler that comes with triton: no device needed. types: of its arguments, i32
     where nothing is said."""
     triton = pytest.importorskip("triton")
@@ -38,7 +38,9 @@ def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
+    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}).asm[
+        "cubin"
+    ]
     return code
 
 

@@ -1,0 +1,76 @@
+"""Surveys rows of logits for a draw: which tokens are likely, and who wins the race of `engine.step.sampler` among
+tokens of what probability. Torch's operations, on CPU and CUDA; `kernels.triton_draws` does it in one kernel.
+
+Asynchronous on CUDA, on the current stream.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOORS = (math.log(1e-4), math.log(1e-6), float(torch.finfo(torch.float32).min))
+"""Log-probabilities that part the tokens of a row into levels: those at least as likely as the first, and so on."""
+REST = 1 << 40
+"""Beyond all ids: the first of those that stand in a race for all tokens below a floor."""
+MOST_LIKELY = 1024  # tokens above the first floor that a survey lists
+NO_KEY = (1 << 63) - 1  # in the place of one
+_STEP, _FACTORS = (
+    0x9E3779B97F4A7C15 - (1 << 64),
+    ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a draw has to know of rows. A level has the tokens above its floor, but not above the one before."""
+
+    keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
+    counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
+    times: Tensor  # [rows, levels] fp64: when the first token of a level arrives; inf: it has none
+    ids: Tensor  # [rows, levels] int64: which
+    masses: Tensor  # [rows, levels] fp64: the probability of all tokens above the floor
+
+
+def waits(starts: Tensor, ids: Tensor) -> Tensor:
+    """Return what `engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word of Philox at the position
+    of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
+    words = (ids + 1) * _STEP + starts
+    for shift, factor in _FACTORS:
+        words = (words ^ _shifted(words, shift)) * factor
+    words ^= _shifted(words, 31)
+    return -torch.log((_shifted(words, 11).double() + 0.5) * 2.0**-53)
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    """Shift unsigned words to the right, which torch has as signed ones."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
+    """Survey rows. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows];
+    starts int64 [rows], see `waits`."""
+    logprobs = (logits / temperatures[:, None]).log_softmax(-1)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    probs = logprobs.double().exp()
+    arrivals = waits(starts[:, None], ids) / probs
+    times, winners, masses = [], [], []
+    taken = torch.zeros_like(logprobs, dtype=torch.bool)
+    for floor in FLOORS:
+        above = logprobs >= floor
+        time, winner = arrivals.masked_fill(~above | taken, torch.inf).min(-1)
+        times.append(time)
+        winners.append(winner)
+        masses.append(probs.masked_fill(~above, 0).sum(-1))
+        taken = above
+    likely = logprobs >= FLOORS[0]
+    keys = (logprobs.abs().view(torch.int32).long() << 32 | ids).masked_fill(~likely, NO_KEY)
+    most = min(MOST_LIKELY, keys.shape[1])
+    return Survey(
+        keys.sort(-1).values[:, :most],
+        likely.sum(-1),
+        torch.stack(times, 1),
+        torch.stack(winners, 1),
+        torch.stack(masses, 1),
+    )
