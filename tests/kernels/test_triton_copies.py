@@ -130,16 +130,16 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code; no device needed."""
+    """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_copies import _copy_rows, _write_blocks
+    from kernels.triton_copies import _LINES, _copy_rows, _write_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pointers = {"blocks_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")}
-    sizes = {"block_rows": 32, "heads": 8, "k_dim": 128, "v_dim": 128, "half": 64, "lines": 64}
+    sizes = {"block_rows": 32, "heads": 8, "k_dim": 128, "v_dim": 128, "half": 64, "lines": _LINES}
     sizes |= {"half_padded": 64, "rest_padded": 1, "v_padded": 128}
     for kernel, types, constants in (
         (_write_blocks, pointers | {"source_address": "i64"}, sizes),
         (_copy_rows, {"copies_ptr": "*i64"}, {"rows_tile": 8, "words": 256}),
     ):
-        assert spilled_bytes(machine_code(kernel, types, constants, arch)) <= (64 if arch == 80 else 0)
+        assert spilled_bytes(machine_code(kernel, types, constants, arch)) == 0
