@@ -5,9 +5,10 @@
 Four processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
 included, its cache off, and without drafts, with which a step takes longer and makes more tokens), the same with
 `model.exact` on (left out where that is refused), transformers as a user would start it, and transformers with the
-engine's allocator settings, to tell what those alone are worth. They take turns, one works while the others wait. A round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the
-time until every stream has one new token (prefill), and the mean of 32 decode steps of all streams together (TPOT).
-transformers' times are stamped inside one `generate` of 33 tokens.
+engine's allocator settings, to tell what those alone are worth. They take turns, one works while the others wait. A
+round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the time until every stream has one new token
+(prefill), and the mean of 32 decode steps of all streams together (TPOT). transformers' times are stamped inside one
+`generate` of 33 tokens.
 Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
 to be read once a decode step, so they bound TPOT from below.
 """
