@@ -89,7 +89,8 @@ def saved(runner: ModelRunner) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
 def test_replayed_steps_are_eager_steps(name: str) -> None:
-    """Sequences come, go and grow over pages; logits, pages and what is saved are those of steps without graphs."""
+    """Sequences come, go and grow over pages; logits, pages and what is saved are those of steps without graphs, to the
+    bit. These are given as many rows as a graph has, because numbers of rows are summed in other orders."""
     capture, rng = CountedCapture(), random.Random(0)
     eager, replaying = runners(name, capture, saving=True)
     tables = BlockTables(max_seqs=8, max_pages=MOST // PAGE)
@@ -112,16 +113,20 @@ def test_replayed_steps_are_eager_steps(name: str) -> None:
             new = [rng.randrange(VOCAB) for _ in range(1 if text else 5)]
             items.append(BatchItem(key, new, len(text), pages[key], wants_logits=True))
             text += new
-        batch = build_batch(items, tables, PAGE, CPU)
         for runner in (eager, replaying):
             assert isinstance(runner.sink, CaptureSink)
             runner.sink.step = Captured()
-        wanted, found = (runner.forward(batch, None) for runner in (eager, replaying))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # other numbers of rows, other sums
+        found = replaying.forward(build_batch(items, tables, PAGE, CPU), None)
+        if all(len(item.token_ids) == 1 for item in items):
+            padding = (1 << (len(items) - 1).bit_length()) - len(items)
+            items += [BatchItem(f"over{i}", [0], 0, [PAGES], wants_logits=True) for i in range(padding)]
+        wanted = eager.forward(build_batch(items, tables, PAGE, CPU), None)
+        assert torch.equal(found, wanted[: len(found)])
         for one, other in zip(saved(eager), saved(replaying), strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+            assert torch.equal(other, one[: len(other)])
         for one_layer, other_layer in zip(eager.pages, replaying.pages, strict=True):
-            torch.testing.assert_close(other_layer.k[:PAGES], one_layer.k[:PAGES], rtol=1e-5, atol=1e-5)
+            assert torch.equal(other_layer.k[:PAGES], one_layer.k[:PAGES])
+            assert torch.equal(other_layer.v[:PAGES], one_layer.v[:PAGES])
         for full in [name for name, text in texts.items() if len(text) >= 4 * PAGE - 1]:
             free += pages.pop(full)
             del texts[full]
