@@ -11,6 +11,7 @@ dry form runs every section on the CPU with a tiny shape, so that what waits for
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,9 +27,6 @@ class Section:
     command: tuple[str, ...]
 
 
-MEASURED = ("ceilings", "turns", "baseline")  # a module each
-
-
 def sections(shape: str, out: Path, *, dry: bool) -> list[Section]:
     """In their order. The model is made where its first reader looks for it."""
     device = "cpu" if dry else "cuda"
@@ -38,27 +36,23 @@ def sections(shape: str, out: Path, *, dry: bool) -> list[Section]:
         command = (sys.executable, "-m", f"benchmarks.gpu_day.{name}", *arguments, "--out", str(out / f"{name}.json"))
         return Section(name, limit_s, command)
 
-    tests = ("tests/kernels", "tests/engine/step/test_sampler.py", "tests/engine/test_on_gpu.py")
-    pytest = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-n",
-        "1" if dry else "4",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-    )
-    return [
+    def pytest(*arguments: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+
+    of_engine = (f"tests/engine/{path}" for path in ("step/test_sampler.py", "model/cuda", "test_on_gpu.py"))
+    parallel = ("-n", "1" if dry else "4", "-p", "no:benchmark", "--junitxml", str(out / "tests.xml"))
+    found = [
         module("ceilings", 60.0),
-        Section("tests", 150.0, (*pytest, "--junitxml", str(out / "tests.xml"), *tests)),
+        Section("tests", 150.0, pytest(*parallel, "tests/kernels", *of_engine)),
+        module("kernels", 60.0),
         module("turns", 240.0),
         module("baseline", 90.0),
     ]
+    checker = None if dry else shutil.which("compute-sanitizer")
+    if checker is not None:
+        checked = (checker, "--tool", "memcheck", "--error-exitcode", "9", *pytest("tests/kernels/test_triton_rows.py"))
+        found.append(Section("memcheck", 60.0, checked))
+    return found
 
 
 def run(section: Section, out: Path, limit_s: float) -> str:

@@ -1,0 +1,116 @@
+"""What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, blocks that cross
+the link. On the CPU, where it only proves that it runs, Triton's kernels are left out."""
+
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from benchmarks.gpu_day.section import Asked, asked, seconds
+from benchmarks.harness.in_process import greedy
+from engine.step.sampler import Sampler, SampleRow
+from kernels import draws
+from kernels.attention import BACKENDS
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from kernels.triton_kernels import triton_copies, triton_draws
+
+HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # of an 8 B model
+
+
+def measure(wanted: Asked) -> dict[str, Any]:
+    device = wanted.device
+    result: dict[str, Any] = dict(_draws(device))
+    wanted.write(result)
+    result["attention of steps that decode"] = _decode(device)
+    wanted.write(result)
+    if wanted.on_gpu:
+        result["blocks out of page-locked memory, GB/s by lines at once"] = _blocks(device)
+    return result
+
+
+def _draws(device: torch.device) -> dict[str, Any]:
+    """Rows as models give them (Zipf's law), with top_p: the whole draw, and the survey that is a part of it."""
+    rows, vocab = (64, 128_256) if device.type == "cuda" else (4, 1000)
+    ranks = torch.stack([torch.randperm(vocab) for _ in range(rows)]).to(device)
+    logits = (-1.5 * (ranks + 1.0).log()).bfloat16()
+    found: dict[str, Any] = {}
+    for name, changes in (("top_p 0.9", {"top_p": 0.9}), ("no filter", {}), ("greedy", {"temperature": 0.0})):
+        sampling = replace(greedy(1), **{"temperature": 1.0} | changes)
+        asked_for = [SampleRow(sampling, seed=row, position=0, penalties=None, end_ids=()) for row in range(rows)]
+        taken = seconds(lambda: Sampler().sample(logits, asked_for), device, 20)  # noqa: B023
+        found[f"{rows} draws of {vocab}, {name}, ms"] = round(1e3 * taken, 3)
+    wide, ones = logits.float(), torch.ones(rows, device=device)
+    starts = torch.arange(rows, device=device)
+    ways = {"torch": draws.survey}
+    if device.type == "cuda" and (kernels := triton_draws()) is not None:
+        ways["Triton"] = kernels.survey
+    for name, survey in ways.items():
+        found[f"survey by {name}, ms"] = round(1e3 * seconds(lambda: survey(wide, ones, starts), device), 3)  # noqa: B023
+    return found
+
+
+def _decode(device: torch.device) -> dict[str, str]:
+    """ms a layer, and GB/s of its K and V; by warps a program on CUDA."""
+    on_gpu = device.type == "cuda"
+    found = {}
+    for sequences, context in ((1, 1024), (32, 1024), (32, 2048), (1, 28_000)) if on_gpu else ((2, 40),):
+        pages = -(-context // PAGE)
+        pool = torch.randn(2, sequences * pages, PAGE, KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
+        q = torch.randn(sequences, HEADS, DIM, device=device, dtype=torch.bfloat16)
+        table = torch.randperm(sequences * pages, dtype=torch.int32).view(sequences, pages).to(device)
+        params = AttentionParams(scale=DIM**-0.5, window=None, softcap=None, sinks=None)
+        for warps in (4, 8) if on_gpu else (0,):
+            meta = _meta(sequences, context, table)
+            backend = _backend(warps)
+            taken = seconds(lambda: backend.forward(q, KvPages(pool[0], pool[1]), meta, params), device, 20)  # noqa: B023
+            moved = 2 * sequences * context * KV_HEADS * DIM * 2 / taken / 1e9
+            found[f"{sequences} x {context}, {warps or 'no'} warps"] = f"{1e3 * taken:.3f} ms, {moved:.0f} GB/s"
+    return found
+
+
+def _backend(warps: int) -> Any:
+    if not warps:
+        return BACKENDS["torch_cpu"]()
+    from kernels.attention import triton_paged
+
+    triton_paged._warps = lambda rows, v_padded: warps
+    return BACKENDS["triton"]()
+
+
+def _meta(sequences: int, context: int, table: Tensor) -> AttentionMeta:
+    device = table.device
+    return AttentionMeta(
+        query_lens=[1] * sequences,
+        context_lens=[context] * sequences,
+        query_start=torch.arange(sequences + 1, device=device, dtype=torch.int32),
+        context_len=torch.full((sequences,), context, device=device, dtype=torch.int32),
+        block_table=table,
+        slots=torch.arange(sequences, device=device),
+    )
+
+
+def _blocks(device: torch.device) -> dict[int, float]:
+    """A layer of 16,384 tokens, rotated on the way."""
+    kernels = triton_copies()
+    if kernels is None:
+        return {}
+    count, elements = 512, BLOCK_ROWS * KV_HEADS * DIM * 2
+    segments = torch.randn(count, elements).bfloat16().pin_memory()
+    pools = torch.empty(2, count * BLOCK_ROWS // PAGE, PAGE, KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, count * BLOCK_ROWS, DIM, device=device).bfloat16()
+    number = torch.randperm(count)
+    blocks = torch.stack(
+        (number * elements, torch.full_like(number, BLOCK_ROWS), *[torch.arange(count) * BLOCK_ROWS] * 2), 1
+    )
+    blocks, found = blocks.to(device), {}
+    for lines in (32, 64):
+        kernels._LINES = lines
+        taken = seconds(lambda: kernels.write_blocks(segments, blocks, cos, sin, *pools, BLOCK_ROWS), device, 10)
+        found[lines] = round(segments.nbytes / taken / 1e9, 1)
+    return found
+
+
+if __name__ == "__main__":
+    request = asked()
+    request.write(measure(request))
