@@ -92,7 +92,7 @@ def _meta(sequences: int, context: int, table: Tensor) -> AttentionMeta:
 
 def _blocks(device: torch.device) -> dict[int, float]:
     """A layer of 16,384 tokens, rotated on the way."""
-    kernels = triton_copies()
+    kernels: Any = triton_copies()
     if kernels is None:
         return {}
     count, elements = 512, BLOCK_ROWS * KV_HEADS * DIM * 2

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.codec.calibration import Calibrated
 from kernels.codecs.transform import TransformCodec
-from kernels.cpu.transform import Layer
+from kernels.cpu.transform_format import Layer
 
 _VERSION = 1
 _ARRAYS = ("k_mean", "v_mean", "into", "back", "classes")

@@ -11,7 +11,7 @@ from math import erf, exp, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.transform import (
+from kernels.cpu.transform_format import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,

@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
 from kernels.cpu.available import use_torch_threads
-from kernels.cpu.transform import (
+from kernels.cpu.transform_format import (
     HEAD_WORDS,
     LANES,
     LARGEST_DEVIATION,

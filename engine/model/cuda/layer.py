@@ -32,15 +32,16 @@ class CudaLayer(nn.Module):
         self._out, self._down = known.out, known.down
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        hidden, kernels = hidden_states[0], self._kernels
+        kernels, hidden = self._kernels, hidden_states[0]
+        total: Tensor
         mixed = self._attend(kernels.norm(hidden, *self._norm), *position_embeddings)
-        hidden, normed = kernels.add_norm(hidden, self._out(mixed), *self._post_norm)
+        total, normed = kernels.add_norm(hidden, self._out(mixed), *self._post_norm)
         gated = kernels.gated(self._gate_up(normed))
         if self._down.bias is None:
-            hidden.addmm_(gated, self._down.weight.T)  # the sum within the product, and rounded once
+            total.addmm_(gated, self._down.weight.T)  # the sum within the product, and rounded once
         else:
-            hidden += self._down(gated)
-        return hidden[None]
+            total += self._down(gated)
+        return total[None]
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Write the keys and values of all rows to their slots. x [tokens, width] -> [tokens, heads * dim]."""

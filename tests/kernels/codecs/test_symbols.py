@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("numba")
 
 from kernels.codecs.symbols import classes_of, symbol_tables
-from kernels.cpu.transform import (
+from kernels.cpu.transform_format import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,
