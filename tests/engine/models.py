@@ -89,6 +89,21 @@ FAMILIES: dict[str, Family] = {
         windows=(0, 2),
     ),
     "phi3": Family("phi3", {**_rope("default", partial_rotary_factor=0.5), "head_dim": 16}),
+    "phi3_long": Family(
+        "phi3",
+        {
+            "head_dim": 16,
+            "original_max_position_embeddings": 256,
+            **_rope(
+                "longrope",
+                partial_rotary_factor=0.5,
+                attention_factor=1.3,
+                short_factor=[1.0, 1.5, 2.0, 2.5],
+                long_factor=[4.0] * 4,
+                original_max_position_embeddings=256,
+            ),
+        },
+    ),
     "gpt_neox": Family("gpt_neox"),
     "olmo2": Family("olmo2"),
     "cohere2": Family("cohere2", {"sliding_window": WINDOW, "logit_scale": 0.5}, plain_layers=(3,), windows=(0, 1, 2)),

@@ -12,7 +12,8 @@ from kernels.attention import BACKENDS
 from tests.engine.models import family_model
 from tests.engine.paged import PAGE
 
-# Plain, scaled by length, scaled in size (yarn), interleaved pairs, a part of each head, no layer or some without.
+# Plain, scaled by length, scaled in size (yarn), interleaved pairs, a part of each head (sliced by the model or by the
+# rotation, which then may scale too), no layer or some without.
 NAMES = [
     "llama",
     "llama_llama3",
@@ -21,6 +22,8 @@ NAMES = [
     "cohere2",
     "phi",
     "stablelm",
+    "phi3",
+    "phi3_long",
     "smollm3",
     "gpt_oss",
     "gpt2",
