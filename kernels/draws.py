@@ -16,10 +16,8 @@ REST = 1 << 40
 """Beyond all ids: the first of those that stand in a race for all tokens below a floor."""
 MOST_LIKELY = 1024  # tokens above the first floor that a survey lists
 NO_KEY = (1 << 63) - 1  # in the place of one
-_STEP, _FACTORS = (
-    0x9E3779B97F4A7C15 - (1 << 64),
-    ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))),
-)
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as signed words
+_FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A whole decoder layer on CUDA, of the kind used by Llama, Mistral, Qwen2, Qwen3, Phi-3 and others.
 
-The model's own code launches 35 to 51 kernels a layer, and its Python takes half a millisecond; this launches ten, and
-takes a tenth of that. `optimise` puts it in the place of layers that it gives the same result as.
+The model's own code launches 33 kernels a layer (Llama) to 45 (Qwen3), one after the other from Python; this launches
+ten. `optimise` puts it in the place of layers that it gives the same result as.
 """
 
 from collections.abc import Sequence
