@@ -174,8 +174,8 @@ class Driver:
         self.check()
         return outputs
 
-    def run(self, max_steps: int = 3000) -> None:
-        """Until there is nothing left to do."""
+    def run(self, max_steps: int = 30_000) -> None:
+        """Until there is nothing left to do. Steps that only wait for a slow link are over at once: many are allowed."""
         for _ in range(max_steps):
             if not self.engine.has_work():
                 break
