@@ -175,7 +175,7 @@ class Driver:
         return outputs
 
     def run(self, max_steps: int = 30_000) -> None:
-        """Until there is nothing left to do. Steps that only wait for a slow link are over at once: many are allowed."""
+        """Until there is nothing left to do. Steps that only wait for a slow link are over at once: many may come."""
         for _ in range(max_steps):
             if not self.engine.has_work():
                 break
