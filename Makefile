@@ -47,6 +47,7 @@ serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
 test: setup  ## every test that needs no GPU
+	@$(BIN)/python -m kernels.cpu.compile_all
 	@$(BIN)/python -m pytest -m 'not gpu and not api and not slow' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
 
 coverage: setup  ## branches that the tests have not run, in all processes; fails where a folder has less than 90 %

@@ -1,0 +1,30 @@
+"""Compiles the kernels of this machine into numba's cache, where all later processes find them.
+
+    python -m kernels.cpu.compile_all
+
+Processes that start side by side would each compile them anew.
+"""
+
+import logging
+
+from kernels.cpu import available
+from kernels.row_copies import save_kernels
+
+
+def compile_all() -> None:
+    """Compile what kernels are tried out with when they are first asked for; nothing where they cannot run."""
+    for kernels in (
+        available.decode_kernels,
+        available.load_kernels,
+        available.prefill_kernels,
+        available.select_kernels,
+        available.product_kernels,
+        save_kernels,
+    ):
+        kernels()
+    available.flash_kernels(True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    compile_all()
