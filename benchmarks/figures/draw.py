@@ -35,6 +35,7 @@ HELD = {
     "Gaps in running streams while long prompts arrive": "itl",
     "One tenant beside another's flood": "tenants",
     "What planning a step costs": "planning_cost",
+    "What a decode step costs beside the model": "host_work",
     "How well `reprise load` keeps time": "load_rate",
     "One workload, four servers": "modes",
     "KV in Redis beside a bare socket loop": "redis_tier",
