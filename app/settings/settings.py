@@ -313,7 +313,7 @@ class ServerSettings(_Section):
 
 
 class FleetSettings(_Section):
-    """Of a server that is one replica of several, and of the gateway before them."""
+    """Settings of a server that is one replica of several, and of the gateway before them."""
 
     redis_url: str = Field(
         "",

@@ -12,7 +12,7 @@ from cache.transfer.loader import Loader, PagePool
 
 
 class SlotReader:
-    """Of some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
+    """Reads some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class LoadedModel:
 
     @property
     def hbm_weight_bytes(self) -> int:
-        """Of the weights that stay in HBM, and of the buffers through which the others pass."""
+        """Bytes of the weights that stay in HBM, and of the buffers through which the others pass."""
         all_bytes = self.weight_bytes
         return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
 

@@ -101,7 +101,7 @@ def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list
 
 
 def parking_pages(num_pages: int, page_size: int) -> tuple[int, int]:
-    """Of HBM's pages: (those through which contexts larger than HBM are read, the most that one such context has). The
-    other half is for whoever runs beside it."""
+    """Return how many of HBM's pages contexts larger than HBM are read through, and how many one such context has at
+    most. The other half is for whoever runs beside it."""
     ring = max(1, min(_RING_TOKENS // page_size, num_pages // 8))
     return ring, (num_pages - ring) // 2

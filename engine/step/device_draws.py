@@ -42,8 +42,8 @@ def _survey(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Survey]:
 
 
 def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all tokens: those of a level race with one that stands for all below it, and where that wins, it is the next
-    level's turn."""
+    """Draw from all tokens: those of a level race with one that stands for all below it, and where that wins, it is the
+    next level's turn."""
     levels = found.times.shape[1]
     rest = (1 - found.masses).clamp_min(0)
     rivals = waits(starts[:, None], torch.arange(REST, REST + levels, device=starts.device))
@@ -54,7 +54,7 @@ def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(found: Survey, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of those that top_k, then top_p and then min_p leave; settled where these are among the listed ones. numbers:
+    """Draw from what top_k, then top_p and then min_p leave; settled where that is among the listed ones. numbers:
     temperature, top_k, top_p, min_p of each row."""
     _, top_k, top_p, min_p = numbers.unbind(-1)
     keys = found.keys.sort(-1).values

@@ -25,7 +25,7 @@ from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import decode_kernels
 from tests.cache.intact import is_intact
 
-needs_team = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
+needs_team = pytest.mark.skipif(decode_kernels() is None, reason="needs AVX-512: kernels that place blocks together")
 
 LAYERS, PAGES, SLOTS = 6, 3, 5
 SHAPE = LayerShape(2, 16, 16)

@@ -62,7 +62,7 @@ class Disk:
         pass
 
 
-@pytest.mark.skipif(load_kernels() is None, reason="no numba here")
+@pytest.mark.skipif(load_kernels() is None, reason="needs AVX2: kernels that load")
 @settings(max_examples=30, deadline=None)
 @given(
     ways=st.lists(st.sampled_from(["slot", "through a slot", "passing"]), min_size=1, max_size=5),

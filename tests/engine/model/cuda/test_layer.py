@@ -164,7 +164,7 @@ class TwoKernels:
 
 
 def launches_a_layer(model: Any, probed: ProbeResult, launches: Launches) -> float:
-    """Of a decode step of one row."""
+    """Count those of a decode step of one row."""
     pages = blank_pages(probed.shapes, 1, PAGE, torch.bfloat16)
     step = Step(
         single_sequence_meta(torch.device("cpu"), 4, 1, PAGE), pages.__getitem__, TwoKernels(launches), Ignored()
