@@ -22,10 +22,9 @@ from cache.transfer.layer_source import LAYERS_LANDED
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.loader import Loader
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import decode_kernels
 from tests.cache.intact import is_intact
 
-needs_team = pytest.mark.skipif(decode_kernels() is None, reason="needs AVX-512: kernels that place blocks together")
+needs_team = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs AVX-512")
 
 LAYERS, PAGES, SLOTS = 6, 3, 5
 SHAPE = LayerShape(2, 16, 16)

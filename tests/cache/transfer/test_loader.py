@@ -13,7 +13,6 @@ from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
 from cache.transfer.loader import Loader, PagePool
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import load_kernels
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
 SLOTS, PAGES, SIZE = 6, 4, 64
@@ -62,7 +61,7 @@ class Disk:
         pass
 
 
-@pytest.mark.skipif(load_kernels() is None, reason="needs AVX2: kernels that load")
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="needs AVX2")
 @settings(max_examples=30, deadline=None)
 @given(
     ways=st.lists(st.sampled_from(["slot", "through a slot", "passing"]), min_size=1, max_size=5),
