@@ -210,6 +210,7 @@ class Engine:
         drafts = self._drafter.propose(schedule.chunks, self._choices)
         computed = self._compute.run(schedule.chunks, self._choices, drafts)
         self._settle(computed, clock)
+        self._close_over(computed)
         outputs = self._draw(computed, clock.now())
         self._learn(computed, clock.computing_s())
         return refused + outputs
@@ -417,6 +418,15 @@ class Engine:
         self._scheduler.completed(choice.sequence)
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
+
+    def _close_over(self, computed: Computed) -> None:
+        """Close the choices of which the KV alone was wanted, now that it is there."""
+        over = [choice for choice in computed.ready if choice.is_over]
+        computed.drop({choice.sequence.request_id for choice in over})
+        for choice in over:
+            if choice.report is not None:
+                self._cache.stats.count_prompt(choice.report)
+            self._close(choice, choice.sequence.computed_tokens)
 
     def _end_unusable(self, choice: RunningChoice) -> Output:
         """No token can be drawn for it: its grammar has failed, or its logits are no numbers."""

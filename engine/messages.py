@@ -51,6 +51,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Per choice, the tokens that another engine has generated, which this one goes on from as if they were its own:
     they are not sent again, and count as generated. None: the choice is over, and nothing is sent for it. Empty: a new
     request."""
+    over: list[int] | None = None
+    """What the first choice has said on another engine, if it is over, as `resume` then says. The conversation goes on
+    with it, so its KV is computed here, and nothing is sent. None: nothing is computed of choices that are over."""
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,6 +164,13 @@ class ResumedTurn:
                     said[index] = None
         return said
 
+    def over(self, num_choices: int) -> list[int] | None:
+        """Return the tokens of the first choice if it is over."""
+        mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
+        if not any(delta.end is not None for delta in mine):
+            return None
+        return [token_id for delta in mine for token_id in delta.ids]
+
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
@@ -236,19 +243,6 @@ def _replayed(note: DeltaNote, choice: Answer, turn: NotedTurn) -> Delta | None:
     for call, call_id in zip(begun, note.calls, strict=False):
         call.id = call_id
     return delta
-
-
-class NothingMore:
-    """The outputs of an answer of which all choices are over."""
-
-    def __aiter__(self) -> "NothingMore":
-        return self
-
-    async def __anext__(self) -> Output:
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
 
 
 def cannot_resume(message: str) -> ApiError:

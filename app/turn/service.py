@@ -19,7 +19,7 @@ from app.tenancy.weights import service_tier
 from app.turn.deadline import Deadline
 from app.turn.generation import Admitted, Generation
 from app.turn.observer import TurnObserver
-from app.turn.ports import EnginePort, FleetPort, OutputSource
+from app.turn.ports import EnginePort, FleetPort
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
     Caller,
@@ -32,7 +32,7 @@ from app.turn.prepare import (
     session_id_of,
 )
 from app.turn.readiness import Readiness
-from app.turn.resume import NothingMore, ResumedTurn, cannot_resume, digest_of
+from app.turn.resume import ResumedTurn, cannot_resume, digest_of
 from app.turn.sampling import sampling
 from app.turn.sessions import SessionCommands
 from app.turn.stopped_streams import sent_back, wait_closed
@@ -237,7 +237,7 @@ class TurnService:
             submit = _resume(submit, resumed)
             resumed_tokens = resumed.num_tokens(submit.num_choices)
         try:
-            outputs = await self._outputs(submit)
+            outputs = await self._engine.submit(submit)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self._engine.state)) from None
         if resumed is None:
@@ -268,11 +268,6 @@ class TurnService:
         if self._fleet is not None:
             self._fleet.spend(tenant, tokens)
 
-    async def _outputs(self, submit: Submit) -> OutputSource:
-        if submit.resume and all(said is None for said in submit.resume):
-            return NothingMore()
-        return await self._engine.submit(submit)
-
     def _closed(self, generation: Generation, *, keep_s: float | None, resumed_tokens: int) -> None:
         """resumed_tokens: those that the tenant has paid for on another server."""
         tenant, choices = generation.tenant, generation.choices
@@ -292,6 +287,7 @@ def _resume(submit: Submit, resumed: ResumedTurn) -> Submit:
     return msgspec.structs.replace(
         submit,
         resume=said,
+        over=resumed.over(submit.num_choices),
         sampling=msgspec.structs.replace(submit.sampling, seed=resumed.note.seed),
         prompt_logprobs=None,  # a stream shows none
     )

@@ -67,6 +67,15 @@ LEAST_HIT, PAUSE_TTFTS, PAUSE_MORE_S = 0.9, 2.0, 0.3
 READING_S = 0.5  # before a reply
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """How a kill broke an answer."""
+
+    replica: str  # where it came from
+    route: str  # why from there, as the gateway says it
+    said: dict[int, int]  # choice -> tokens that had come
+
+
 @dataclass
 class Talk:
     """A conversation of one kind."""
@@ -79,7 +88,7 @@ class Talk:
     session_id: str = ""
     home: str = ""
     context_tokens: int = 0
-    was_broken: bool = False  # its last answer
+    broken: Broken | None = None  # its last answer
 
     def body(self, answer_tokens: int) -> dict[str, Any]:
         seed = {"seed": self.seed + len(self.messages)} if self.kind.startswith("seeded") else {}
@@ -90,11 +99,11 @@ class Talk:
     def headers(self) -> dict[str, str]:
         return {"x-session-id": self.name} if self.is_named else {}
 
-    def has(self, stream: ChatStream, was_broken: bool) -> None:
+    def has(self, stream: ChatStream, broken: Broken | None) -> None:
         """Take a turn in."""
         self.messages.append({"role": "assistant", "content": stream.text})
         self.session_id, self.context_tokens = stream.session_id, stream.context_tokens
-        self.home, self.was_broken = stream.x_cache["route"]["replica"], was_broken
+        self.home, self.broken = stream.x_cache["route"]["replica"], broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class Kill:
     """One kill, and the streams that it broke."""
 
     what: str  # "replica" or "engine"
+    victim: str
     after_pieces: int  # of one of the streams
     pauses_s: list[float]  # of the streams that it broke
 
@@ -132,8 +142,10 @@ class Returning:
     kind: str
     history: int  # tokens
     cached: int  # of them
-    was_broken: bool  # this turn too: then it is told of the replica that ended it
-    x_cache: dict[str, Any]  # where its KV lay, and why the rest was computed
+    before: Broken  # the last answer, by a kill
+    home: str  # the replica that ended the last answer
+    now: Broken | None  # this answer too
+    x_cache: dict[str, Any]  # the replica that ended it, and what the one that began it had and computed
 
 
 @dataclass
@@ -205,7 +217,7 @@ class Rounds:
                 continue
             if talk is moved and stream.route["route"] == "moved" and stream.came_s[0] < killed_s:
                 self.books.moved_ttft_s.append(stream.ttft_s)
-            if not self._is_as(expected[place], talk, stream, stream in broken):
+            if not self._is_as(expected[place], talk, stream, broken.get(stream)):
                 self._talks[place] = self._talk(talk.kind)
         await asyncio.sleep(READING_S)
 
@@ -223,7 +235,7 @@ class Rounds:
 
     async def _kill(
         self, streams: list[ChatStream], running: list[asyncio.Task[ChatStream]]
-    ) -> tuple[list[ChatStream], asyncio.Task[None], float]:
+    ) -> tuple[dict[ChatStream, Broken], asyncio.Task[None], float]:
         """Kill at a random point. Returns the streams that it breaks, the task that waits for both replicas, and when
         it was."""
         rng, fleet = self._rng, self._fleet
@@ -238,7 +250,11 @@ class Rounds:
         what = "engine" if rng.random() < ENGINE_SHARE else "replica"
         killed_s = time.perf_counter()
         await asyncio.to_thread(fleet.kill_engine if what == "engine" else fleet.kill, victim)
-        broken = [stream for stream, replica in zip(streams, at, strict=True) if replica == victim]
+        broken = {
+            stream: Broken(victim, stream.route["route"], {choice: len(said) for choice, said in stream.tokens.items()})
+            for stream, replica in zip(streams, at, strict=True)
+            if replica == victim
+        }
 
         async def restart() -> None:
             if what == "replica":
@@ -246,11 +262,13 @@ class Rounds:
             await asyncio.wait(running)
             await asyncio.to_thread(fleet.wait_ready, victim)
             await asyncio.to_thread(fleet.wait_for, len(NAMES))
-            self.books.kills.append(Kill(what, pieces, [round(gap, 4) for gap in pauses(broken, killed_s)]))
+            self.books.kills.append(
+                Kill(what, victim, pieces, [round(gap, 4) for gap in pauses(list(broken), killed_s)])
+            )
 
         return broken, asyncio.create_task(restart()), killed_s
 
-    def _is_as(self, expected: ChatStream, talk: Talk, stream: ChatStream, is_broken: bool) -> bool:
+    def _is_as(self, expected: ChatStream, talk: Talk, stream: ChatStream, broken: Broken | None) -> bool:
         """Compare a turn with the undisturbed one, and enter it. Returns whether the conversation can go on."""
         books = self.books
         books.compared[talk.kind] += 1
@@ -259,15 +277,23 @@ class Rounds:
                 books.lost.append(f"{talk.kind}: not known")
             elif stream.usage["prompt_tokens"] != expected.usage["prompt_tokens"]:
                 books.lost.append(f"{talk.kind}: a prompt of {stream.usage['prompt_tokens']} tokens")
-            if talk.was_broken:
+            if talk.broken is not None:
                 books.returning.append(
-                    Returning(talk.kind, talk.context_tokens, stream.cached_tokens, is_broken, stream.x_cache)
+                    Returning(
+                        talk.kind,
+                        talk.context_tokens,
+                        stream.cached_tokens,
+                        talk.broken,
+                        talk.home,
+                        broken,
+                        stream.x_cache,
+                    )
                 )
-        found = difference(talk.kind, expected, stream, is_broken)
+        found = difference(talk.kind, expected, stream, broken is not None)
         if found is not None:
             books.differences.append(found)
             return False
-        talk.has(stream, is_broken)
+        talk.has(stream, broken)
         return True
 
 

@@ -178,7 +178,8 @@ class EngineClient:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is in use")
         stream = OutputStream(request, abort=self.abort)
-        self._streams[request.request_id] = stream
+        if not stream.finished:
+            self._streams[request.request_id] = stream
         child.post(request)
         return stream
 

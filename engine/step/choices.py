@@ -22,7 +22,8 @@ class RunningChoice:
     penalties: PenaltyState | None
     end_ids: tuple[int, ...]
     may_truncate: bool
-    is_first: bool = True  # of its request's choices here: clients go on with that one
+    is_first: bool = True  # of its request's choices: clients go on with that one
+    is_over: bool = False  # it was said elsewhere: only its KV is computed
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None  # most likely tokens wanted beside each of the prompt's; None: no logprobs of it
     prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt

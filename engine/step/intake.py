@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+import msgspec
+
 from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
@@ -78,12 +80,12 @@ class Intake:
         """constraints: one for each choice, if the request has a grammar."""
         refused = []
         for index in range(request.num_choices):
-            if request.resume and request.resume[index] is None:
+            is_over = bool(request.resume) and request.resume[index] is None
+            if is_over and (index or request.over is None):
                 continue
+            constraint = None if constraints is None or is_over else constraints[index]
             try:
-                self._choices.add(
-                    self._choice(request, index, None if constraints is None else constraints[index], now)
-                )
+                self._choices.add(self._choice(request, index, constraint, now))
             except QueueFull as error:
                 refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
             except DoesNotFit:
@@ -110,11 +112,14 @@ class Intake:
 
     def _problem_of_resume(self, request: Submit) -> tuple[str, str] | None:
         unfinished = [ids for ids in request.resume if ids is not None]
-        if len(request.resume) != request.num_choices or not unfinished:
+        over = request.over
+        if len(request.resume) != request.num_choices or (not unfinished and over is None):
             return "invalid_prompt", "an answer is resumed with the tokens of each of its choices"
         if any(len(ids) >= request.sampling.max_tokens for ids in unfinished):
             return "invalid_prompt", "a choice that has all of its tokens is over"
-        if not all(0 <= token_id < self._model.vocab_size for ids in unfinished for token_id in ids):
+        if over is not None and (request.resume[0] is not None or len(over) > request.sampling.max_tokens):
+            return "invalid_prompt", "a choice that is over is not resumed"
+        if not all(0 <= token_id < self._model.vocab_size for ids in [*unfinished, over or ()] for token_id in ids):
             return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
         return None
 
@@ -128,6 +133,12 @@ class Intake:
     def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:
         """It has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
         sampling = request.sampling
+        resumed = request.resume[index] if request.resume else []
+        is_over = resumed is None
+        if resumed is None:
+            over = request.over or []
+            resumed = over[:-1]  # the token that it sampled last was never run
+            sampling = msgspec.structs.replace(sampling, max_tokens=max(1, len(over)))
         sequence_id = f"{request.request_id}/{index}"
         rules = CutRules(
             allowed=self._may_truncate(request),
@@ -147,7 +158,6 @@ class Intake:
             now,
         )
         prompt_tokens, dropped = len(tokens), 0
-        resumed = request.resume[index] or () if request.resume else ()
         if resumed:
             try:
                 dropped = self._cache.requests.resume(sequence_id, resumed)
@@ -179,10 +189,11 @@ class Intake:
             penalties=PenaltyState.of(sampling, request.token_ids),
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
-            is_first=not self._choices.of_request(request.request_id),
+            is_first=index == 0,
+            is_over=is_over,
             constraint=constraint,
             reads_in_part=self._model.selector != "none" and not self._is_exact(sequence_id),
-            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+            prompt_logprobs=request.prompt_logprobs if index == 0 and not is_over else None,
             prediction=request.prediction,
         )
         if choice.penalties is not None:

@@ -130,6 +130,7 @@ class Driver:
         grammar: str = "",
         prompt_logprobs: int | None = None,
         resume: list[list[int] | None] | None = None,
+        over: list[int] | None = None,
         prediction: Sequence[int] = (),
         **sampling: Any,
     ) -> Answer:
@@ -153,6 +154,7 @@ class Driver:
                     grammar=grammar,
                     prompt_logprobs=prompt_logprobs,
                     resume=resume or [],
+                    over=over,
                     prediction=list(prediction),
                 ),
                 self.now,

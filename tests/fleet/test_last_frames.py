@@ -77,7 +77,8 @@ async def test_an_answer_that_is_over_but_for_its_last_frame_is_finished_and_com
         (other,) = (name for name in fleet.replicas if name != dying.victim)
         first = victim.submitted[0]
         assert (reason, usage["prompt_tokens"]) == ("stop", len(first.token_ids))
-        assert not fleet.replicas[other].engine.submitted, "there is nothing left to generate"
+        (asked,) = fleet.replicas[other].engine.submitted
+        assert asked.resume == [None], "there is nothing left to generate"
 
         record = await fleet.watcher.look(
             SessionName("local", first.session_id), fingerprint=fleet.replicas[other].engine.model.fingerprint
@@ -94,7 +95,7 @@ async def test_an_answer_that_is_over_but_for_its_last_frame_is_finished_and_com
         assert found is not None
         assert found.session_id == first.session_id
         await streamed(fleet, following)
-        going_on = fleet.replicas[other].engine.submitted[0]
+        going_on = fleet.replicas[other].engine.submitted[1]
         assert going_on.token_ids[: len(first.token_ids)] == first.token_ids
         assert going_on.session_id == first.session_id
 

@@ -255,13 +255,17 @@ async def test_what_is_resumed_is_remembered_as_one_answer(replicas):
 
 
 async def test_an_answer_that_was_over_is_remembered_too(replicas):
-    """The first server died before it could say that the stream ends: nothing is left to compute."""
+    """The first server died before it could say that the stream ends: nothing is left to say, and only its KV is
+    computed."""
     first, second = replicas
     whole = frames_of(await relayed(first, CHAT, BODY))
     journal = await cut_after(first, CHAT, BODY, len(whole) - 1)
     rest = await relayed(second, CHAT, BODY, journal)
     assert frames_of(rest)[0].kind == Kind.CLOSING
-    assert second.engine.submitted == []
+    (asked,) = second.engine.submitted
+    ids = [*first.engine.tokenizer.encode(first.engine.script.answer).ids, 2]
+    assert (asked.resume, asked.over, asked.token_ids) == ([None], ids, first.engine.submitted[0].token_ids)
+    assert second.engine.aborted == []
     said_before = {"role": "assistant", "content": first.engine.script.answer}
     answer = await second.chat("", messages=[*USER, said_before, {"role": "user", "content": "And now?"}])
     assert answer.headers["x-session-id"] == rest.headers["x-session-id"]
@@ -479,3 +483,28 @@ async def test_logprobs_of_a_real_engine_go_on(tiny, tmp_path):
     expected, found = entries(whole), entries(whole[:8] + rest)
     assert [entry["token"] for entry in found] == [entry["token"] for entry in expected]
     assert [entry["logprob"] for entry in found] == pytest.approx([e["logprob"] for e in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("n", "over"), [(1, 1), (2, 1), (2, 2)])
+async def test_the_next_turn_finds_the_kv_of_an_answer_that_was_over(tiny, tmp_path, n, over, temperature):
+    """The server that generated it is gone, and has left no KV. over: so many of its choices were."""
+    one, other = EngineHere(tiny), EngineHere(tiny)
+    model = {"model": one.model.name}
+    body = {**SEEDED, **model, "stream": True, "n": n, "temperature": temperature, "ignore_eos": True}
+    async with replica(tmp_path / "a", one) as first, replica(tmp_path / "b", other) as second:
+        whole = frames_of(await relayed(first, CHAT, body))
+        ends = [count for count, frame in enumerate(whole, 1) if b'"finish_reason":"length"' in frame.events]
+        journal = Journal()
+        for frame in whole[: ends[over - 1]]:
+            journal.add(frame)
+        rest = await relayed(second, CHAT, body, journal)
+        assert frames_of(rest)[-1].kind == Kind.CLOSING
+        await until(lambda: not other.engine.has_work())
+        said = {"role": "assistant", "content": assembled(whole)[".choices[0].delta.content"]}
+        messages = [*USER, said, {"role": "user", "content": "And now?"}]
+        answer = (await second.chat(messages=messages, max_tokens=1, **model)).json()
+        known = len(one.submitted[0].token_ids) + body["max_tokens"] - 1
+        prompt = len(other.submitted[-1].token_ids)
+        assert answer["x_cache"]["history_tokens"] == known
+        assert answer["x_cache"]["miss_reasons"] == {"new": prompt - known}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fidelity.fleet_kills import Books, Kill, Returning, difference, pauses, result_of
+from benchmarks.fidelity.fleet_kills import Books, Broken, Kill, Returning, difference, pauses, result_of
 from benchmarks.harness.chat_stream import ChatStream
 
 
@@ -15,7 +15,7 @@ def stream_of(*choices: list[tuple[str, float]]) -> ChatStream:
 
 
 def a_turn(cached: int) -> Returning:
-    return Returning("greedy", 100, cached, was_broken=False, x_cache={})
+    return Returning("greedy", 100, cached, Broken("a", "home", {0: 3}), "b", None, x_cache={})
 
 
 SAID = [("a", -1.0), ("b", -2.0)]
@@ -58,9 +58,9 @@ def test_a_pause_is_the_longest_gap_that_ends_after_the_kill():
 
 
 def test_lost_turns_errors_and_differences_are_not_held():
-    books = Books(kills=[Kill("replica", 3, [0.5])], moved_ttft_s=[0.2], returning=[a_turn(95)])
+    books = Books(kills=[Kill("replica", "a", 3, [0.5])], moved_ttft_s=[0.2], returning=[a_turn(95)])
     assert all(result_of(books)["held"].values())
-    books.kills.append(Kill("replica", 3, [0.8]))
+    books.kills.append(Kill("replica", "a", 3, [0.8]))
     books.returning.append(a_turn(80))
     books.errors, books.lost = ["503"], ["greedy: not known"]
     found = difference("greedy", stream_of(SAID), stream_of([("c", -3.0)]), was_broken=True)

@@ -99,6 +99,14 @@ async def test_many_streams_at_once_lose_and_mix_nothing(start: Start) -> None:
     assert client._streams == {}
 
 
+async def test_a_stream_of_which_nothing_is_to_come_ends_at_once_and_is_not_kept(start: Start) -> None:
+    client = await start()
+    request = submit("a", num_choices=1)
+    request.resume.append(None)
+    assert await read(await client.submit(request)) == []
+    assert client._streams == {}
+
+
 async def test_ids_in_use_are_refused(start: Start) -> None:
     client = await start()
     stream = await client.submit(submit("a", max_tokens=10**6))

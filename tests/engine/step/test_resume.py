@@ -108,6 +108,37 @@ def test_the_next_turn_finds_the_whole_answer(path: Path) -> None:
     assert turn.cached == len(expected.text) - 1
 
 
+@pytest.mark.parametrize("said", [[None], [None, [7, 8]], [None, None]])
+@pytest.mark.parametrize("length", [40, 33, 1, 0])
+def test_the_next_turn_finds_a_first_choice_that_was_over(
+    path: Path, said: list[list[int] | None], length: int
+) -> None:
+    """Nothing is said of it."""
+    (expected,) = whole(path, max_tokens=40, ignore_eos=True)
+    over = expected.token_ids[:length]
+    driver = Driver(path)
+    answer = driver.ask(
+        "a", PROMPT, session="s", choices=len(said), resume=said, over=over, max_tokens=40, ignore_eos=True
+    )
+    assert (answer.token_ids, answer.finish_reason) == ([], None)
+    assert len(driver.answers["a", len(said) - 1].token_ids) == (38 if said[-1] else 0)
+    turn = driver.ask("b", [*PROMPT, *over, *random_ids(5, 3)], session="s")
+    assert turn.cached == len(PROMPT) + max(0, length - 1)
+
+
+def test_the_kv_of_a_choice_that_is_over_is_cut_where_it_was_cut_when_it_was_said(path: Path) -> None:
+    config = {"max_context": 64, "truncation": "auto"}
+    first, second = Driver(path, **config), Driver(path, **config)
+    said = first.ask("a", PROMPT, session="s", max_tokens=50, ignore_eos=True)
+    second.submit("a", PROMPT, session="s", resume=[None], over=said.token_ids, max_tokens=50, ignore_eos=True)
+    second.run()
+    following = [*said.text, *random_ids(3, 3)]
+    reports = [driver.ask("b", following, session="s").report for driver in (first, second)]
+    assert reports[0] is not None
+    assert reports[0].truncated_tokens > 0
+    assert reports[0] == reports[1]
+
+
 @pytest.mark.parametrize("keep", [0, 10, 27])
 def test_a_stop_string_may_lie_before_the_cut(path: Path, keep: int) -> None:
     (expected,) = whole(path, max_tokens=40, ignore_eos=True)
@@ -136,6 +167,10 @@ def test_the_part_that_was_loaded_is_not_computed(path: Path) -> None:
     [
         ([[1], [2]], {"choices": 1}),
         ([None], {}),
+        ([None], {"over": [VOCAB]}),
+        ([None], {"over": [1, 2, 3], "max_tokens": 2}),
+        ([[1]], {"over": [1]}),
+        ([None], {"over": [1], "choices": 2}),
         ([[1, 2, 3]], {"max_tokens": 3}),
         ([[VOCAB]], {}),
         ([[-1]], {}),
@@ -161,5 +196,7 @@ def test_a_stream_of_choices_of_which_one_is_over_ends_with_the_others() -> None
     request.resume.extend([None, [5]])
     stream = OutputStream(request, abort=lambda _: None)
     assert not stream.is_open(0)
+    stream.push(scripted_engine.output("a", 0, [5], finish_reason="length"))
+    assert not stream.finished
     stream.push(scripted_engine.output("a", 1, [6], finish_reason="length"))
     assert stream.finished
