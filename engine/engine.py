@@ -48,7 +48,8 @@ class Engine:
     """Single-threaded: `engine.process.loop` calls it from its loop. `now` is a monotonic clock in seconds.
 
     Whatever goes wrong in a step, what was committed before it stays right: tokens are counted as computed only after
-    the forward pass that wrote their KV has returned.
+    the forward pass that writes their KV was launched, and whatever reads that KV comes behind it. Where a device fails
+    behind the host's back, it fails for good, and the engine ends (`is_fatal`).
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         self._replies: list[SessionReply] = []
         self._changes = 0  # of the requests that the cache knows, as of the last look
         self._is_steady = False  # none of them has come, ended or given way lately
+        self._under_way: Computed | None = None  # a step that drew nothing, and may not be over
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -209,10 +211,14 @@ class Engine:
         clock.begin_computing()
         drafts = self._drafter.propose(schedule.chunks, self._choices)
         computed = self._compute.run(schedule.chunks, self._choices, drafts)
+        self._learn_late()
         self._settle(computed, clock)
         self._close_over(computed)
         outputs = self._draw(computed, clock.now())
-        self._learn(computed, clock.computing_s())
+        if computed.done.is_done:
+            self._learn(computed, clock.computing_s())
+        else:
+            self._under_way = computed
         return refused + outputs
 
     def _schedule(self, now: float) -> Schedule:
@@ -267,6 +273,12 @@ class Engine:
             self._choices[sequence_id].load_wait_s += computed.waited_s
             self._choices[sequence_id].void_s = clock.now()
         return failed
+
+    def _learn_late(self) -> None:
+        """What the step before took, if it was not over when that returned."""
+        computed, self._under_way = self._under_way, None
+        if computed is not None:
+            self._learn(computed, computed.done.seconds_since(computed.begun))
 
     def _learn(self, computed: Computed, seconds: float) -> None:
         """What the step took, for those who expect what the next ones take."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cache.moves import CapturePiece
+from cache.transfer.device_streams import Fence
 
 
 @dataclass(slots=True)
@@ -70,8 +70,8 @@ class CaptureSink:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """The rows of a step that are to be saved. ready: an event that says on CUDA that they are computed."""
+    """The rows of a step that are to be saved. ready: behind the computation of them."""
 
     step: Captured
     pieces: list[CapturePiece]
-    ready: "torch.cuda.Event | None"
+    ready: Fence

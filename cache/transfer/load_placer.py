@@ -1,13 +1,13 @@
 """Places the layers of loads in HBM, and tells when a load has ended."""
 
 import time
-
-import torch
+from functools import partial
 
 from cache.blocks.keys import BlockKey
 from cache.moves import Loaded, Transferred
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
+from cache.transfer.device_streams import DeviceStream
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import LandedSource, SlotSource, slot_source
@@ -34,21 +34,31 @@ class LoadPlacer:
         self._throttle = throttle
         self._completions = completions
 
-    def run(self, rotations: KeyRotations) -> None:
-        """Place layers that no step places by itself, until the queue is closed."""
-        while (part := self._next()) is not None:
-            if not part.is_far and not part.load.failed:
-                started = time.perf_counter()
-                slots = self._coded if part.is_coded and self._coded is not None else self._slab
-                size = len(part.blocks) * slots.segment_bytes[part.placed]
-                self._throttle.wait(self._throttle.book(size))
-                part.reading_s += time.perf_counter() - started
-            self.place(part, rotations, together=False)
-            if part.is_over:
-                self.end(part)
+    def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
+        """Place layers that no step places by itself, until the queue is closed. rotations, stream: the calling
+        thread's."""
+        while self.place_next(rotations, stream):
+            pass
 
-    def place(self, part: LoadPart, rotations: KeyRotations, *, together: bool) -> None:
-        """Place the next layer of a part, unless its load has failed. rotations: the calling thread's."""
+    def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
+        """Wait for a layer to place, and do that. Returns False if there will be none."""
+        with self._changed:
+            part = self._queue.wait_next(self._queue.next_to_place)
+        if part is None:
+            return False
+        if not part.is_far and not part.load.failed:
+            started = time.perf_counter()
+            slots = self._coded if part.is_coded and self._coded is not None else self._slab
+            size = len(part.blocks) * slots.segment_bytes[part.placed]
+            self._throttle.wait(self._throttle.book(size))
+            part.reading_s += time.perf_counter() - started
+        self.place(part, rotations, stream, together=False)
+        if part.is_over:
+            self.end(part)
+        return True
+
+    def place(self, part: LoadPart, rotations: KeyRotations, stream: DeviceStream, *, together: bool) -> None:
+        """Place the next layer of a part, unless its load has failed. rotations, stream: the calling thread's."""
         if part.load.failed:
             return
         started = time.perf_counter()
@@ -59,8 +69,9 @@ class LoadPlacer:
         if not failed:
             failed.update(dict.fromkeys(source.prepare(layer, together=together), "checksum"))
         if not failed:
-            loader.place(layer, failed, rotations, together=together)
-            self._synchronise()
+            stream.follow(part.load.after)
+            stream.launch(partial(loader.place, layer, failed, rotations, together=together))
+            stream.fence().wait()
         if isinstance(source, LandedSource) and not failed:
             source.keep(layer)
         elif isinstance(source, LandedSource):
@@ -109,10 +120,6 @@ class LoadPlacer:
         hidden = 1 - 1 / self._slab.num_layers if part.is_far else 0
         self._completions.tell(Transferred(direction, size, longer + shorter * (1 - hidden)))
 
-    def _next(self) -> LoadPart | None:
-        with self._changed:
-            return self._queue.wait_next(self._queue.next_to_place)
-
     def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | LandedSource, Loader]:
         if part.source is None:
             part.source = slot_source(part.blocks, self._slab, self._coded if part.is_coded else None)
@@ -120,7 +127,3 @@ class LoadPlacer:
         if part.loader is None:
             part.loader = Loader(source=part.source, pool=self._pool)
         return part.source, part.loader
-
-    def _synchronise(self) -> None:
-        if self._pool.device.type == "cuda":
-            torch.cuda.current_stream(self._pool.device).synchronize()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cache.blocks.keys import BlockKey
 from cache.moves import BlockLoad
 from cache.rates import LoadProgress
+from cache.transfer.device_streams import Fence
 from cache.transfer.layer_source import LandedSource, SlotSource
 from cache.transfer.loader import Loader
 
@@ -16,6 +17,7 @@ class LoadJob:
     """A load under way, in one part or two."""
 
     job_id: int
+    after: Fence  # behind all that has used its pages before
     started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
     parts: list["LoadPart"] = field(default_factory=list)
     failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes

@@ -13,6 +13,7 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
+from cache.transfer.device_streams import DeviceStream
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import ExtentSource, RedisSource, layers_landed
@@ -46,10 +47,11 @@ class LoadStream:
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
+        compute: DeviceStream,
         completions: Events,
     ) -> None:
-        """rotations: for the engine's thread. read_buffer_layers: how many may come before the request runs; negative:
-        all."""
+        """rotations, compute: the engine's thread's. read_buffer_layers: how many may come before the request runs;
+        negative: all."""
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
         if self._pool.device.type == "cuda" and slab.num_slots:
@@ -58,7 +60,7 @@ class LoadStream:
             raw = torch.empty_like(slab.segments(0)[:1]) if slab.num_slots else None
             if raw is not None:
                 coded.codec.decode(0, torch.zeros(1, coded.segment_bytes[0], dtype=torch.uint8), raw, together=True)
-        self._rotations = rotations
+        self._rotations, self._compute = rotations, compute
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
         self._throttle = throttle
         self._completions = completions
@@ -92,20 +94,25 @@ class LoadStream:
         self._loads: dict[int, LoadJob] = {}  # loads whose end the engine has not heard of
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
-    def place(self, rotations: KeyRotations) -> None:
-        """Place layers that no step places by itself, until `close`. rotations: for this thread."""
-        self._placer.run(rotations)
+    def place(self, rotations: KeyRotations, stream: DeviceStream) -> None:
+        """Place layers that no step places by itself, until `close`. rotations, stream: the calling thread's."""
+        self._placer.run(rotations, stream)
+
+    def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
+        """See `LoadPlacer.place_next`."""
+        return self._placer.place_next(rotations, stream)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
         """Return what brings blocks of pinned slots to pages whenever a step asks for it, without being a load."""
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Take a load, which comes after those before it, as far as the read buffer lets it. in_step: the next step
+        """Take a load, which comes after those before it, as far as the read buffer lets it, and writes to its pages
+        after all that was launched to compute before. in_step: the next step
         stands on it, and places it by itself if it can."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
-        load = LoadJob(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
+        load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
         for tier, coded in product((*self.readers, "dram"), {None, self._coded}):
             is_coded = coded is not None
             blocks = tuple(block for block in move.blocks if block.tier == tier and block.is_coded == is_coded)
@@ -197,7 +204,7 @@ class LoadStream:
         self._queue.step_waits = False
 
     def _place_in_step(self, part: LoadPart) -> None:
-        self._placer.place(part, self._rotations, together=True)
+        self._placer.place(part, self._rotations, self._compute, together=True)
         if part.is_over:
             self._placer.end(part)
         elif part.is_far and not part.reading and part.landed < self._slab.num_layers:

@@ -12,11 +12,9 @@ from kernels.row_copies import copy_into_blocks
 
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
-    """Copy the captured rows of `layers` into their slots; done on return. Every step must have captured these layers
-    and no others. Called by the saving thread, or on CPU in bf16 by the engine's."""
-    for capture in captures:
-        if capture.ready is not None:
-            capture.ready.synchronize()
+    """Copy the captured rows of `layers` into their slots; done on return, or on CUDA when the current stream is, which
+    has to follow the steps. Every step must have captured these layers and no others. Called by the saving thread, or
+    on CPU in bf16 by the engine's."""
     targets = slab.parts(layers)
     sources: list[Sequence[Tensor]] = [capture.step.parts for capture in captures]
     pieces = [
@@ -27,7 +25,6 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
     table, device = np.array(pieces), sources[0][0].device
     if device.type == "cuda":
         if copy_into_blocks(targets, sources, table):
-            torch.cuda.current_stream(device).synchronize()
             return
         sources = [on_host(parts) for parts in sources]
     if not copy_into_blocks(targets, sources, table):

@@ -8,6 +8,7 @@ the rows that they have at hand to the slots themselves, and the engine's thread
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -18,6 +19,7 @@ from cache.moves import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, S
 from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, CapturedRows, SavedRows
+from cache.transfer.device_streams import DeviceStream, Fence
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.row_saver import place_rows
@@ -42,8 +44,10 @@ class SaveStream:
         synchronous: bool,
         max_backlog_bytes: int,
         rotations: KeyRotations,
+        compute: DeviceStream,
         completions: Events,
     ) -> None:
+        """compute: the stream of the steps whose rows are saved."""
         self._pages, self._slab = pages, slab
         self._device = pages[0].k.device
         self._throttle = throttle
@@ -51,6 +55,7 @@ class SaveStream:
         self._max_backlog_bytes = max_backlog_bytes
         self._backlog_bytes = 0
         self._rotations = rotations
+        self._compute = compute
         self._completions = completions
         self._drained = threading.Condition()  # guards the backlog
         # The slots by layer, if kernels may write rows to them: no cap is set, and they can write this type. Nothing
@@ -61,7 +66,7 @@ class SaveStream:
         spot = np.zeros((1, 2), np.int64)  # for steps of one row, each over before the next begins
         self._one_row = SavedRows(self._blocks or (), spot)
         self._spot = memoryview(spot.reshape(-1).data)  # half the time of writing to an array
-        self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[Sequence[Save], Fence] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         self.is_due = False
         """Whether what is held is too large to be held for long. Then `flush` is to be called between steps, where the
@@ -103,13 +108,9 @@ class SaveStream:
         if step is None or not pieces:
             return
         if step.num_layers < self._slab.num_layers:
-            place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
+            place_rows(self._slab, [CapturedRows(step, pieces, self._compute.fence())], step.layers)
             return
-        ready = None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        self._held.append(CapturedRows(step, pieces, ready))
+        self._held.append(CapturedRows(step, pieces, self._compute.fence()))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
         is_large = step.num_rows > _FEW_ROWS
         self.is_due |= is_large
@@ -117,15 +118,15 @@ class SaveStream:
             self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
-        """Order saves, after all that was given to `save` before. They go together, because waking a thread costs both
-        threads as much as some saves take."""
+        """Order saves, after all that was given to `save` and launched to compute before. They go together, because
+        waking a thread costs both threads as much as some saves take."""
         if not orders:
             return
         self.flush()
         if self._blocks is None:
-            self._orders.put(tuple(orders))
+            self._orders.put((orders, self._compute.fence()))
         else:
-            self._save_orders(orders, self._rotations)
+            self._save_orders(orders, self._rotations, self._compute)
 
     def flush(self) -> None:
         """Hand over the steps that were held back. Every order about a slot has to come after them."""
@@ -137,7 +138,7 @@ class SaveStream:
         with self._drained:
             self._backlog_bytes += size
         if self._blocks is not None:
-            self._save_captures(held)
+            self._save_captures(held, self._compute)
             return
         self._orders.put(held)
         with self._drained:
@@ -157,19 +158,33 @@ class SaveStream:
         self.flush()
         self._orders.put(None)
 
-    def run(self, rotations: KeyRotations) -> None:
-        """Save until `close`."""
-        while (order := self._orders.get()) is not None:
-            if isinstance(order, list):
-                self._save_captures(order)
-            else:
-                self._save_orders(order, rotations)
+    def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
+        """Save until `close`. rotations, stream: the calling thread's."""
+        while self.save_next(rotations, stream):
+            pass
 
-    def _save_orders(self, orders: Sequence[Save], rotations: KeyRotations) -> None:
+    def save_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
+        """Wait for the next order and carry it out. Returns False if there will be none."""
+        order = self._orders.get()
+        if order is None:
+            return False
+        if isinstance(order, list):
+            self._save_captures(order, stream)
+        else:
+            orders, after = order
+            stream.follow(after)
+            self._save_orders(orders, rotations, stream)
+        return True
+
+    def _save_orders(self, orders: Sequence[Save], rotations: KeyRotations, stream: DeviceStream) -> None:
         """Carry out orders, and seal their slots together at the end. No slot is filled again before the engine has
         heard that it was saved."""
         sealed, events = [], []
+        is_under_way = False
         for order in orders:
+            if is_under_way and not isinstance(order, FillFromPage):  # which reads or seals what they write
+                stream.fence().wait()
+                is_under_way = False
             match order:
                 case SealSlot():
                     if order.num_rows:
@@ -179,7 +194,8 @@ class SaveStream:
                 case FillFromSlot():
                     self._fill_from_slot(order)
                 case FillFromPage():
-                    self._fill_from_page(order, rotations)
+                    stream.launch(partial(self._fill_from_page, order, rotations))
+                    is_under_way = True
         if sealed:
             self._slab.seal(*sealed)
         self._completions.tell(*events)
@@ -188,14 +204,17 @@ class SaveStream:
         for rows in self._slab.parts(range(self._slab.num_layers)):
             rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
 
-    def _save_captures(self, captures: list[CapturedRows]) -> None:
+    def _save_captures(self, captures: list[CapturedRows], stream: DeviceStream) -> None:
         """Save rows of some steps into their slots."""
         started = time.perf_counter()
         held = self._bytes_of(captures)
         size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes
         size //= BLOCK_TOKENS
         passed = self._throttle.book(size)
-        place_rows(self._slab, captures, range(self._slab.num_layers))
+        for capture in captures:
+            stream.follow(capture.ready)
+        stream.launch(partial(place_rows, self._slab, captures, range(self._slab.num_layers)))
+        stream.fence().wait()
         self._throttle.wait(passed)
         captures.clear()
         with self._drained:

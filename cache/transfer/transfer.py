@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -50,6 +50,7 @@ from cache.storage.slab import CodedSlab, Slab
 from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, SavedRows
+from cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
 from cache.transfer.encode_stream import EncodeStream
 from cache.transfer.events import Events
 from cache.transfer.fetch_stream import DiskFetches, RedisFetches
@@ -83,13 +84,17 @@ class Transfer:
         save_throttle: Throttle,
         synchronous: bool,
         max_backlog_bytes: int,
+        streams: DeviceStreams | None = None,
     ) -> None:
         """coded: DRAM's coded slots, with the codec of extents that are coded; None: nothing is. dram_throttle: caps
-        loads out of DRAM; save_throttle: caps saves into it."""
+        loads out of DRAM; save_throttle: caps saves into it. streams: None: those of the pages' device."""
         self._pages = pages
         self._slab = slab
         self._disk, self._redis = disk, redis
         self._device = pages[0].k.device
+        self._streams = streams_of(self._device) if streams is None else streams
+        self.compute = self._streams.compute
+        """The stream that steps are computed on. What is ordered here comes behind what was launched on it before."""
         self._inline = rotations()
         self._completions = Events()
         self._saves = SaveStream(
@@ -99,6 +104,7 @@ class Transfer:
             synchronous=synchronous,
             max_backlog_bytes=max_backlog_bytes,
             rotations=self._inline,
+            compute=self.compute,
             completions=self._completions,
         )
         self._loads = LoadStream(
@@ -110,12 +116,13 @@ class Transfer:
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=dram_throttle,
+            compute=self.compute,
             completions=self._completions,
         )
         # Thread name -> its work, and how much lower its priority is than the engine's.
         work: dict[str, tuple[Callable[[], None], int]] = {
-            "kv-save": (lambda: self._saves.run(rotations()), SAVING),
-            "kv-load": (lambda: self._loads.place(rotations()), 0),
+            "kv-save": (self._on_stream(lambda stream: self._saves.run(rotations(), stream)), SAVING),
+            "kv-load": (self._on_stream(lambda stream: self._loads.place(rotations(), stream)), 0),
         }
         self._encodes: EncodeStream | None = None
         if coded is not None and coded.num_slots:
@@ -154,7 +161,7 @@ class Transfer:
         for move in moves:
             match move:
                 case CopyRows():
-                    self._copy(move)
+                    self.compute.launch(partial(self._copy, move))
                 case LoadBlocks():
                     self._loads.put(move, in_step=move.request_id in running)
                 case ReleaseLoad():
@@ -279,13 +286,17 @@ class Transfer:
             # These threads copy little at a time. A second team of worker threads would mean more threads than cores,
             # and OpenMP would put the engine's to sleep between two products: 13.5 ms a decode step instead of 9.
             torch.set_num_threads(1)
-            with torch.inference_mode(), self._stream():
+            with torch.inference_mode():
                 work()
         except BaseException as error:
             log.exception("%s has ended", name)
             self._completions.fail(error)
 
-    def _stream(self) -> AbstractContextManager[object]:
-        if self._device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
+    def _on_stream(self, work: Callable[[DeviceStream], None]) -> Callable[[], None]:
+        """Return work for a thread with a stream of its own."""
+
+        def run() -> None:
+            with self._streams.own() as stream:
+                work(stream)
+
+        return run

@@ -13,6 +13,7 @@ from cache.blocks.context import PARKED, RunningContext
 from cache.manager import CacheManager
 from cache.moves import CapturePiece
 from cache.transfer.capture import Captured, CaptureSink
+from cache.transfer.device_streams import Fence
 from cache.transfer.transfer import Transfer
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
@@ -61,6 +62,8 @@ class Computed:
     reads_parked: bool  # which takes as long as DRAM does
     drafts: dict[str, list[int]]  # by sequence: tokens that were computed behind its newest one
     saves_drafts: bool  # whether `pieces` has their rows
+    begun: Fence  # before the forward pass
+    done: Fence  # behind it
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +119,12 @@ class Computed:
 
 
 class StepCompute:
-    """Part of the Engine, and as single-threaded."""
+    """Part of the Engine, and as single-threaded.
+
+    On CUDA a forward pass is launched and not waited for: what was computed is committed, saved and made room for
+    behind its fence. Whoever draws a token waits for it. A pass is launched when the one before is over, so that no
+    request waits for more than one, and what a pass reads of the host's memory may be filled anew.
+    """
 
     def __init__(
         self,
@@ -134,13 +142,15 @@ class StepCompute:
         self.tables = tables
         self._cache = cache
         self._transfer = transfer
+        self._stream = transfer.compute
         self._device = device
         self._sink = sink
         self._parked = parked
+        self._last: Fence | None = None  # behind the pass before
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
-        """One forward pass. `capture` follows, and once only. drafts: by sequence, tokens to compute behind its newest
-        one, all in the block of that."""
+        """Launch a forward pass, when the one before is over. `capture` follows, and once only. drafts: by sequence,
+        tokens to compute behind its newest one, all in the block of that."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [
             self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
@@ -163,15 +173,16 @@ class StepCompute:
             pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
         reads_parked = self._begin_parked(batch.meta, items)
+        if self._last is not None:
+            self._last.wait()
+        begun = self._stream.fence()
         try:
             logits = self.runner.forward(batch, arrival, saved)
         finally:
             self.runner.stand_in = None
-        if self._device.type == "cuda":
-            # Without this, a step that draws no token is only ordered when `run` returns. Its blocks would be committed
-            # and found before they are written, and other streams would save them or write to pages it still uses.
-            torch.cuda.current_stream(self._device).synchronize()
+            done = self._last = self._stream.fence()
         if reads_parked and self._parked is not None:
+            done.wait()  # it reads slots, which nobody orders behind a step
             for request_id, keys in self._parked.take_lost().items():
                 self._cache.lost(request_id, keys)
         for choice, item in zip(found, items, strict=True):
@@ -187,6 +198,8 @@ class StepCompute:
             reads_parked=reads_parked,
             drafts=drafts,
             saves_drafts=pieces is not None,
+            begun=begun,
+            done=done,
         )
 
     def _begin_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:

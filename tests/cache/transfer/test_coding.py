@@ -7,6 +7,7 @@ from cache.moves import BlockLoad, CapturePiece
 from cache.storage.slab import CodedSlab, LayerShape, Slab
 from cache.transfer.capture import Captured, CapturedRows
 from cache.transfer.coding import Decoder, encode_into, encode_slots, sums_of
+from cache.transfer.device_streams import HostStream
 from cache.transfer.layer_source import slot_source
 from cache.transfer.row_saver import place_rows
 from kernels.codecs.quantised import Fp8Codec
@@ -62,7 +63,11 @@ def test_slots_of_activations_are_loaded_as_k_and_v_of_them() -> None:
     assert slab.segment_bytes == [BLOCK_TOKENS * 3 * 4] * 2
     assert slab.block_elements == [BLOCK_TOKENS * 6] * 2
     step = Captured(layers=[0, 1], inputs=[torch.arange(120.0).view(40, 1, 3) + layer for layer in range(2)])
-    place_rows(slab, [CapturedRows(step, [CapturePiece(1, 2, 0, 32), CapturePiece(33, 0, 0, 7)], None)], range(2))
+    place_rows(
+        slab,
+        [CapturedRows(step, [CapturePiece(1, 2, 0, 32), CapturePiece(33, 0, 0, 7)], HostStream().fence())],
+        range(2),
+    )
     slab.clear_behind(0, 7)
     slab.seal(0, 2)
     blocks = [BlockLoad(bytes([slot]) * 16, rows, slot, None, 0, 0, 0) for slot, rows in ((0, 7), (2, BLOCK_TOKENS))]

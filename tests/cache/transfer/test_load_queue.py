@@ -7,9 +7,11 @@ import pytest
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.moves import BlockLoad
 from cache.rates import LoadProgress
+from cache.transfer.device_streams import HostStream
 from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 
 LAYERS, BUFFER = 6, 2
+DONE = HostStream().fence()
 
 
 def part_of(load, *, tier="disk", in_step=False, landed=0, ahead=LAYERS):
@@ -25,7 +27,7 @@ def queue():
 
 
 def test_a_load_whose_request_runs_goes_ahead_of_earlier_ones(queue):
-    early, late = part_of(LoadJob(1, started=False)), part_of(LoadJob(2, started=False))
+    early, late = part_of(LoadJob(1, DONE, started=False)), part_of(LoadJob(2, DONE, started=False))
     queue.parts += [early, late]
     assert queue.next_to_read("disk") is early
     assert not queue.gives_way(early)
@@ -38,7 +40,7 @@ def test_a_load_whose_request_runs_goes_ahead_of_earlier_ones(queue):
 
 
 def test_a_load_that_waits_comes_as_far_as_the_read_buffer_reaches(queue):
-    part = part_of(LoadJob(1, started=False))
+    part = part_of(LoadJob(1, DONE, started=False))
     queue.parts.append(part)
     assert queue.may_land(part) == BUFFER
     part.landed = part.placed = BUFFER
@@ -50,7 +52,7 @@ def test_a_load_that_waits_comes_as_far_as_the_read_buffer_reaches(queue):
 
 
 def test_no_more_lands_than_there_is_room_for(queue):
-    part = part_of(LoadJob(1, started=True), ahead=3)
+    part = part_of(LoadJob(1, DONE, started=True), ahead=3)
     part.landed, part.placed = 4, 1
     assert queue.may_land(part) == 0
     part.placed = 2
@@ -58,7 +60,7 @@ def test_no_more_lands_than_there_is_room_for(queue):
 
 
 def test_threads_place_what_has_landed_and_no_step_places(queue):
-    part = part_of(LoadJob(1, started=True), in_step=True, tier="dram", landed=LAYERS)
+    part = part_of(LoadJob(1, DONE, started=True), in_step=True, tier="dram", landed=LAYERS)
     queue.parts.append(part)
     assert queue.next_to_place() is None
     part.in_step = False
@@ -67,7 +69,7 @@ def test_threads_place_what_has_landed_and_no_step_places(queue):
 
 
 def test_a_part_that_is_read_while_its_load_fails_is_over_when_the_read_has_ended(queue):
-    part = part_of(LoadJob(1, started=True))
+    part = part_of(LoadJob(1, DONE, started=True))
     part.reading = 2
     part.load.failed[BlockKey(bytes(16))] = "checksum"
     assert not part.is_over
@@ -79,8 +81,8 @@ def test_a_part_that_is_read_while_its_load_fails_is_over_when_the_read_has_ende
 
 
 def test_a_slow_disk_keeps_nobody_from_redis(queue):
-    slow = part_of(LoadJob(1, started=True))
-    remote = part_of(LoadJob(2, started=True), tier="redis")
+    slow = part_of(LoadJob(1, DONE, started=True))
+    remote = part_of(LoadJob(2, DONE, started=True), tier="redis")
     queue.parts += [slow, remote]
     slow.reading = 1
     assert queue.next_to_read("disk") is None
@@ -89,7 +91,7 @@ def test_a_slow_disk_keeps_nobody_from_redis(queue):
 
 
 def test_progress_counts_the_time_since_the_last_layer_as_silent():
-    part = part_of(LoadJob(1, started=True), landed=2)
+    part = part_of(LoadJob(1, DONE, started=True), landed=2)
     part.reading, part.asked_s, part.reading_s, part.landed_s = 1, 10.0, 0.5, 1.0
     assert part.progress(13.0) == LoadProgress(layers=2, reading_s=1.0, silent_s=2.5)
 

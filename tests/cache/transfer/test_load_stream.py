@@ -17,6 +17,7 @@ from cache.storage.extent_reader import Landed, in_turn
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer import layer_source
+from cache.transfer.device_streams import HostStream
 from cache.transfer.events import Events
 from cache.transfer.layer_source import LAYERS_LANDED
 from cache.transfer.load_stream import LoadStream
@@ -113,13 +114,17 @@ class Stream:
             rotations=Unturned(),  # type: ignore[arg-type]
             read_buffer_layers=read_buffer_layers,
             throttle=Throttle(bytes_per_s=gbps * 1e9, clock=time.monotonic, sleep=time.sleep),
+            compute=HostStream(),
             completions=self.completions,
         )
         self._threads: list[threading.Thread] = []
 
     def begin(self, work: str) -> None:
         """One of the threads: `read` or `place`."""
-        run, what = {"read": (self.stream.readers["disk"].run, ()), "place": (self.stream.place, (Unturned(),))}[work]
+        run, what = {
+            "read": (self.stream.readers["disk"].run, ()),
+            "place": (self.stream.place, (Unturned(), HostStream())),
+        }[work]
         self._threads.append(threading.Thread(target=run, args=what))
         self._threads[-1].start()
 

@@ -17,6 +17,7 @@ from cache.storage.extent_reader import in_turn
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer import layer_source, load_reader
+from cache.transfer.device_streams import HostStream
 from cache.transfer.events import Events
 from cache.transfer.layer_source import Landings
 from cache.transfer.load_stream import LoadStream
@@ -214,6 +215,7 @@ class Engine:
             rotations=Unturned(),
             read_buffer_layers=rng.choice([-1, 0, 1, 3, LAYERS]),
             throttle=Throttle(bytes_per_s=rng.choice([0, 0, 1e8]), clock=time.monotonic, sleep=time.sleep),
+            compute=HostStream(),
             completions=self._completions,
         )
         self._likely = likely
@@ -223,7 +225,7 @@ class Engine:
         self._ended = {}  # job -> what failed
         self._threads = [
             threading.Thread(target=self._run, args=work, daemon=True)
-            for work in [(self._stream.readers["disk"].run,), (self._stream.place, Unturned())]
+            for work in [(self._stream.readers["disk"].run,), (self._stream.place, Unturned(), HostStream())]
         ]
 
         place = Loader.place

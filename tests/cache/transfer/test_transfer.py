@@ -38,6 +38,7 @@ from cache.storage.slab import LayerShape, Slab
 from cache.storage.thread_priority import SAVING, WRITING
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured
+from cache.transfer.device_streams import HostStream
 from cache.transfer.events import Events
 from cache.transfer.save_stream import SaveStream
 from cache.transfer.transfer import Transfer
@@ -275,6 +276,7 @@ def save_stream(num_slots=2):
         synchronous=False,
         max_backlog_bytes=1 << 20,
         rotations=Shift(),
+        compute=HostStream(),
         completions=Events(),
     )
     return saves, slab

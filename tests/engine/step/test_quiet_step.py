@@ -21,6 +21,7 @@ ASKED = {
     "cache/requests/saving.py",
     "cache/requests/view.py",
     "cache/tiers/write_behind.py",
+    "cache/transfer/device_streams.py",
     "cache/transfer/save_stream.py",
     "cache/transfer/transfer.py",
     "scheduler/budgets/budget.py",
