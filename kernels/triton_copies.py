@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.triton_rows import turned
 
 _PROGRAMS = 64  # at once, each with four warps: half of an H100's processors have one
-_LINES = 32  # heads of rows that a program copies at once; 64 of 128 numbers do not fit its registers
+_LINES = 64  # heads of rows that a program copies at once
 _TILE_WORDS = 2048  # of eight bytes, that a program copies at once
 ALIGNMENT = 16  # bytes: what one thread loads at once
 

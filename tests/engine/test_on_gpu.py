@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.step.compute import Computed
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model
 
@@ -54,19 +55,29 @@ def test_reuse_answers_as_a_recompute_does(model: Path, tmp_path: Path, tiers: s
     assert sources.get(tiers, 0) > 500, sources
 
 
-@pytest.mark.gpu
-def test_blocks_are_written_before_they_are_found(model: Path) -> None:
-    """A step of a long prompt whose rows nobody draws from returns only when the device has done it."""
-    driver = Driver(model, device="cuda")
-    driver.submit("a", [random.Random(2).randrange(3, VOCAB) for _ in range(150)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_slow_device_has_not_written_yet_is_neither_found_nor_saved_wrongly(model: Path, device: str) -> None:
+    """Chunks of prompts are committed, saved and given away while they are computed."""
+    wanted = conversations(Driver(model, device=device, cache_mode="recompute", hbm_tokens=2048), sessions=4, turns=4)
+    driver = Driver(
+        model, device=device, cache_mode="attentionstore", hbm_tokens=288, dram_bytes=64 * MIB, step_tokens=8
+    )
+    driver.cache.rates.compute_s = lambda tokens: float(tokens)  # type: ignore[method-assign]
     compute = driver.engine._compute
-    inner = compute.runner.forward
+    inner, run, under_way = compute.runner.forward, compute.run, []
 
     def slow(*arguments: object) -> torch.Tensor:
-        logits = inner(*arguments)  # type: ignore[arg-type]
-        torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
-        return logits
+        if device == "cuda":
+            torch.cuda._sleep(10_000_000)  # cycles, some milliseconds
+        return inner(*arguments)  # type: ignore[arg-type]
+
+    def noted(*arguments: object) -> Computed:
+        computed = run(*arguments)  # type: ignore[arg-type]
+        under_way.append(not computed.done.is_done)
+        return computed
 
     compute.runner.forward = slow  # type: ignore[method-assign,assignment]
-    driver.step()
-    assert torch.cuda.current_stream().query()
+    compute.run = noted  # type: ignore[method-assign]
+    assert conversations(driver, sessions=4, turns=4) == wanted
+    assert driver.engine.stats().prompt_tokens.get("dram", 0) > 300
+    assert any(under_way) == (device == "cuda")

@@ -358,10 +358,9 @@ def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_pat
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("rows", "most"), [(16, 128), (64, 0)])
+@pytest.mark.parametrize("rows", [16, 64], ids=["decode", "chunks"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_registers_suffice_for_heads_of_128(capability, rows, most, monkeypatch, tmp_path):
-    """For those of a chunk, 64 rows, all of a thread's numbers stay in registers; where 16 rows decode, nearly all."""
+def test_registers_suffice_for_heads_of_128(capability, rows, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     from kernels.attention.triton_paged import _attend, _warps
 
@@ -373,4 +372,4 @@ def test_registers_suffice_for_heads_of_128(capability, rows, most, monkeypatch,
     constants |= dict.fromkeys(("has_window", "has_softcap", "has_sink", "widen"), False)
     constants |= {"group": 4, "rows": rows, "tile": 64, "page_size": 32, "precision": "tf32"}
     code = machine_code(_attend, types, constants, capability, num_warps=_warps(rows, 128))
-    assert spilled_bytes(code) <= most
+    assert spilled_bytes(code) == 0
