@@ -35,6 +35,7 @@ from engine.step.held_moves import HeldMoves
 from engine.step.intake import Intake
 from engine.step.sampler import BadLogits, Sampled, Sampler
 from engine.step.verify import Verifier
+from scheduler.budgets.budget import StepWork
 from scheduler.schedule import Schedule
 from scheduler.scheduler import Scheduler
 
@@ -85,7 +86,7 @@ class Engine:
         self._replies: list[SessionReply] = []
         self._changes = 0  # of the requests that the cache knows, as of the last look
         self._is_steady = False  # none of them has come, ended or given way lately
-        self._under_way: Computed | None = None  # a step that drew nothing, and may not be over
+        self._under_way: tuple[Computed, StepWork] | None = None  # a step that drew nothing, and may not be over
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -210,15 +211,23 @@ class Engine:
             return refused
         clock.begin_computing()
         drafts = self._drafter.propose(schedule.chunks, self._choices)
-        computed = self._compute.run(schedule.chunks, self._choices, drafts)
-        self._learn_late()
+        try:
+            computed = self._compute.run(schedule.chunks, self._choices, drafts)
+        except torch.OutOfMemoryError as error:
+            if not self._halve_steps(schedule):
+                raise
+            log.warning("steps have at most half as many tokens from now on: %s", error)
+            return refused
+        self._learn_before()
         self._settle(computed, clock)
         self._close_over(computed)
         outputs = self._draw(computed, clock.now())
         if computed.done.is_done:
-            self._learn(computed, clock.computing_s())
+            seconds = clock.computing_s()
+            self._learn(computed, seconds)
+            self._scheduler.ran(seconds, computed.waited_s)
         else:
-            self._under_way = computed
+            self._under_way = computed, schedule.work
         return refused + outputs
 
     def _schedule(self, now: float) -> Schedule:
@@ -274,11 +283,21 @@ class Engine:
             self._choices[sequence_id].void_s = clock.now()
         return failed
 
-    def _learn_late(self) -> None:
-        """What the step before took, if it was not over when that returned."""
-        computed, self._under_way = self._under_way, None
-        if computed is not None:
-            self._learn(computed, computed.done.seconds_since(computed.begun))
+    def _halve_steps(self, schedule: Schedule) -> bool:
+        """The device had no memory for a step: what it was to compute is tried again in smaller ones. Returns whether
+        these are of any use."""
+        for chunk in schedule.chunks:
+            self._choices[chunk.sequence.request_id].draft = None
+        self._compute.free_memory()
+        return self._scheduler.halve_steps(schedule)
+
+    def _learn_before(self) -> None:
+        """What the step before took, if it was not over when it returned."""
+        if self._under_way is not None:
+            (computed, work), self._under_way = self._under_way, None
+            seconds = computed.done.seconds_since(computed.begun)
+            self._learn(computed, seconds)
+            self._scheduler.ran_before(work, seconds - computed.waited_s)
 
     def _learn(self, computed: Computed, seconds: float) -> None:
         """What the step took, for those who expect what the next ones take."""
@@ -288,7 +307,6 @@ class Engine:
             self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
         if computed.only_decodes and not computed.waited_s:
             self._drafter.stepped(computed.num_tokens, seconds)
-        self._scheduler.ran(seconds, computed.waited_s)
 
     def _draw(self, computed: Computed, now: float) -> list[Output]:
         """A token for everybody who is ready, and more where a draft was right. A choice whose logits are no

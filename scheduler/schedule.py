@@ -25,6 +25,7 @@ class Schedule:
 
     chunks: list[Chunk]
     preempted: list[Sequence]  # gave their pages back; they wait at the head of the line
+    work: StepWork
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from scheduler.budgets.budget import StepCost, StepWork
+from scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
 from scheduler.budgets.step_budgets import StepBudgets
 from scheduler.early_loads import EarlyLoads
 from scheduler.forecast import Forecast
@@ -190,6 +190,20 @@ class Scheduler:
         if not self.has_work():
             self._learn(seconds)
 
+    def ran_before(self, work: StepWork, seconds: float) -> None:
+        """A step in which nobody decoded is known to have taken so long, waiting for loads not included, after another
+        was scheduled."""
+        self.cost.ran(work, seconds)
+
+    def halve_steps(self, schedule: Schedule) -> bool:
+        """A step has failed for want of memory: no later one has more than half of its tokens. Returns False where
+        that is of no use, because prompts are not what it consisted of or are not to be split."""
+        num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
+        can = self._limits.chunked_prefill and schedule.work.prefill_tokens > 0 and num_tokens >= 2 * LEAST_CHUNK
+        if can:
+            self._budgets.most_tokens = num_tokens // 2
+        return can
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
@@ -274,4 +288,4 @@ class Scheduler:
         if self._nearness is not None:
             self._nearness.tell()
         self._work, self._sat_out, self._began_s = work_of(step.chunks), step.sits_out, step.now
-        return Schedule(step.chunks, step.preempted)
+        return Schedule(step.chunks, step.preempted, self._work)

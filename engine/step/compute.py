@@ -202,6 +202,13 @@ class StepCompute:
             done=done,
         )
 
+    def free_memory(self) -> None:
+        """Give back what the allocator keeps, after a pass has failed for want of memory."""
+        if self._sink is not None:
+            self._sink.step = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _begin_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
         """Whether sequences of the step have parked blocks, which then are read."""
         if self._parked is None:

@@ -13,7 +13,7 @@ _KEPT = 0.96  # of the evidence after one more step of its kind: about the last 
 _ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: others are what is asked for
 _PRIOR_STEPS = 0.05  # what the prior counts as, in steps of its size
 _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_CONTEXT = 256, 8, 1024
-_LEAST_CHUNK = 16  # tokens: less would not pay for the step
+LEAST_CHUNK = 16  # tokens: less would not pay for the step
 _LEAST_SHARE = 0.2  # of the target, for prompts, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
@@ -233,7 +233,7 @@ class TimeBudget:
         if self._is_empty:
             left_s = max(left_s, _LEAST_SHARE * self._target_s)
         fits = self._cost.chunk_that_fits(left_s, context_len)
-        return max(0, min(pending, self._tokens_left, max(fits, _LEAST_CHUNK if self._is_empty else 0)))
+        return max(0, min(pending, self._tokens_left, max(fits, LEAST_CHUNK if self._is_empty else 0)))
 
     def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
         self._is_empty = False

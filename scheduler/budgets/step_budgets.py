@@ -1,6 +1,6 @@
 """What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
 
-from scheduler.budgets.budget import StepBudget, StepCost, TimeBudget, TokenBudget
+from scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, TimeBudget, TokenBudget
 from scheduler.budgets.priced import PricedBudget
 from scheduler.limits import SchedulerLimits
 from scheduler.running_batch import RunningBatch
@@ -21,10 +21,16 @@ class StepBudgets:
         self._batch = batch
         self._waiting = waiting
         self._tenants = tenants
+        self.most_tokens: int | None = None
+        """Of any step, whatever the limits say; None: they suffice."""
 
     def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
         """Return what a step with these decodes has left for prompts. stretch: how much longer than usual it may be."""
         limits = self._limits
+        lone_tokens, tokens = limits.lone_step_tokens, limits.step_tokens - len(decodes)
+        if self.most_tokens is not None:
+            lone_tokens = min(lone_tokens, self.most_tokens)
+            tokens = min(tokens, max(LEAST_CHUNK, self.most_tokens - len(decodes)))
         may_be_long = not decodes and not self._tenants.several(now)
         if limits.itl_target_s is None:
             prompts = len(self._batch) - len(decodes) + min(self._waiting.count, self._batch.free_places)
@@ -33,12 +39,11 @@ class StepBudgets:
                 decodes=work_of(decodes),
                 prompts=max(1, prompts),
                 least_tokens=limits.least_chunk_tokens,
-                most_tokens=limits.lone_step_tokens if may_be_long else limits.step_tokens - len(decodes),
+                most_tokens=lone_tokens if may_be_long else tokens,
                 stretch=stretch,
             )
         if may_be_long:
-            return TokenBudget(limits.lone_step_tokens)
-        tokens = limits.step_tokens - len(decodes)
+            return TokenBudget(lone_tokens)
         if not limits.itl_target_s:
             return TokenBudget(tokens)
         target_s = stretch * limits.itl_target_s
