@@ -133,6 +133,11 @@ def test_every_row_of_a_batch_gets_what_a_naive_sampler_gives_it_alone(batch):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("gap", [708.0, 708.5, 745.0, 800.0])  # of subnormal probabilities, and of none
+def test_a_token_that_is_next_to_impossible_is_never_drawn_and_disturbs_nobody(gap):
+    assert draws([0.0, -gap, -1000.0], 200, top_k=2) == {0: 200}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])  # flat ones need the whole ranking, peaked ones its head
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 900, "top_p": 0.8}])
