@@ -211,12 +211,8 @@ class Engine:
             return refused
         clock.begin_computing()
         drafts = self._drafter.propose(schedule.chunks, self._choices)
-        try:
-            computed = self._compute.run(schedule.chunks, self._choices, drafts)
-        except torch.OutOfMemoryError as error:
-            if not self._halve_steps(schedule):
-                raise
-            log.warning("steps have at most half as many tokens from now on: %s", error)
+        computed = self._run(schedule, drafts)
+        if computed is None:
             return refused
         self._learn_before()
         self._settle(computed, clock)
@@ -283,13 +279,20 @@ class Engine:
             self._choices[sequence_id].void_s = clock.now()
         return failed
 
-    def _halve_steps(self, schedule: Schedule) -> bool:
-        """The device had no memory for a step: what it was to compute is tried again in smaller ones. Returns whether
-        these are of any use."""
+    def _run(self, schedule: Schedule, drafts: dict[str, list[int]]) -> Computed | None:
+        """Return None if the device had no memory for it: then it is tried again in smaller steps. Raises where these
+        are of no use."""
+        try:
+            return self._compute.run(schedule.chunks, self._choices, drafts)
+        except torch.OutOfMemoryError as error:
+            problem = error.with_traceback(None)  # whose frames hold what was computed so far
         for chunk in schedule.chunks:
             self._choices[chunk.sequence.request_id].draft = None
         self._compute.free_memory()
-        return self._scheduler.halve_steps(schedule)
+        if not self._scheduler.halve_steps(schedule):
+            raise problem
+        log.warning("steps have at most half as many tokens from now on: %s", problem)
+        return None
 
     def _learn_before(self) -> None:
         """What the step before took, if it was not over when it returned."""
@@ -452,6 +455,8 @@ class Engine:
     def _close_over(self, computed: Computed) -> None:
         """Close the choices of which the KV alone was wanted, now that it is there."""
         over = [choice for choice in computed.ready if choice.is_over]
+        if not over:
+            return
         computed.drop({choice.sequence.request_id for choice in over})
         for choice in over:
             if choice.report is not None:

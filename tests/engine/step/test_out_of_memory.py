@@ -1,5 +1,7 @@
 """Tests that a step for which the device has no memory is tried again in smaller ones, and ends nobody's answer."""
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,16 @@ class SmallDevice:
     def __init__(self, driver: Driver, most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self._most_tokens = most_tokens
+        self._activations: Callable[[], Any] = lambda: None
         self._inner = driver.engine._compute.runner.forward
         monkeypatch.setattr(driver.engine._compute.runner, "forward", self.forward)
 
     def forward(self, batch: BatchInput, *arguments: Any) -> torch.Tensor:
         self.sizes.append(batch.token_ids.shape[0])
+        assert self._activations() is None, "what the step before has computed takes memory"
         if self.sizes[-1] > self._most_tokens:
+            activations = torch.zeros(1)
+            self._activations = weakref.ref(activations)
             raise torch.OutOfMemoryError("2 GiB")
         return self._inner(batch, *arguments)
 
