@@ -87,6 +87,8 @@ def warm_up(
             remembered.keep(seen)
     else:
         steps.run_once()
+    if isinstance(runner, GraphRunner):
+        steps.decode(config.scheduler.max_seqs)
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
     return WarmModel(runner, sink, step_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
 

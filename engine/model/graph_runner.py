@@ -5,9 +5,9 @@ that changes from step to step lies in tensors of a fixed size (`_Inputs`), whic
 steps of up to so many sequences and ranges of keys; both are rounded up to a power of two, and rows that are over write
 to a page that nobody has.
 
-A graph is captured when a step first needs it. That step is computed eagerly on the same padded tensors, then again by
-the graph: unless both give the same logits to the bit, and what a model does can be captured at all, no graphs are
-used, and the log says why.
+A graph is captured when a step first needs it, those of the usual sizes by steps before any request. That step is
+computed eagerly on the same padded tensors, then again by the graph: unless both give the same logits to the bit, and
+what a model does can be captured at all, no graphs are used, and the log says why.
 """
 
 import logging
@@ -26,6 +26,7 @@ from kernels.attention.ragged_batch import AttentionMeta
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
+_LEAST_ITEMS = 4  # for each sequence: ranges that are not there cost nothing, and a graph that is not there some 0.4 s
 
 
 class FixedPlan(Protocol):
@@ -155,7 +156,8 @@ class GraphRunner(ModelRunner):
         if arrive is not None or saved is not None or not self._can_replay(batch):
             return super().forward(batch.to(self._device), arrive, saved)
         rows = batch.token_ids.shape[0]
-        key = (_rounded_up(rows), _rounded_up(self._planner.num_items(batch.meta.context_lens)))
+        most_rows, num_items = _rounded_up(rows), self._planner.num_items(batch.meta.context_lens)
+        key = (most_rows, _rounded_up(max(num_items, _LEAST_ITEMS * most_rows)))
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._captured(key, batch)

@@ -13,6 +13,7 @@ _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
 _EFFICIENT = 2 / 3  # of the best rate in tokens per second
 _FEW_AT_ONCE, _TRIED_TOKENS = 8, 29
+_MOST_DECODING = 32
 _LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
 
@@ -39,6 +40,17 @@ class WarmUp:
         for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
             self._seconds(first, count)
         return rows
+
+    def decode(self, most_sequences: int) -> None:
+        """Run decode steps of 1, 2, 4 and more sequences, on a page each, from the host: where such steps are graphs,
+        they are captured."""
+        most = min(most_sequences, len(self._table), _MOST_DECODING)
+        tables = BlockTables(max_seqs=most, max_pages=1)
+        count = 1
+        while count <= most:
+            items = [BatchItem(f"warm-up-{page}", [0], 0, [page], wants_logits=True) for page in self._table[:count]]
+            self._runner.forward(build_batch(items, tables, self._page_size, torch.device("cpu")), None)
+            count *= 2
 
     def efficient_tokens(self, most_tokens: int) -> int:
         """Return the number of prompt tokens per step that `efficient_tokens` finds for this model."""

@@ -13,6 +13,7 @@ from engine.model.graph_runner import GraphRunner
 from engine.model.hf_model import ModelRunner, prepare
 from engine.model.pages import make_pages
 from engine.model.probe import probe
+from engine.model.warm_up import WarmUp
 from kernels.attention.naive import NaiveAttention
 from tests.engine.models import CPU, VOCAB, copied, family_model
 
@@ -134,6 +135,25 @@ def test_replayed_steps_are_eager_steps(name: str) -> None:
     assert replaying.why_not == ""
     assert capture.replays > 30
     assert capture.captures < 10
+
+
+def test_steps_before_any_request_capture_those_of_the_usual_sizes() -> None:
+    capture = CountedCapture()
+    _, replaying = runners("llama", capture, saving=True)
+    WarmUp(runner=replaying, most_rows=MOST, page_size=PAGE, device=CPU).decode(most_sequences=5)
+    assert (capture.captures, replaying.why_not) == (3, "")
+    tables = BlockTables(max_seqs=4, max_pages=MOST // PAGE)
+    for count in (1, 2, 3, 4):
+        items = [
+            BatchItem(f"{count}-{n}", [n], 32 + n, [3 * n, 3 * n + 1, 3 * n + 2], wants_logits=True)
+            for n in range(count)
+        ]
+        assert isinstance(replaying.sink, CaptureSink)
+        replaying.sink.step = Captured()
+        replaying.forward(build_batch(items, tables, PAGE, CPU), None)
+        for item in items:
+            tables.drop(item.request_id)
+    assert capture.captures == 3, "a turn has waited for a graph"
 
 
 def test_what_is_saved_outlives_the_next_replay() -> None:
