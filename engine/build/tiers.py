@@ -24,6 +24,7 @@ from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
+from engine.build.link import link_rates
 from engine.build.model import LoadedModel, ProbedModel, dram_link
 from engine.build.resources import memory
 from engine.build.room import Room
@@ -42,7 +43,8 @@ _LEAST_STAGING_SLOTS = 16  # of automatic staging: some for each of those who re
 _MAX_DRAM_SHARE = 0.8  # of all memory
 _BACKLOG_BYTES = 256 << 20  # of steps whose KV is not saved yet
 _GB = 1e9
-# Guesses until the first transfers were measured; wrong ones cost one load or one recompute.
+# Guesses until the first transfers were measured; wrong ones cost one load or one recompute. On CUDA the link's are
+# measured at the start.
 _PRIOR_BYTES_PER_S = {
     "dram_to_hbm": 4e9,
     "coded_to_hbm": 5e8,
@@ -128,12 +130,13 @@ def build_tiers(
         synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
+    measured = link_rates(loaded.device, transfer.compute, most_gbps=cache.dram_gbps) if on_gpu else {}
     rates = Rates(
         num_layers=slab.num_layers,
         step_fixed_s=_PRIOR_STEP_S,
         prefill_s_per_token=2 * loaded.parameters / _PRIOR_PREFILL_FLOPS,
         transfer_fixed_s=_PRIOR_TRANSFER_S,
-        bytes_per_s=_expected_bytes_per_s(probed.codec.projection),
+        bytes_per_s=_expected_bytes_per_s(_PRIOR_BYTES_PER_S | measured, probed.codec.projection),
     )
     return Tiers(
         pages=pages,
@@ -166,15 +169,13 @@ def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:
     return [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
 
 
-def _expected_bytes_per_s(projection: KvProjection | None) -> dict[str, float]:
-    """What loads to HBM are priced at until they were measured. Activations become K and V on the way there."""
+def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | None) -> dict[str, float]:
+    """What transfers are priced at until some were measured. rates: of the links. Activations become K and V on the way
+    to HBM."""
     if projection is None:
-        return _PRIOR_BYTES_PER_S
+        return rates
     projecting = projection.flops_per_token / projection.bytes_per_token / _PRIOR_PREFILL_FLOPS
-    return {
-        name: 1 / (1 / rate + projecting) if name.endswith("_to_hbm") else rate
-        for name, rate in _PRIOR_BYTES_PER_S.items()
-    }
+    return {name: 1 / (1 / rate + projecting) if name.endswith("_to_hbm") else rate for name, rate in rates.items()}
 
 
 def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
