@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from engine.process.client import EngineClient, EngineLost, EngineState
-from tests.engine.driver import config
+from tests.engine.driver import Driver, config
 from tests.engine.models import family_model
 from tests.engine.scripted_engine import submit
 
@@ -54,6 +54,17 @@ def told(model: Path, asks: Sequence[dict[str, Any]], **changes: Any) -> dict[st
     return said
 
 
+def recomputed(model: Path, asks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The texts of one process that reuses nothing."""
+    driver = Driver(model, cache_mode="recompute", hbm_tokens=160, max_context=128)
+    answers = [
+        driver.ask(str(number), ask["prompt"], max_tokens=ask["max_tokens"], ignore_eos=True).token_ids
+        for number, ask in enumerate(asks)
+    ]
+    driver.close()
+    return answers
+
+
 def opening(conversation: int) -> list[int]:
     chance = random.Random(conversation)
     return [chance.randrange(3, 190) for _ in range(70)]
@@ -63,11 +74,20 @@ def ask(conversation: int, prompt: list[int], max_tokens: int = 8) -> dict[str, 
     return {"prompt": prompt, "session": f"s{conversation}", "max_tokens": max_tokens}
 
 
-def first_turns(model: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Answers of three conversations' first turns, and what was said in each."""
-    prompts = [opening(conversation) for conversation in range(3)]
-    answers = run(model, [ask(number, prompt) for number, prompt in enumerate(prompts)], **changes)
-    return answers, [prompt + answer["token_ids"] for prompt, answer in zip(prompts, answers, strict=True)]
+FIRST = [ask(conversation, opening(conversation)) for conversation in range(3)]
+
+
+def next_turns(answers: Sequence[list[int]]) -> list[dict[str, Any]]:
+    """What is asked behind the first turns and their answers."""
+    return [
+        ask(number, [*asked["prompt"], *answer, 7, 11, 13])
+        for number, (asked, answer) in enumerate(zip(FIRST, answers, strict=True))
+    ]
+
+
+def history_of(asked: dict[str, Any]) -> int:
+    """Tokens of the turn before: its last one was drawn, not computed."""
+    return len(asked["prompt"]) - 3 - 1
 
 
 def texts(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -93,27 +113,23 @@ def tiers(directory: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_two_ranks_answer_as_one_also_after_a_restart(family: str, models: Path, tmp_path: Path) -> None:
-    alone = {"cache_mode": "recompute", "hbm_tokens": 160, "max_context": 128}
-    expected, histories = first_turns(models / family, **alone)
-    got, _ = first_turns(models / family, **tiers(tmp_path, tensor_parallel=2))
-    assert texts(got) == texts(expected)
+    expected = recomputed(models / family, FIRST)
+    assert texts(run(models / family, FIRST, **tiers(tmp_path, tensor_parallel=2))) == expected
     assert (tmp_path / "kv").is_dir()
     assert (tmp_path / "rank1" / "kv").is_dir()
 
     # Twice each: off the disk after the restart, and out of DRAM when the others have displaced it from HBM.
-    again = [ask(number, [*history, 7, 11, 13]) for number, history in enumerate(histories)] * 2
-    expected = run(models / family, again, **alone)
+    again = next_turns(expected) * 2
     got = run(models / family, again, **tiers(tmp_path, tensor_parallel=2))
-    assert texts(got) == texts(expected)
-    history_tokens = sum(len(history) - 1 for history in histories)  # the last token was drawn, not computed
+    assert texts(got) == recomputed(models / family, again)
+    history_tokens = sum(history_of(asked) for asked in again[:3])
     assert sum(answer["disk"] for answer in got[:3]) >= 0.95 * history_tokens
     assert loaded(got[3:]) >= 0.95 * history_tokens
     assert sum(answer["dram"] for answer in got[3:])
 
 
 def test_what_one_rank_has_lost_is_lost(models: Path, tmp_path: Path) -> None:
-    alone = {"cache_mode": "recompute", "hbm_tokens": 160, "max_context": 128}
-    _, histories = first_turns(models / "llama", **tiers(tmp_path, tensor_parallel=2))
+    answers = texts(run(models / "llama", FIRST, **tiers(tmp_path, tensor_parallel=2)))
     extents = {name: sorted((tmp_path / name).glob("kv/*/??/*.kv")) for name in ("", "rank1")}
     assert len(extents[""]) == len(extents["rank1"]) == 3
     assert [path.name for path in sorted(extents[""], key=lambda p: p.name)] == [
@@ -124,12 +140,12 @@ def test_what_one_rank_has_lost_is_lost(models: Path, tmp_path: Path) -> None:
     damaged = bytearray(oldest_first[1].read_bytes())
     damaged[-100] ^= 1
     oldest_first[1].write_bytes(damaged)
-    again = [ask(number, [*history, 7, 11, 13]) for number, history in enumerate(histories)]
+    again = next_turns(answers)
     got = run(models / "llama", again, **tiers(tmp_path, tensor_parallel=2))
-    assert texts(got) == texts(run(models / "llama", again, **alone))
+    assert texts(got) == recomputed(models / "llama", again)
     assert got[0]["disk"] == 0
-    assert got[1]["disk"] < len(histories[1]) - 1
-    assert got[2]["disk"] == len(histories[2]) - 1
+    assert got[1]["disk"] < history_of(again[1])
+    assert got[2]["disk"] == history_of(again[2])
     assert not (tmp_path / "kv" / oldest_first[0].parent.parent.name / oldest_first[0].name).exists()
 
 
