@@ -68,7 +68,7 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
         warm.step_tokens,
         warm.least_chunk_tokens,
         room.max_context,
-        most_tokens=chunk_pages(room.most_pages) * probed.page_size if room.most_pages else None,
+        most_tokens=_most_tokens(room, probed, warm),
     )
     choices = RunningChoices()
     return Engine(
@@ -110,6 +110,14 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
             max_context=room.max_context,
         ),
     )
+
+
+def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None:
+    """Of any step; None: nothing limits that."""
+    limits = [] if warm.most_tokens is None else [warm.most_tokens]
+    if room.most_pages:
+        limits.append(chunk_pages(room.most_pages) * probed.page_size)
+    return min(limits, default=None)
 
 
 def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:

@@ -1,17 +1,20 @@
 """The first steps of an engine, run before it is composed: what they take, and what they prove."""
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from cache.transfer.capture import CaptureSink
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.remembered import FirstSteps, Remembered, key_of
 from engine.build.room import Room
+from engine.build.scheduler import lone_step_tokens
 from engine.build.tiers import Tiers
 from engine.config import EngineConfig
 from engine.model.cpu.modules import FEW_ROWS
@@ -21,6 +24,8 @@ from engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
 from engine.model.hf_model import ModelRunner
 from engine.model.loading import ModelRefused
 from engine.model.warm_up import WarmUp
+
+log = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
 _PROOF_PAGES = 64  # and more are as good
@@ -34,6 +39,7 @@ class WarmModel:
     runner: ModelRunner
     sink: CaptureSink | None  # None while there is no tier below HBM
     step_tokens: int  # budget of a step
+    most_tokens: int | None  # of any step, for which the device has memory; None: for every step that there may be
     least_chunk_tokens: int  # of a prompt, below which products are inefficient; 0: nobody asks
     rows_agree: bool  # whether few rows at once have the bits that they have one by one
     exactness: Exactness
@@ -89,8 +95,20 @@ def warm_up(
         steps.run_once()
     if isinstance(runner, GraphRunner):
         steps.decode(config.scheduler.max_seqs)
+    most_tokens = _most_tokens(steps, min(most_rows, lone_step_tokens(config, step_tokens)), device)
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
-    return WarmModel(runner, sink, step_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
+    return WarmModel(runner, sink, step_tokens, most_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
+
+
+def _most_tokens(steps: WarmUp, wanted: int, device: torch.device) -> int | None:
+    """Of any step, for which the device has memory; None: for as many as are wanted. Raises ModelRefused."""
+    if device.type != "cuda":
+        return None
+    found = steps.tokens_that_fit(wanted)
+    if found == wanted:
+        return None
+    log.warning("steps have at most %d tokens: the device has no memory for %d", found, wanted)
+    return found
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:

@@ -28,9 +28,9 @@ def build_scheduler(
 ) -> Scheduler:
     """least_chunk_tokens: of a prompt, below which products are inefficient on this machine. most_tokens: of any step;
     None: nothing limits that."""
-    lone_step_tokens = step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
+    lone_tokens = lone_step_tokens(config, step_tokens)
     if most_tokens is not None:
-        step_tokens, lone_step_tokens = min(step_tokens, most_tokens), min(lone_step_tokens, most_tokens)
+        step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
         least_chunk_tokens = min(least_chunk_tokens, most_tokens)
     predictor: LengthPredictor = MaxTokensPredictor()
     if config.scheduler.length_predictor == "quantile":
@@ -58,7 +58,7 @@ def build_scheduler(
             max_seqs=config.scheduler.max_seqs,
             max_queued=config.scheduler.max_queued,
             step_tokens=step_tokens,
-            lone_step_tokens=lone_step_tokens,
+            lone_step_tokens=lone_tokens,
             itl_target_s=config.scheduler.itl_target_s,
             least_chunk_tokens=least_chunk_tokens,
             chunked_prefill=config.scheduler.chunked_prefill,
@@ -66,6 +66,11 @@ def build_scheduler(
         fair_places=config.scheduler.policy in WINDOWED,
         scores=config.scheduler.scores,
     )
+
+
+def lone_step_tokens(config: EngineConfig, step_tokens: int) -> int:
+    """Return how many tokens a step may have in which nobody decodes. step_tokens: of any other."""
+    return step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
 
 
 def _window(cache: CacheManager, max_context: int) -> int:

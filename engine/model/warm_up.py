@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.hf_model import ModelRunner
+from engine.model.loading import ModelRefused
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
@@ -51,6 +52,21 @@ class WarmUp:
             items = [BatchItem(f"warm-up-{page}", [0], 0, [page], wants_logits=True) for page in self._table[:count]]
             self._runner.forward(build_batch(items, tables, self._page_size, torch.device("cpu")), None)
             count *= 2
+
+    def tokens_that_fit(self, most_tokens: int) -> int:
+        """Return how many tokens of a prompt the device has memory for in a step: so many, or half of that, and so on.
+        Raises ModelRefused where it has none."""
+        tokens = min(most_tokens, self._most_rows)
+        while tokens >= _LEAST_TOKENS:
+            try:
+                self._seconds(0, tokens)
+            except torch.OutOfMemoryError:
+                tokens //= 2
+            else:
+                return tokens
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        raise ModelRefused("the device has no memory for a step beside weights and KV: lower cache.hbm_tokens")
 
     def efficient_tokens(self, most_tokens: int) -> int:
         """Return the number of prompt tokens per step that `efficient_tokens` finds for this model."""

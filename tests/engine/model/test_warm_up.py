@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.model.loading import ModelRefused
 from engine.model.warm_up import WarmUp, efficient_tokens
 
 
@@ -60,6 +61,33 @@ class Rows:
         logits = torch.stack((batch.token_ids, batch.positions), 1).float()[batch.logit_rows]
         is_odd = self._odd_from <= len(batch.token_ids) < 64
         return logits.nextafter(torch.tensor(torch.inf)) if is_odd else logits
+
+
+class SmallDevice:
+    """Has memory for so many tokens."""
+
+    def __init__(self, most):
+        self._most, self.asked = most, []
+
+    def forward(self, batch, arrive):
+        self.asked.append(len(batch.token_ids))
+        if self.asked[-1] > self._most:
+            raise torch.OutOfMemoryError("2 GiB")
+        return torch.zeros(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("most", "asked"), [(1000, [160]), (160, [160]), (100, [160, 80]), (39, [160, 80, 40]), (79, [160, 80, 40])]
+)
+def test_steps_are_halved_until_the_device_has_memory_for_them(most, asked):
+    device = SmallDevice(most)
+    steps = WarmUp(runner=device, most_rows=500, page_size=64, device=torch.device("cpu"))
+    if most < 40:
+        with pytest.raises(ModelRefused):
+            steps.tokens_that_fit(160)
+    else:
+        assert steps.tokens_that_fit(160) == asked[-1]
+    assert device.asked == asked
 
 
 @pytest.mark.parametrize(("odd_from", "agree"), [(1000, True), (2, False), (8, False), (20, False)])
