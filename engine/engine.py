@@ -8,7 +8,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cache.blocks.head import BadHead
 from cache.blocks.truncate import DoesNotFit
 from cache.manager import CacheManager
 from cache.moves import CopyRows, Transferred
@@ -83,7 +82,6 @@ class Engine:
         self._moves = HeldMoves(transfer, seals_may_wait=self._seals_may_wait)
         self._sampler = Sampler()
         self._counters = Counters()
-        self._replies: list[SessionReply] = []
         self._changes = 0  # of the requests that the cache knows, as of the last look
         self._is_steady = False  # none of them has come, ended or given way lately
         self._under_way: tuple[Computed, StepWork] | None = None  # a step that drew nothing, and may not be over
@@ -147,19 +145,7 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        tiers = self._cache.tiers
-        if self._cache.sessions.deletions.waits:
-            self._replies += [
-                SessionReply(request_id=waiter, sessions=[], error_code=problem)
-                for waiter, problem in self._cache.sessions.deletions.take_ended()
-            ]
-        if tiers.redis.is_on:
-            self._replies += [
-                SessionReply(request_id=request_id, sessions=[], error_code=problem)
-                for request_id, problem in self._cache.sessions.take_adopted()
-            ]
-        replies, self._replies = self._replies, []
-        return replies
+        return self._directory.take_replies()
 
     def _order_what_comes_next(self, now: float) -> None:
         changes, self._changes = self._changes, self._cache.changes
@@ -524,30 +510,12 @@ class Engine:
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
         """Take over a session of another replica; answered by `poll` when the headers of its extents have come."""
-        name = (request.tenant, request.salt, request.session_id)
-        if not self._cache.tiers.redis.is_on:
-            return [_refused_adoption(request, "unavailable", "this engine keeps no KV in Redis")]
-        try:
-            self._cache.sessions.adopt(request.request_id, name, request.head, now)
-        except BadHead as error:
-            return [_refused_adoption(request, "bad_head", str(error))]
-        return []
+        reply = self._directory.adopt(request, now)
+        return [] if reply is None else [reply]
 
     def take_heads(self) -> list[Head]:
         """Return the heads of sessions that have changed since the last call."""
-        if not self._cache.tiers.redis.is_on:
-            return []
-        return [
-            Head(
-                tenant=told.name[0],
-                salt=told.name[1],
-                session_id=told.name[2],
-                turn=told.turns,
-                redis_tokens=told.redis_tokens,
-                head=told.signed,
-            )
-            for told in self._cache.sessions.take_heads()
-        ]
+        return self._directory.take_heads()
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
@@ -584,7 +552,3 @@ class Engine:
             weights=self._compute.runner.weights,
             drafts=self._drafter.counters,
         )
-
-
-def _refused_adoption(request: Adopt, code: str, message: str) -> SessionReply:
-    return SessionReply(request_id=request.request_id, sessions=[], error_code=code, error=message)

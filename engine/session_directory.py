@@ -1,21 +1,30 @@
-"""Sessions as a resource: what the engine answers to requests about them."""
+"""Sessions as a resource: what the engine answers to requests about them, and tells of those that others may adopt."""
 
 import heapq
 from collections.abc import Iterator
 
 from cache.blocks.context import SessionContext
+from cache.blocks.head import BadHead
 from cache.blocks.table import SessionName
 from cache.sessions import SessionStore
-from engine.messages import SessionInfo, SessionReply, SessionRequest
+from engine.messages import Adopt, Head, SessionInfo, SessionReply, SessionRequest
 
 
 class SessionDirectory:
     """Single-threaded, in the engine's loop."""
 
     def __init__(
-        self, *, sessions: SessionStore, max_pinned_bytes: int, session_ttl_s: float, unix_offset_s: float
+        self,
+        *,
+        sessions: SessionStore,
+        has_redis: bool,
+        max_pinned_bytes: int,
+        session_ttl_s: float,
+        unix_offset_s: float,
     ) -> None:
+        """has_redis: whether other servers find KV of this one."""
         self._sessions = sessions
+        self._has_redis = has_redis
         self._max_pinned_bytes = max_pinned_bytes  # per tenant
         self._session_ttl_s = session_ttl_s
         self._unix_offset_s = unix_offset_s
@@ -44,6 +53,40 @@ class SessionDirectory:
             case _:
                 return _refused(request, "unavailable", f"unknown action {request.action!r}")
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
+
+    def adopt(self, request: Adopt, now: float) -> SessionReply | None:
+        """Take over a session of another replica. Returns a refusal; None: the answer comes later."""
+        if not self._has_redis:
+            return _refused(request, "unavailable", "this engine keeps no KV in Redis")
+        name = (request.tenant, request.salt, request.session_id)
+        try:
+            self._sessions.adopt(request.request_id, name, request.head, now)
+        except BadHead as error:
+            return _refused(request, "bad_head", str(error))
+        return None
+
+    def take_replies(self) -> list[SessionReply]:
+        """Return answers that came later: to deletions whose bytes are gone, and to adoptions."""
+        ended = list(self._sessions.deletions.take_ended()) if self._sessions.deletions.waits else []
+        if self._has_redis:
+            ended += self._sessions.take_adopted()
+        return [SessionReply(request_id=asked, sessions=[], error_code=problem) for asked, problem in ended]
+
+    def take_heads(self) -> list[Head]:
+        """Return the heads of sessions that have changed since the last call."""
+        if not self._has_redis:
+            return []
+        return [
+            Head(
+                tenant=told.name[0],
+                salt=told.name[1],
+                session_id=told.name[2],
+                turn=told.turns,
+                redis_tokens=told.redis_tokens,
+                head=told.signed,
+            )
+            for told in self._sessions.take_heads()
+        ]
 
     def _of(self, tenant: str) -> Iterator[tuple[SessionName, SessionContext]]:
         return ((name, session) for name, session in self._sessions.contexts.items() if name[0] == tenant)
@@ -114,5 +157,5 @@ class SessionDirectory:
         )
 
 
-def _refused(request: SessionRequest, code: str, message: str) -> SessionReply:
+def _refused(request: SessionRequest | Adopt, code: str, message: str) -> SessionReply:
     return SessionReply(request_id=request.request_id, sessions=[], error_code=code, error=message)

@@ -25,13 +25,13 @@ class BlockWriter(Protocol):
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
         """Write blocks into pages, rotating their keys.
-        segments: contiguous bf16 on the CPU, [segments, elements], each a block of un-rotated keys [block_rows,
-        kv_heads, k_dim], followed by its values [block_rows, kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element
-        where a block begins, the number of its rows to write, the slot (page * page_size + row) of the first row, whose
-        page must hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's
-        segment, or [0] where that was compared. cos, sin: contiguous bf16 [rows, R] on the pool's device; dims i and
-        i + R / 2 turn together, dims from R on are copied. together: use torch's team of threads, which must belong to
-        the calling thread; only if `has_team`.
+        segments: contiguous bf16 on the CPU, or without sums on the pool's device, [segments, elements], each a block
+        of un-rotated keys [block_rows, kv_heads, k_dim], followed by its values [block_rows, kv_heads, v_dim]. blocks:
+        int64 [blocks, 4]: the element where a block begins, the number of its rows to write, the slot (page * page_size
+        + row) of the first row, whose page must hold them all, and the block's row in the tables. sums: uint64
+        [blocks], the xxh3_64 of each block's segment, or [0] where that was compared. cos, sin: contiguous bf16
+        [rows, R] on the pool's device; dims i and i + R / 2 turn together, dims from R on are copied. together: use
+        torch's team of threads, which must belong to the calling thread; only if `has_team`.
         The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit; on CUDA it is there when the
         current stream is. Returns bool [blocks]: True for blocks whose checksum differs; they are not written, or on
         CUDA as they are. Raises ValueError for anything outside of segments, pool or tables, and RuntimeError for
@@ -97,18 +97,17 @@ class _CudaWriter:
             return np.zeros(0, np.bool_)
         chosen = blocks[:, 0] // segments.stride(0)
         memory, numbers, device = segments, torch.from_numpy(blocks), self._pages.k.device
-        if device.type == "cuda" and not segments.is_pinned():
+        if segments.device != device and not segments.is_pinned():
             memory = segments.index_select(0, torch.from_numpy(chosen)).to(device)
             numbers = numbers.clone()
             numbers[:, 0] = torch.arange(len(blocks)) * memory.stride(0)
         pools = self._pages.k, self._pages.v
-        stream = segments.view(-1).view(torch.uint8).numpy()
         self._kernels.write_blocks(memory, numbers.to(device), cos, sin, *pools, self._block_rows)
-        return (
-            checksums(stream, segments.stride(0) * segments.element_size(), chosen) != sums
-            if len(sums)
-            else np.zeros(len(blocks), np.bool_)
-        )
+        if not len(sums):  # rows that were made on the device, or compared before
+            return np.zeros(len(blocks), np.bool_)
+        stream = segments.view(-1).view(torch.uint8).numpy()
+        differs: np.ndarray = checksums(stream, segments.stride(0) * segments.element_size(), chosen) != sums
+        return differs
 
 
 def _check(

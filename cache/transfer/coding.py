@@ -67,7 +67,8 @@ class Decoder:
         torch's team of threads."""
         shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
-            self.raw = torch.empty(shape, dtype=self._slab.dtype, device=self._device)
+            pinned = self._device.type == "cpu" and self._slab.segments(layer).is_pinned()
+            self.raw = torch.empty(shape, dtype=self._slab.dtype, device=self._device, pin_memory=pinned)
         self._decodes.decode(layer, segments, self.raw, together=together)
 
 

@@ -99,6 +99,7 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
         verifier=_verifier(config.cache, loaded, probed, tiers, warm, cache),
         directory=SessionDirectory(
             sessions=cache.sessions,
+            has_redis=cache.tiers.redis.is_on,
             max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
             session_ttl_s=config.cache.ttl_s,
             unix_offset_s=unix_offset_s,

@@ -64,6 +64,11 @@ def blocks_written(
         write_rows(theirs.v, rows, v)
     assert are_same(ours.k, theirs.k)
     assert are_same(ours.v, theirs.v)
+    # Rows that were made on the device have no checksums, and the host cannot read them.
+    ours.k.fill_(torch.nan)
+    made = segments.to(device).requires_grad_()
+    assert not writer.write(made, blocks, np.zeros(0, np.uint64), cos.to(device), sin.to(device), together=False).any()
+    assert are_same(ours.k, theirs.k)
     sums[2] ^= np.uint64(1)
     found = writer.write(segments, blocks, sums, cos.to(device), sin.to(device), together=False)
     assert found.tolist() == [False, False, True, False]
