@@ -281,7 +281,7 @@ class Engine:
         return None
 
     def _learn_before(self) -> None:
-        """What the step before took, if it was not over when it returned."""
+        """Learn what the step before took, if it was not over when it returned."""
         if self._under_way is not None:
             (computed, work), self._under_way = self._under_way, None
             seconds = computed.done.seconds_since(computed.begun)

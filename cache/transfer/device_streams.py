@@ -61,6 +61,7 @@ class DeviceStreams(Protocol):
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
+    """Return the streams that order work on a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 
@@ -97,7 +98,7 @@ class HostStream:
 
 
 class HostStreams:
-    """What there is without a device: threads that do everything themselves."""
+    """Stands in where there is no device: threads do everything themselves."""
 
     def __init__(self) -> None:
         self.compute = HostStream()

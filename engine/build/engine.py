@@ -114,7 +114,7 @@ def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None)
 
 
 def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None:
-    """Of any step; None: nothing limits that."""
+    """Return the most tokens of any step; None: nothing limits that."""
     limits = [] if warm.most_tokens is None else [warm.most_tokens]
     if room.most_pages:
         limits.append(chunk_pages(room.most_pages) * probed.page_size)

@@ -101,7 +101,7 @@ def warm_up(
 
 
 def _most_tokens(steps: WarmUp, wanted: int, device: torch.device) -> int | None:
-    """Of any step, for which the device has memory; None: for as many as are wanted. Raises ModelRefused."""
+    """Return the tokens of a step that the device has memory for; None: as many as are wanted. Raises ModelRefused."""
     if device.type != "cuda":
         return None
     found = steps.tokens_that_fit(wanted)

@@ -170,8 +170,8 @@ def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:
 
 
 def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | None) -> dict[str, float]:
-    """What transfers are priced at until some were measured. rates: of the links. Activations become K and V on the way
-    to HBM."""
+    """Return what transfers are priced at until some were measured. rates: of the links. Activations become K and V on
+    the way to HBM."""
     if projection is None:
         return rates
     projecting = projection.flops_per_token / projection.bytes_per_token / _PRIOR_PREFILL_FLOPS

@@ -22,7 +22,7 @@ class StepBudgets:
         self._waiting = waiting
         self._tenants = tenants
         self.most_tokens: int | None = None
-        """Of any step, whatever the limits say; None: they suffice."""
+        """The most of any step, whatever the limits say; None: they suffice."""
 
     def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
         """Return what a step with these decodes has left for prompts. stretch: how much longer than usual it may be."""
