@@ -17,6 +17,9 @@ computed at once is rounded in another way than tokens that are generated one by
 
 Answers that no kill has broken have them as well: how long the pieces of a prompt are depends on what runs beside it.
 
+A kill breaks the answers that come from its victim. One that the victim had ended by then is not broken, even if its
+client has not read it to its end; its KV may not have been saved yet, so the next turn may compute it once more.
+
 The pause of a broken stream is the time between the last piece before the kill and the first one after it. Held:
 
 - no client sees an error, and every stream comes to its end;
@@ -24,7 +27,8 @@ The pause of a broken stream is the time between the last piece before the kill 
   the seeded answers;
 - pauses: p95 at most twice the TTFT p50 of a moved turn, and 0.3 s more;
 - every conversation is known again in its next turn, with as many tokens as on the undisturbed server;
-- at least 90 % of the history is cached in the turns after a kill.
+- at least 90 % of the history is cached in the turns after broken answers;
+- turns after answers that the victim had ended compute no more of their history again than those turns had computed.
 """
 
 import asyncio
@@ -68,12 +72,13 @@ READING_S = 0.5  # before a reply
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """How a kill broke an answer."""
+class Struck:
+    """An answer whose replica was killed before the client had all of it."""
 
     replica: str  # where it came from
     route: str  # why from there, as the gateway says it
     said: dict[int, int]  # choice -> tokens that had come
+    is_broken: bool  # another replica ended it
 
 
 @dataclass
@@ -88,7 +93,8 @@ class Talk:
     session_id: str = ""
     home: str = ""
     context_tokens: int = 0
-    broken: Broken | None = None  # its last answer
+    computed_tokens: int = 0  # of them by the last turn
+    struck: Struck | None = None  # its last answer
 
     def body(self, answer_tokens: int) -> dict[str, Any]:
         seed = {"seed": self.seed + len(self.messages)} if self.kind.startswith("seeded") else {}
@@ -99,11 +105,30 @@ class Talk:
     def headers(self) -> dict[str, str]:
         return {"x-session-id": self.name} if self.is_named else {}
 
-    def has(self, stream: ChatStream, broken: Broken | None) -> None:
+    def has(self, stream: ChatStream, struck: Struck | None) -> None:
         """Take a turn in."""
         self.messages.append({"role": "assistant", "content": stream.text})
         self.session_id, self.context_tokens = stream.session_id, stream.context_tokens
-        self.home, self.broken = stream.x_cache["route"]["replica"], broken
+        self.computed_tokens = stream.context_tokens - stream.cached_tokens
+        self.home, self.struck = ended_by(stream), struck
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A kill, as it was made."""
+
+    what: str  # "replica" or "engine"
+    victim: str
+    after_pieces: int  # of one of the streams
+    killed_s: float
+    said: dict[ChatStream, dict[int, int]]  # stream of the victim that had not come whole -> choice -> its tokens
+
+    def met(self, stream: ChatStream) -> Struck | None:
+        """Return how it met a stream, which has ended since."""
+        said = self.said.get(stream)
+        if said is None:
+            return None
+        return Struck(self.victim, stream.route["route"], said, is_broken=ended_by(stream) != self.victim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +162,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """A turn whose last answer was broken by a kill."""
+    """A turn of which a kill met the last answer."""
 
     kind: str
     history: int  # tokens
-    cached: int  # of them
-    before: Broken  # the last answer, by a kill
+    computed: int  # of them by the last turn
+    cached: int  # of the history
+    before: Struck  # the last answer
     home: str  # the replica that ended the last answer
-    now: Broken | None  # this answer too
+    now: Struck | None  # this answer too
     x_cache: dict[str, Any]  # the replica that ended it, and what the one that began it had and computed
 
 
@@ -164,6 +190,11 @@ class Books:
         """Return the share of the greedy or seeded answers that differ."""
         answers = sum(count for kind, count in self.compared.items() if kind.startswith(sampling))
         return sum(one.kind.startswith(sampling) for one in self.differences) / max(1, answers)
+
+
+def ended_by(stream: ChatStream) -> str:
+    """Return the replica that sent an answer's end."""
+    return str(stream.x_cache["route"]["replica"])
 
 
 def difference(kind: str, expected: ChatStream, found: ChatStream, was_broken: bool) -> Difference | None:
@@ -203,11 +234,15 @@ class Rounds:
             talk.messages.append({"role": "user", "content": words})
         streams = [self._stream(talk, self._fleet.gateway_url) for talk in self._talks]
         running = [asyncio.create_task(stream.run()) for stream in streams]
-        broken, restart, killed_s = await self._kill(streams, running)
+        shot = await self._kill(streams, running)
+        start = asyncio.create_task(self._start_again(shot))
         ended = await asyncio.gather(*running, return_exceptions=True)
-        await restart
+        await start
+        await asyncio.to_thread(self._fleet.wait_ready, shot.victim)
+        await asyncio.to_thread(self._fleet.wait_for, len(NAMES))
         expected = [self._stream(talk, self._alone_url) for talk in self._talks]
         await asyncio.gather(*(stream.run() for stream in expected))
+        broken: list[ChatStream] = []
         for place, (talk, stream, how) in enumerate(zip(self._talks, streams, ended, strict=True)):
             if isinstance(how, BaseException):
                 if not isinstance(how, StreamFailed | httpx.HTTPError):
@@ -215,10 +250,15 @@ class Rounds:
                 self.books.errors.append(f"{talk.kind}: {how!r}")
                 self._talks[place] = self._talk(talk.kind)
                 continue
-            if talk is moved and stream.route["route"] == "moved" and stream.came_s[0] < killed_s:
+            if talk is moved and stream.route["route"] == "moved" and stream.came_s[0] < shot.killed_s:
                 self.books.moved_ttft_s.append(stream.ttft_s)
-            if not self._is_as(expected[place], talk, stream, broken.get(stream)):
+            struck = shot.met(stream)
+            if struck is not None and struck.is_broken:
+                broken.append(stream)
+            if not self._is_as(expected[place], talk, stream, struck):
                 self._talks[place] = self._talk(talk.kind)
+        pauses_s = [round(gap, 4) for gap in pauses(broken, shot.killed_s)]
+        self.books.kills.append(Kill(shot.what, shot.victim, shot.after_pieces, pauses_s))
         await asyncio.sleep(READING_S)
 
     def _stream(self, talk: Talk, url: str) -> ChatStream:
@@ -233,11 +273,8 @@ class Rounds:
         self._fleet.move(talk.session_id, NAMES[talk.home == NAMES[0]])
         return talk
 
-    async def _kill(
-        self, streams: list[ChatStream], running: list[asyncio.Task[ChatStream]]
-    ) -> tuple[dict[ChatStream, Broken], asyncio.Task[None], float]:
-        """Kill at a random point. Returns the streams that it breaks, the task that waits for both replicas, and when
-        it was."""
+    async def _kill(self, streams: list[ChatStream], running: list[asyncio.Task[ChatStream]]) -> Shot:
+        """Kill at a random point of one of the answers."""
         rng, fleet = self._rng, self._fleet
         aim = rng.randrange(len(streams))
         pieces = rng.randrange(int(0.9 * self._answer_tokens * streams[aim].body.get("n", 1)))
@@ -248,27 +285,21 @@ class Rounds:
         ]
         victim = at[aim] or rng.choice(NAMES)
         what = "engine" if rng.random() < ENGINE_SHARE else "replica"
-        killed_s = time.perf_counter()
-        await asyncio.to_thread(fleet.kill_engine if what == "engine" else fleet.kill, victim)
-        broken = {
-            stream: Broken(victim, stream.route["route"], {choice: len(said) for choice, said in stream.tokens.items()})
+        said = {
+            stream: {choice: len(tokens) for choice, tokens in stream.tokens.items()}
             for stream, replica in zip(streams, at, strict=True)
             if replica == victim
         }
+        shot = Shot(what, victim, pieces, time.perf_counter(), said)
+        await asyncio.to_thread(fleet.kill_engine if what == "engine" else fleet.kill, victim)
+        return shot
 
-        async def restart() -> None:
-            if what == "replica":
-                await asyncio.to_thread(fleet.start, victim)
-            await asyncio.wait(running)
-            await asyncio.to_thread(fleet.wait_ready, victim)
-            await asyncio.to_thread(fleet.wait_for, len(NAMES))
-            self.books.kills.append(
-                Kill(what, victim, pieces, [round(gap, 4) for gap in pauses(list(broken), killed_s)])
-            )
+    async def _start_again(self, shot: Shot) -> None:
+        """Start a replica that was killed; one whose engine was does so itself."""
+        if shot.what == "replica":
+            await asyncio.to_thread(self._fleet.start, shot.victim)
 
-        return broken, asyncio.create_task(restart()), killed_s
-
-    def _is_as(self, expected: ChatStream, talk: Talk, stream: ChatStream, broken: Broken | None) -> bool:
+    def _is_as(self, expected: ChatStream, talk: Talk, stream: ChatStream, struck: Struck | None) -> bool:
         """Compare a turn with the undisturbed one, and enter it. Returns whether the conversation can go on."""
         books = self.books
         books.compared[talk.kind] += 1
@@ -277,23 +308,24 @@ class Rounds:
                 books.lost.append(f"{talk.kind}: not known")
             elif stream.usage["prompt_tokens"] != expected.usage["prompt_tokens"]:
                 books.lost.append(f"{talk.kind}: a prompt of {stream.usage['prompt_tokens']} tokens")
-            if talk.broken is not None:
+            if talk.struck is not None:
                 books.returning.append(
                     Returning(
                         talk.kind,
                         talk.context_tokens,
+                        talk.computed_tokens,
                         stream.cached_tokens,
-                        talk.broken,
+                        talk.struck,
                         talk.home,
-                        broken,
+                        struck,
                         stream.x_cache,
                     )
                 )
-        found = difference(talk.kind, expected, stream, broken is not None)
+        found = difference(talk.kind, expected, stream, struck is not None and struck.is_broken)
         if found is not None:
             books.differences.append(found)
             return False
-        talk.has(stream, broken)
+        talk.has(stream, struck)
         return True
 
 
@@ -308,7 +340,8 @@ def pauses(broken: list[ChatStream], killed_s: float) -> list[float]:
 
 def result_of(books: Books) -> dict[str, Any]:
     gaps = [pause for kill in books.kills for pause in kill.pauses_s]
-    history, cached = (sum(getattr(turn, what) for turn in books.returning) for what in ("history", "cached"))
+    broken = [turn for turn in books.returning if turn.before.is_broken]
+    ended = [turn for turn in books.returning if not turn.before.is_broken]
     figures = {
         "kills": dict(Counter(kill.what for kill in books.kills)),
         "streams_broken": len(gaps),
@@ -318,8 +351,10 @@ def result_of(books: Books) -> dict[str, Any]:
         "answers": dict(books.compared),
         "broken_and_different": sum(one.was_broken for one in books.differences),
         "causes": dict(Counter(one.cause for one in books.differences)),
-        "turns_after_a_kill": len(books.returning),
-        "history_cached": ratio(cached, history),
+        "turns_after_a_kill": len(broken),
+        "history_cached": share_cached(broken),
+        "turns_after_an_end": len(ended),
+        "history_cached_after_an_end": share_cached(ended),
     }
     return {
         "held": verdicts(books, figures), **figures, "errors": books.errors, "lost": books.lost,
@@ -327,6 +362,11 @@ def result_of(books: Books) -> dict[str, Any]:
         "each_kill": [asdict(kill) for kill in books.kills],
         "less_cached": [asdict(turn) for turn in books.returning if turn.cached < turn.history],
     }  # fmt: skip
+
+
+def share_cached(turns: list[Returning]) -> float | None:
+    """Return the share of all history that was cached; None without any."""
+    return ratio(sum(turn.cached for turn in turns), sum(turn.history for turn in turns))
 
 
 def verdicts(books: Books, figures: dict[str, Any]) -> dict[str, bool]:
@@ -350,6 +390,10 @@ def verdicts(books: Books, figures: dict[str, Any]) -> dict[str, bool]:
         )
     if figures["history_cached"] is not None:
         held[f"at least {LEAST_HIT:.0%} of the history cached after a kill"] = figures["history_cached"] >= LEAST_HIT
+    if figures["turns_after_an_end"]:
+        held["no more than the last turn computed, after an answer that had ended, computed again"] = all(
+            turn.history - turn.cached <= turn.computed for turn in books.returning if not turn.before.is_broken
+        )
     return held
 
 
@@ -374,7 +418,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Kills in the middle of answers", title_justify="left")
     table.add_column("what")
     table.add_column("how many", justify="right")
-    shown = ("kills", "streams_broken", "pause_s", "moved_ttft_s", "answers", "causes", "history_cached")
+    shown = ("kills", "streams_broken", "pause_s", "moved_ttft_s", "answers", "causes", "history_cached",
+             "turns_after_an_end", "history_cached_after_an_end")  # fmt: skip
     for what in shown:
         table.add_row(what.replace("_", " "), str(result[what]))
     for what in ("errors", "lost", "differences"):

@@ -62,6 +62,8 @@ class ChatStream:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     self._take(json.loads(line.removeprefix("data: ")), time.perf_counter())
+                    if self._has_wanted.is_set():
+                        await asyncio.sleep(0)  # whoever waited goes on before the pieces that came with this one
                 self.is_done |= line == "data: [DONE]"
         self.done_s = time.perf_counter()
         if not (self.is_done and self.usage and len(self.finish_reasons) == self.body.get("n", 1)):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fidelity.fleet_kills import Books, Broken, Kill, Returning, difference, pauses, result_of
+from benchmarks.fidelity.fleet_kills import Books, Kill, Returning, Shot, Struck, difference, pauses, result_of
 from benchmarks.harness.chat_stream import ChatStream
 
 
@@ -14,8 +14,9 @@ def stream_of(*choices: list[tuple[str, float]]) -> ChatStream:
     return stream
 
 
-def a_turn(cached: int) -> Returning:
-    return Returning("greedy", 100, cached, Broken("a", "home", {0: 3}), "b", None, x_cache={})
+def a_turn(cached: int, is_broken: bool = True) -> Returning:
+    before = Struck("a", "home", {0: 3}, is_broken)
+    return Returning("greedy", 100, 30, cached, before, "b" if is_broken else "a", None, x_cache={})
 
 
 SAID = [("a", -1.0), ("b", -2.0)]
@@ -75,3 +76,23 @@ def test_lost_turns_errors_and_differences_are_not_held():
         "pause p95 at most 2 TTFT of a moved turn and 0.3 s",
         "at least 90% of the history cached after a kill",
     ]
+
+
+def test_an_answer_that_its_replica_had_ended_is_not_broken(monkeypatch):
+    monkeypatch.setattr(ChatStream, "route", {"replica": "a", "route": "home"})
+    broken, ended, elsewhere = (stream_of(SAID) for _ in range(3))
+    broken.x_cache, ended.x_cache = ({"route": {"replica": name}} for name in ("b", "a"))
+    shot = Shot("replica", "a", 3, 0.0, {broken: {0: 1}, ended: {0: 2}})
+    assert shot.met(broken) == Struck("a", "home", {0: 1}, is_broken=True)
+    assert shot.met(ended) == Struck("a", "home", {0: 2}, is_broken=False)
+    assert shot.met(elsewhere) is None
+
+
+def test_after_an_answer_that_had_ended_only_what_its_turn_computed_may_be_computed_again():
+    books = Books(returning=[a_turn(95), a_turn(70, is_broken=False)])
+    result = result_of(books)
+    assert (result["history_cached"], result["history_cached_after_an_end"]) == (0.95, 0.7)
+    line = next(line for line in result["held"] if "had ended" in line)
+    assert result["held"][line]
+    books.returning.append(a_turn(69, is_broken=False))
+    assert not result_of(books)["held"][line]
