@@ -132,6 +132,11 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work() or bool(self._intake.held)
 
+    @property
+    def bell(self) -> int:
+        """A file descriptor that can be read when something has ended that `poll` should hear of."""
+        return self._transfer.bell
+
     def is_moving(self) -> bool:
         return self._cache.in_flight > 0
 

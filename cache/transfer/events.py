@@ -1,13 +1,16 @@
 """Carries what the transfer threads report to the engine's thread."""
 
+import os
 import threading
+import weakref
 from collections import deque
 
 from cache.moves import Event
 
 
 class Events:
-    """Queues events. Thread-safe. `changed` guards what threads and engine share; whoever changes that notifies it."""
+    """Queues events. Thread-safe, but for `bell` and `take`, which are the engine's thread's. `changed` guards what
+    threads and engine share; whoever changes that notifies it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -16,12 +19,26 @@ class Events:
         self._events: deque[Event] = deque()
         self._awaited = False  # whether the engine's thread waits
         self._failure: BaseException | None = None
+        self._bell: tuple[int, int] | None = None  # ends of a pipe: to be waited for, to be written to
+
+    @property
+    def bell(self) -> int:
+        """A file descriptor that can be read when there is news, for whoever waits for other things too."""
+        if self._bell is None:
+            self._bell = os.pipe()
+            for end in self._bell:
+                os.set_blocking(end, False)
+                weakref.finalize(self, os.close, end)
+            with self.changed:
+                if self.has_news:
+                    self._ring()
+        return self._bell[0]
 
     def tell(self, *events: Event) -> None:
         """Report events; their bytes are where they belong."""
         with self.changed:
             self._events.extend(events)
-            self.has_news = True
+            self._note_news()
             if self._awaited:  # else only threads that wait for loads would wake, and wait again
                 self.changed.notify_all()
 
@@ -29,7 +46,7 @@ class Events:
         """Report that a thread has broken."""
         with self.changed:
             self._failure = error
-            self.has_news = True
+            self._note_news()
             self.changed.notify_all()
 
     def check(self) -> None:
@@ -40,7 +57,9 @@ class Events:
     def take(self) -> list[Event]:
         """Return the events since the last call. Raises like `check`."""
         self.check()
-        self.has_news = False  # before they are taken: one that comes meanwhile sets it again
+        with self.changed:  # so that the bell rings if and only if there is news
+            self._silence()
+            self.has_news = False  # before they are taken: one that comes meanwhile sets it again
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -53,3 +72,17 @@ class Events:
                 self._awaited = True
                 self.changed.wait(timeout_s)
                 self._awaited = False
+
+    def _note_news(self) -> None:
+        """Ring once for all that comes before the next `take`, so that the pipe never fills."""
+        if not self.has_news:
+            self.has_news = True
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            os.write(self._bell[1], b"\0")
+
+    def _silence(self) -> None:
+        if self._bell is not None and self.has_news:
+            os.read(self._bell[0], 1)

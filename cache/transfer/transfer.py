@@ -235,6 +235,11 @@ class Transfer:
                 self._loads.forget(event.job_id)
         return events
 
+    @property
+    def bell(self) -> int:
+        """A file descriptor that can be read when `poll` has something to return."""
+        return self._completions.bell
+
     def wait(self, timeout_s: float) -> None:
         """Wait until something has ended, or until the timeout."""
         self._completions.wait(timeout_s)

@@ -52,7 +52,7 @@ HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender 
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
 LINGER_MS = 2_000  # for the last words
 POLL_MS = 200
-MOVING_POLL_MS = 25  # while bytes move between the tiers, whose end requests may wait for; a look is not free
+MOVING_POLL_MS = 25  # while bytes move between the tiers, in this process or in that of another rank
 ASKED_POLL_MS = 2  # while a session request has no answer yet: the first token of a turn that moves here waits for it
 HEARTBEAT_S = 1.0
 CLOSE_S = 10.0  # for saving what is left at the end; what takes longer is lost
@@ -65,6 +65,11 @@ class StepEngine(Protocol):
     """The engine that this process drives, from one thread. `now` is the monotonic clock in seconds."""
 
     model: ModelInfo
+
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when something has ended that `poll` should hear of."""
+        ...
 
     def accept(self, request: Submit, now: float) -> list[Output]:
         """Queue a request. Returns what can be said at once, such as a rejection (finish_reason `error`)."""
@@ -97,7 +102,7 @@ class StepEngine(Protocol):
         ...
 
     def is_moving(self) -> bool:
-        """Whether bytes move between the tiers, so that `poll` should be called soon to hear of their end."""
+        """Whether bytes move between the tiers, so that `poll` should be called soon even if no bell rings."""
         ...
 
     def step(self, now: float) -> list[Output]:
@@ -138,6 +143,10 @@ class EngineLoop:
         self._failures = 0
         self._unanswered: set[str] = set()  # session requests
         self._heartbeat_s = float("-inf")  # time of the last heartbeat
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if engine.bell is not None:
+            self._poller.register(engine.bell, zmq.POLLIN)
 
     def run(self) -> int:
         """Loop until the end. Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row.
@@ -163,7 +172,7 @@ class EngineLoop:
 
     def _inbox(self) -> Iterator[ToEngine]:
         """Yield all messages that have arrived. Waits a while if there is nothing else to do."""
-        if not self._engine.has_work() and not self._socket.poll(self._patience_ms()):
+        if not self._engine.has_work() and not self._poller.poll(self._patience_ms()):
             return
         for _ in range(2 * HIGH_WATER_MARK):  # all that can be under way; a flood must not starve the steps
             try:

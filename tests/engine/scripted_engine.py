@@ -287,6 +287,8 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._running or self._deleting)
 
+    bell: int | None = None
+
     def is_moving(self) -> bool:
         return False
 

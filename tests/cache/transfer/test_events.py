@@ -1,5 +1,6 @@
 """Tests which waiting threads wake up when a transfer has ended."""
 
+import select
 import threading
 import time
 
@@ -25,3 +26,46 @@ def test_what_is_told_wakes_the_engine_if_it_waits_and_nobody_else(monkeypatch):
     assert not engine.is_alive()
     assert woken == [1]
     assert completions.take() == [Saved(2), Saved(3)]
+
+
+def rings(events: Events) -> bool:
+    return bool(select.select([events.bell], [], [], 0)[0])
+
+
+def test_the_bell_rings_while_there_is_news():
+    events = Events()
+    assert not rings(events)
+    for ticket in range(100_000):  # more than a pipe holds, if each rang
+        events.tell(Saved(ticket))
+    assert rings(events)
+    assert len(events.take()) == 100_000
+    assert not rings(events)
+    events.fail(RuntimeError())
+    assert rings(events)
+
+
+def test_a_bell_that_is_asked_for_late_tells_of_what_came_before():
+    events = Events()
+    events.tell(Saved(1))
+    assert rings(events)
+    events.take()
+    assert not rings(events)
+
+
+def test_no_ring_is_missed_and_none_stays():
+    """Whoever waits for the bell alone hears of everything, whenever it comes."""
+    events = Events()
+    heard: list[int] = []
+
+    def tell(first: int) -> None:
+        for ticket in range(first, 20_000, 4):
+            events.tell(Saved(ticket))
+
+    tellers = [threading.Thread(target=tell, args=(first,)) for first in range(4)]
+    for teller in tellers:
+        teller.start()
+    while len(heard) < 20_000:
+        assert select.select([events.bell], [], [], 10.0)[0]
+        heard += [event.ticket for event in events.take() if isinstance(event, Saved)]
+    assert sorted(heard) == list(range(20_000))
+    assert not rings(events)

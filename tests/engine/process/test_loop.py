@@ -505,6 +505,32 @@ def test_while_something_moves_nobody_waits_for_the_inbox(
     assert running.join() == 0
 
 
+def test_the_bell_of_an_engine_ends_the_wait_for_the_inbox(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been written to disk goes on to Redis at once: until it is there, it dies with its server."""
+    monkeypatch.setattr("engine.process.loop.POLL_MS", 600_000)
+    polled = threading.Semaphore(0)
+    listens, rings = os.pipe()
+
+    class Belled(ScriptedEngine):
+        bell = listens
+
+        def poll(self, now: float) -> list[SessionReply]:
+            polled.release()
+            return super().poll(now)
+
+    running = Running(Belled(step_s=0.001), sockets[1])
+    assert not polled.acquire(timeout=0.2)
+    os.write(rings, b"\0")
+    assert polled.acquire(timeout=10)
+    os.read(listens, 1)
+    Peer(sockets[0]).post(Shutdown())
+    assert running.join() == 0
+    os.close(listens)
+    os.close(rings)
+
+
 def test_nobody_waits_for_the_inbox_while_an_adoption_has_no_answer(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
