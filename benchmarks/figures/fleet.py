@@ -52,7 +52,7 @@ def kills(result: Result) -> list[str]:
             "pause p50 / p95": f"{pause_s['p50']:.2f} s / {pause_s['p95']:.2f} s",
             "TTFT p50 of a turn that an operator moved": f"{result['moved_ttft_s']:.2f} s",
             "history cached in the turns after a kill": percent(result["history_cached"]),
-            "of turns whose last answer had just ended": (
+            "the same, where the last answer had just ended": (
                 f"{percent(result['history_cached_after_an_end'])} in {result['turns_after_an_end']}"
                 if result["turns_after_an_end"]
                 else "none"
