@@ -23,6 +23,12 @@ def triton_draws() -> ModuleType | None:
     return _imported("kernels.triton_draws")
 
 
+@functools.cache
+def triton_packed() -> ModuleType | None:
+    """Return `kernels.triton_packed`, or None without Triton."""
+    return _imported("kernels.triton_packed")
+
+
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)

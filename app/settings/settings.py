@@ -66,7 +66,7 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
     weights: Literal["auto", "bf16", "q8", "q4"] = Field(
         "auto",
-        description="how weights are kept in memory on CPU; auto: a GGUF file's as packed as they are in it, others as "
+        description="how weights are kept in memory; auto: a GGUF file's as packed as they are in it, others as "
         "they are; bf16: unpacked; q8, q4: packed to 8 or 4 bits at the first start, which changes answers a little",
     )
     tensor_parallel: int = Field(

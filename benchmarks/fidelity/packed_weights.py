@@ -89,7 +89,8 @@ def _compare(want: Tensor, got: Tensor, row: Tensor) -> Tensor:
 
 def _loaded(directory: Path, dtype: torch.dtype) -> nn.Module:
     if is_packed(directory):
-        return load_packed(directory, AutoConfig.from_pretrained(directory), dtype).eval()
+        config = AutoConfig.from_pretrained(directory)
+        return load_packed(directory, config, dtype, torch.device("cpu")).eval()
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()  # type: ignore[no-any-return]
 
 

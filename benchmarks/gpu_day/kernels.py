@@ -1,19 +1,24 @@
-"""What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, blocks that cross
-the link. On the CPU, where it only proves that it runs, Triton's kernels are left out."""
+"""What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products with
+packed weights, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's kernels are left
+out."""
 
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_day.section import Asked, asked, seconds
 from benchmarks.harness.in_process import greedy
+from engine.model.cuda.layer import linear
+from engine.model.cuda.quantised import CudaQuantisedLinear
 from engine.step.sampler import Sampler, SampleRow
 from kernels import draws
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.triton_kernels import triton_copies, triton_draws
+from kernels.packed import GROUP, Bits
+from kernels.packed_rows import PackedRows
+from kernels.triton_kernels import triton_copies, triton_draws, triton_packed
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # of an 8 B model
 
@@ -23,6 +28,8 @@ def measure(wanted: Asked) -> dict[str, Any]:
     result: dict[str, Any] = dict(_draws(device))
     wanted.write(result)
     result["attention of steps that decode"] = _decode(device)
+    wanted.write(result)
+    result["products with packed weights"] = _packed(device)
     wanted.write(result)
     if wanted.on_gpu:
         result["blocks out of page-locked memory, GB/s by lines at once"] = _blocks(device)
@@ -67,6 +74,35 @@ def _decode(device: torch.device) -> dict[str, str]:
             moved = 2 * sequences * context * KV_HEADS * DIM * 2 / taken / 1e9
             found[f"{sequences} x {context}, {warps or 'no'} warps"] = f"{1e3 * taken:.3f} ms, {moved:.0f} GB/s"
     return found
+
+
+def _packed(device: torch.device) -> dict[str, str]:
+    """us a product, and GB/s of the weight as it lies; beside a weight of bf16."""
+    on_gpu = device.type == "cuda"
+    kernels = triton_packed() if on_gpu else None
+    shapes = (
+        {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)} if on_gpu else {"qkv": (96, 64)}
+    )
+    found = {}
+    for name, (outputs, inputs) in shapes.items():
+        weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+        layers: dict[str, tuple[nn.Module, int]] = {"bf16": (linear(weight, None), weight.nbytes)}
+        for bits in (8, 4):
+            packed = _random(outputs, inputs, bits, device)
+            layers[f"{bits} bits"] = CudaQuantisedLinear(packed, None, torch.bfloat16, kernels), packed.size_bytes
+        for rows in (1, 8, 32, 64, 2048) if on_gpu else (2,):
+            x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+            for kind, (layer, size) in layers.items():
+                taken = seconds(lambda: layer(x), device, 20)  # noqa: B023
+                found[f"{name}, {rows} rows, {kind}"] = f"{1e6 * taken:.0f} us, {size / taken / 1e9:.0f} GB/s"
+    return found
+
+
+def _random(outputs: int, inputs: int, bits: Bits, device: torch.device) -> PackedRows:
+    """As `model.weights` packs: groups of 32 inputs, 4 bits with lows."""
+    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), dtype=torch.uint8, device=device)
+    scales = torch.rand(2, outputs, inputs // GROUP, device=device).half()
+    return PackedRows(codes, scales[0], scales[1] if bits == 4 else None, inputs, bits, GROUP)
 
 
 def _backend(warps: int) -> Any:

@@ -20,7 +20,6 @@ from engine.codec.activation import watch_inputs
 from engine.codec.quality import Subject
 from engine.config import CacheConfig, EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
-from engine.model.cpu.quantised import size_of
 from engine.model.cuda.optimise import optimise_for_cuda
 from engine.model.loading import ModelRefused, fingerprint, load_model, pack_weights, resolve_files, weights_digest
 from engine.model.lookahead import Lookahead
@@ -28,10 +27,12 @@ from engine.model.offload.offloaded_weights import OffloadedWeights
 from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
 from engine.packed.directory import is_packed, read_index
+from engine.packed.load import size_of
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
 from kernels.attention.torch_cpu import ExactAttention
 from kernels.cpu.available import decode_kernels, flash_kernels, product_kernels, tiles_of_pairs
+from kernels.triton_kernels import triton_packed
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +169,9 @@ def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Pa
 
 def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Say why this engine cannot compute with packed weights; empty if it can."""
-    if device.type != "cpu":
-        return "packed weights are computed with on CPU only"
-    if dtype != torch.bfloat16 or decode_kernels() is None:
+    if device.type != "cpu" and (dtype == torch.float32 or triton_packed() is None):
+        return "packed weights need Triton, and model.dtype bfloat16 or float16"
+    if device.type == "cpu" and (dtype != torch.bfloat16 or decode_kernels() is None):
         return "packed weights need model.dtype bfloat16, a processor with AVX-512, and numba"
     if config.model.tensor_parallel > 1 or config.weights.offload != "none":
         return "packed weights need model.tensor_parallel 1 and weights.offload none"

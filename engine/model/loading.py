@@ -90,10 +90,8 @@ def _load_packed(path: Path, config: Any, dtype: torch.dtype, device: torch.devi
     """Raises ModelRefused."""
     from engine.packed.load import load_packed
 
-    if device.type != "cpu":
-        raise ModelRefused(f"{path} has packed weights, which are computed with on CPU only; take the original model")
     try:
-        return prepare(load_packed(path, config, dtype))
+        return prepare(load_packed(path, config, dtype, device))
     except DamagedDirectory as error:
         raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
 
@@ -129,7 +127,7 @@ def _check_config(config: Any) -> None:
             "quant_method", "unknown"
         )
         raise ModelRefused(
-            f"quantised checkpoints ({method}) cannot be run; use the unquantised one (on CPU with model.weights q4)"
+            f"quantised checkpoints ({method}) cannot be run; use the unquantised one (with model.weights q4)"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,14 +13,60 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
+from engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
 from engine.packed.directory import DamagedDirectory, read
 from kernels.packed import PackedWeight, unpack
+from kernels.packed_rows import PackedRows, by_rows
+from kernels.triton_kernels import triton_packed
 
 log = logging.getLogger(__name__)
+_PACKED = (QuantisedLinear, QuantisedEmbedding, CudaQuantisedLinear, CudaQuantisedEmbedding)
 
 
-def load_packed(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return a transformers causal LM on the CPU. Raises DamagedDirectory."""
+class ModulesOnCpu:
+    """Makes modules whose weights stay packed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def linear(self, weight: PackedWeight, bias: Tensor | None) -> nn.Module:
+        return QuantisedLinear(weight, bias)
+
+    def embedding(self, weight: PackedWeight) -> nn.Module:
+        return QuantisedEmbedding(weight, self._dtype)
+
+
+class ModulesOnCuda:
+    """The same on a device, where a weight is laid out once, whoever shares it."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, kernels: ModuleType | None) -> None:
+        self._dtype, self._device, self._kernels = dtype, device, kernels
+        self._laid_out: dict[int, tuple[PackedWeight, PackedRows]] = {}  # by the address of the weight's codes
+
+    def linear(self, weight: PackedWeight, bias: Tensor | None) -> nn.Module:
+        moved = None if bias is None else bias.to(self._device)
+        return CudaQuantisedLinear(self._rows(weight), moved, self._dtype, self._kernels)
+
+    def embedding(self, weight: PackedWeight) -> nn.Module:
+        return CudaQuantisedEmbedding(self._rows(weight), self._dtype)
+
+    def _rows(self, weight: PackedWeight) -> PackedRows:
+        address = weight.codes.data_ptr()
+        if address not in self._laid_out:
+            self._laid_out[address] = weight, by_rows(weight, self._device)
+        return self._laid_out[address][1]
+
+
+def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Return a transformers causal LM. Raises DamagedDirectory."""
+    made: ModulesOnCpu | ModulesOnCuda = ModulesOnCpu(dtype)
+    if device.type != "cpu":
+        made = ModulesOnCuda(dtype, device, triton_packed())
+    return _load(directory, config, dtype, made).to(device)
+
+
+def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu | ModulesOnCuda) -> nn.Module:
+    """Raises DamagedDirectory."""
     with _large_weights_on_meta(), no_init_weights():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -36,9 +83,10 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         head, embedding = f"{names[output]}.weight", f"{names[model.get_input_embeddings()]}.weight"  # type: ignore[operator]
         if embedding in weights:
             weights.setdefault(head, weights[embedding])
-    for name, weight in weights.items():
+    # Biases come first: a packed layer is made with its bias.
+    for name, weight in sorted(weights.items(), key=lambda named: isinstance(named[1], PackedWeight)):
         missing.discard(name)
-        _set(model, name, weight, dtype)
+        _set(model, name, weight, dtype, made)
     _check_kernels(model)
     if missing:
         raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
@@ -47,7 +95,13 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _set(model: nn.Module, name: str, weight: Tensor | PackedWeight, dtype: torch.dtype) -> None:
+def _set(
+    model: nn.Module,
+    name: str,
+    weight: Tensor | PackedWeight,
+    dtype: torch.dtype,
+    made: ModulesOnCpu | ModulesOnCuda,
+) -> None:
     """Give a weight to the module that has it. Raises DamagedDirectory."""
     path, _, leaf = name.rpartition(".")
     parent_path, _, child = path.rpartition(".")
@@ -59,9 +113,9 @@ def _set(model: nn.Module, name: str, weight: Tensor | PackedWeight, dtype: torc
     parent = model.get_submodule(parent_path)
     if isinstance(weight, PackedWeight):
         if type(module) is nn.Linear and leaf == "weight":
-            return setattr(parent, child, QuantisedLinear(weight, None if module.bias is None else module.bias.data))
+            return setattr(parent, child, made.linear(weight, None if module.bias is None else module.bias.data))
         if type(module) is nn.Embedding and leaf == "weight":
-            return setattr(parent, child, QuantisedEmbedding(weight, dtype))
+            return setattr(parent, child, made.embedding(weight))
         weight = unpack(weight, dtype)  # a module of another kind, which does its own arithmetic
     setattr(module, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
     return None
@@ -71,13 +125,27 @@ def _check_kernels(model: nn.Module) -> None:
     """Let layers do without compiled kernels that are wrong. One layer of each form is tried."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantisedLinear | CudaQuantisedLinear):
             if (form := module.form) not in right:
                 right[form] = module.is_right()
                 if not right[form]:
                     log.warning("kernels for packed weights of %s are wrong and not used", form)
             if not right[form]:
                 module.use_no_kernels()
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """Return the number of a model's parameters, and the bytes they take; what modules share counts once."""
+    seen: set[int] = set()
+    numbers = size_bytes = 0
+    packed = [m.packed for m in model.modules() if isinstance(m, _PACKED)]
+    for weight in packed:
+        if weight.codes.data_ptr() not in seen:
+            seen.add(weight.codes.data_ptr())
+            numbers, size_bytes = numbers + weight.outputs * weight.inputs, size_bytes + weight.size_bytes
+    for parameter in model.parameters():
+        numbers, size_bytes = numbers + parameter.numel(), size_bytes + parameter.numel() * parameter.element_size()
+    return numbers, size_bytes
 
 
 @contextlib.contextmanager

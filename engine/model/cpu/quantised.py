@@ -156,17 +156,3 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     padded = -(-weight.inputs // GROUP) * GROUP
     fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group)
     return FewProduct(fields, (kernel, weight, biases), weight.inputs, weight.outputs, BLOCK)
-
-
-def size_of(model: nn.Module) -> tuple[int, int]:
-    """Return the number of a model's parameters, and the bytes they take; what modules share counts once."""
-    seen: set[int] = set()
-    numbers = size_bytes = 0
-    packed = [m.packed for m in model.modules() if isinstance(m, QuantisedLinear | QuantisedEmbedding)]
-    for weight in packed:
-        if weight.codes.data_ptr() not in seen:
-            seen.add(weight.codes.data_ptr())
-            numbers, size_bytes = numbers + weight.outputs * weight.inputs, size_bytes + weight.size_bytes
-    for parameter in model.parameters():
-        numbers, size_bytes = numbers + parameter.numel(), size_bytes + parameter.numel() * parameter.element_size()
-    return numbers, size_bytes

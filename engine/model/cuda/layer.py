@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.model.cuda.quantised import CudaQuantisedLinear, join_packed
 from engine.model.hf_model import current_step, in_part
 from engine.model.known_layers import KnownLayer
 from kernels.attention.ragged_batch import AttentionParams
@@ -37,8 +38,11 @@ class CudaLayer(nn.Module):
         mixed = self._attend(kernels.norm(hidden, *self._norm), *position_embeddings)
         total, normed = kernels.add_norm(hidden, self._out(mixed), *self._post_norm)
         gated = kernels.gated(self._gate_up(normed))
-        if self._down.bias is None:
-            total.addmm_(gated, self._down.weight.T)  # the sum within the product, and rounded once
+        # The sum is within the product, and rounded once.
+        if isinstance(self._down, CudaQuantisedLinear):
+            total = self._down(gated, total)
+        elif self._down.bias is None:
+            total.addmm_(gated, self._down.weight.T)
         else:
             total += self._down(gated)
         return total[None]
@@ -72,6 +76,8 @@ def joined(layers: Sequence[Any]) -> nn.Module:
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only
+    if isinstance(layers[0], CudaQuantisedLinear):
+        return join_packed(layers)
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return linear(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
 

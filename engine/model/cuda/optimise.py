@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.cuda.layer import CudaLayer, joined, linear
+from engine.model.cuda.quantised import CudaQuantisedLinear
 from engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
 from engine.model.known_parts import is_gated_mlp, replace_child, share_product
 from engine.model.probe import ProbeResult
@@ -92,11 +93,11 @@ def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBac
     replaced, positions = 0, check_positions(model)
     for container, place, index in layers_in_lists(model):
         layer, shape = container[place], probed.shapes[index]
-        known = known_layer(layer, probed.ropes[index])
+        known = known_layer(layer, probed.ropes[index], (nn.Linear, CudaQuantisedLinear))
         if known is None or shape.k_dim != shape.v_dim or not kernels.takes_norm(known.norms[0].weight.shape[0]):
             continue
         ours = CudaLayer(known, index, probed.params[index], kernels)
-        if same_answer(ours, layer, index, probed, backend, positions, known.out.weight.dtype):
+        if same_answer(ours, layer, index, probed, backend, positions, known.norms[0].weight.dtype):
             container[place] = ours
             replaced += 1
     return replaced

@@ -8,16 +8,17 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
+from torch import nn
 
 from engine.gguf.convert import convert
 from engine.model.cpu.quantised import QuantisedLinear
-from engine.model.loading import ModelRefused
+from engine.model.loading import ModelRefused, load_model
 from engine.packed.directory import KEPT, is_packed
 from engine.packed.from_directory import packed
 from kernels.cpu.available import decode_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.gguf import gguf_files
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids, save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
 
@@ -69,6 +70,18 @@ def test_so_do_those_of_other_architectures(tmp_path: Path, kind: str) -> None:
     unpacked = driver(source, tmp_path, model_weights="bf16", cache_mode="recompute")
     assert unpacked.engine.model.parameters == engine.engine.model.parameters
     assert len(conversation(engine, "s", vocab)) == TURNS
+
+
+def test_layers_with_biases_are_compiled_too(tmp_path: Path) -> None:
+    model = tiny_model("qwen2", dtype=torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.normal_(module.bias)
+    model.save_pretrained(tmp_path / "tiny")
+    made = load_model(packed(tmp_path / "tiny", tmp_path / "models", "q8"), torch.bfloat16, torch.device("cpu"))
+    layers = [module for module in made.modules() if isinstance(module, QuantisedLinear) and module.bias is not None]
+    assert layers
+    assert all(layer.few is not None and layer.is_right() for layer in layers)
 
 
 def test_how_weights_are_packed_tells_one_models_kv_from_anothers(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Packed weights as kernels on CUDA read them: each output's codes in one row of bytes, its inputs in order.
+
+`kernels.packed` has the layout of files, that of the kernels for CPUs; this one is made of it at load. A number is
+`scale * code + low`, rounded to the model's dtype before any product. So a product of few rows, which unpacks in
+registers, and one of many, which unpacks into memory first, multiply the same numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.packed import GROUP, ZERO, Bits, PackedWeight, unpack_codes
+
+HALF = (
+    GROUP // 2
+)  # inputs of a group whose codes of 4 bits are the low halves of its bytes; the others are the high ones
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """codes uint8 [outputs, bytes]: of 8 bits, signed; of 4 bits, 0 to 15, and 8 too high without lows. scales, lows
+    fp16 [outputs, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    lows: Tensor | None
+    inputs: int
+    bits: Bits
+    group: int
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.codes, self.scales, self.lows) if x is not None)
+
+    @property
+    def form(self) -> tuple[int, int, bool, int]:
+        """What two weights must have in common to be joined."""
+        return self.bits, self.group, self.lows is not None, self.inputs
+
+
+def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
+    """Lay a weight out by rows, on a device."""
+    on_device = (None if x is None else x.to(device) for x in (weight.codes, weight.scales, weight.lows))
+    codes, scales, lows = on_device
+    assert codes is not None
+    assert scales is not None
+    moved = PackedWeight(codes, scales, lows, weight.outputs, weight.inputs, weight.bits, weight.group)
+    numbers = unpack_codes(moved)
+    padding = -weight.inputs % GROUP
+    if padding:
+        numbers = torch.nn.functional.pad(numbers, (0, padding))
+    if weight.bits == 4:
+        zero = ZERO if lows is None else 0
+        low, high = (numbers + zero).to(torch.uint8).view(weight.outputs, -1, 2, HALF).unbind(2)
+        numbers = low | high << 4
+    return PackedRows(
+        codes=numbers.reshape(weight.outputs, -1).contiguous().view(torch.uint8),
+        scales=_rows(scales, weight.outputs),
+        lows=None if lows is None else _rows(lows, weight.outputs),
+        inputs=weight.inputs,
+        bits=weight.bits,
+        group=weight.group,
+    )
+
+
+def _rows(numbers: Tensor, outputs: int) -> Tensor:
+    """[blocks, groups, BLOCK] -> [outputs, groups]"""
+    return numbers.transpose(1, 2).reshape(-1, numbers.shape[1])[:outputs].contiguous()
+
+
+def joined(weights: Sequence[PackedRows]) -> PackedRows:
+    """Return one weight with the outputs of all, whose form is the same."""
+    first = weights[0]
+    lows = [weight.lows for weight in weights if weight.lows is not None]
+    return PackedRows(
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        lows=torch.cat(lows) if lows else None,
+        inputs=first.inputs,
+        bits=first.bits,
+        group=first.group,
+    )
+
+
+def unpacked(weight: PackedRows, outputs: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Return some outputs' rows of a weight, rounded once: [n, inputs]. outputs: int64 [n], or a slice."""
+    codes, scales = weight.codes[outputs], weight.scales[outputs].float()
+    if weight.bits == 4:
+        halves = codes.unflatten(1, (-1, 1, HALF))
+        wide = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float()
+        if weight.lows is None:
+            wide -= ZERO
+    else:
+        wide = codes.view(torch.int8).unflatten(1, (-1, weight.group)).float()
+    wide *= scales[..., None]
+    if weight.lows is not None:
+        wide += weight.lows[outputs].float()[..., None]
+    return wide.flatten(1)[:, : weight.inputs].to(dtype)

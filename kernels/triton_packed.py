@@ -1,0 +1,275 @@
+"""Products with weights of 4 or 8 bits, and such weights unpacked. Importing it needs Triton. CUDA, on the current
+stream. `kernels.packed_rows` has the layout, and torch's way to unpack, which these agree with to the bit.
+
+A step that decodes waits for the weights that it reads, so a product of few rows reads codes and unpacks them in
+registers. Every program has some outputs; where these are too few to keep the device busy, several programs share them
+and have a part of the inputs each, whose sums a second kernel adds in order. With TRITON_INTERPRET=1 in the environment
+before the import, they run on CPU tensors in Triton's interpreter.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.packed import ZERO
+from kernels.packed_rows import PackedRows
+
+MOST_ROWS = 64  # of `product`; more are faster with an unpacked weight
+_OUTPUTS = 64  # that one program computes
+_ROW_BYTES = 128  # of an output that it reads at once: a line of the cache
+_LEAST_BYTES = 8 * _ROW_BYTES  # of an output that are worth a program of their own
+_WARPS = 4
+_STAGES = {16: 4, 32: 3, 64: 2}  # rows -> loads under way; so much of x that a block's 99 KiB of any GPU suffice
+_SUMMED = 512  # outputs that one program sums
+_ZERO = tl.constexpr(ZERO)
+_UNPACKED_OUTPUTS, _UNPACKED_GROUPS = 2, 64  # of one program that unpacks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(
+    code: tl.tensor,
+    scale_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    mask: tl.tensor,
+    has_lows: tl.constexpr,
+    element: tl.constexpr,
+) -> tl.tensor:
+    """Return scale * code + low, rounded to `element`. code fp32 [outputs, groups, inputs of one]; the others
+    [outputs, groups]."""
+    scale = tl.load(scale_ptr, mask=mask, other=0.0).to(tl.float32)
+    number = code * scale[:, :, None]
+    if has_lows:
+        number += tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+    return number.to(element)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    lows_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    groups: tl.tensor,  # of an output
+    part: tl.tensor,  # groups of one program
+    x_row: tl.tensor,
+    added_row: tl.tensor,
+    inputs: tl.tensor,
+    bits: tl.constexpr,
+    group: tl.constexpr,  # inputs with one scale
+    has_lows: tl.constexpr,
+    has_bias: tl.constexpr,
+    adds: tl.constexpr,
+    is_part: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_groups: tl.constexpr,
+) -> None:
+    """Computes some outputs of all rows over a part of the inputs. What is beyond the inputs counts nothing, whatever
+    lies there."""
+    output = (tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)).to(tl.int64)
+    row = tl.arange(0, tile_rows)
+    is_output, is_row = output < outputs, row < rows
+    element = x_ptr.dtype.element_ty
+    group_bytes: tl.constexpr = group * bits // 8
+    place = tl.arange(0, tile_groups)
+    byte = tl.arange(0, group_bytes)
+    # Of 4 bits, the inputs whose codes are low halves: half of each group.
+    column = tl.arange(0, tile_groups * group_bytes)
+    column = column // group_bytes * group + column % group_bytes
+    code_at = codes_ptr + (output[:, None, None] * groups + place[None, :, None]) * group_bytes + byte[None, None, :]
+    scale_at = output[:, None] * groups + place[None, :]
+    x_at = x_ptr + row[:, None].to(tl.int64) * x_row + column[None, :]
+    total = tl.zeros((tile_outputs, tile_rows), tl.float32)
+    first = tl.program_id(1) * part
+    for start in range(first, min(first + part, groups), tile_groups):
+        is_group = is_output[:, None] & (start + place < groups)[None, :]
+        code = tl.load(code_at + start * group_bytes, mask=is_group[:, :, None], other=0)
+        scale, low = scales_ptr + scale_at + start, lows_ptr + scale_at + start
+        mask = is_row[:, None] & (start * group + column < inputs)[None, :]
+        x = tl.load(x_at + start * group, mask=mask, other=0.0)
+        if bits == 8:
+            number = _numbers(code.to(tl.int8, bitcast=True).to(tl.float32), scale, low, is_group, has_lows, element)
+            number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
+            total = tl.dot(number, tl.trans(x), total)
+        else:
+            zero: tl.constexpr = 0 if has_lows else _ZERO
+            number = _numbers((code & 15).to(tl.float32) - zero, scale, low, is_group, has_lows, element)
+            number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
+            total = tl.dot(number, tl.trans(x), total)
+            mask = is_row[:, None] & (start * group + group_bytes + column < inputs)[None, :]
+            x = tl.load(x_at + start * group + group_bytes, mask=mask, other=0.0)
+            number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, is_group, has_lows, element)
+            number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
+            total = tl.dot(number, tl.trans(x), total)
+    mask = is_output[:, None] & is_row[None, :]
+    if is_part:
+        at = (tl.program_id(1) * rows + row[None, :]).to(tl.int64) * outputs + output[:, None]
+    else:
+        if has_bias:
+            total += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if adds:
+            added = added_ptr + row[None, :].to(tl.int64) * added_row + output[:, None]
+            total += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+        at = row[None, :].to(tl.int64) * outputs + output[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(
+    parts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    added_row: tl.tensor,
+    parts: tl.constexpr,
+    has_bias: tl.constexpr,
+    adds: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Adds the parts of some outputs of one row, the first one first."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * tile + tl.arange(0, tile)
+    mask = output < outputs
+    total = tl.zeros((tile,), tl.float32)
+    for part in range(parts):
+        total += tl.load(parts_ptr + (part * rows + row) * outputs + output, mask=mask, other=0.0)
+    if has_bias:
+        total += tl.load(bias_ptr + output, mask=mask, other=0.0).to(tl.float32)
+    if adds:
+        total += tl.load(added_ptr + row * added_row + output, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * outputs + output, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    lows_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    groups: tl.tensor,
+    inputs: tl.tensor,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    has_lows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_groups: tl.constexpr,
+) -> None:
+    """Unpacks some groups of some outputs, those from `first` on."""
+    place = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
+    output = (first + place).to(tl.int64)
+    element = out_ptr.dtype.element_ty
+    group_bytes: tl.constexpr = group * bits // 8
+    number_of_group = tl.program_id(1) * tile_groups + tl.arange(0, tile_groups)
+    is_group = (place < count)[:, None] & (number_of_group < groups)[None, :]
+    byte = tl.arange(0, group_bytes)
+    at = output[:, None] * groups + number_of_group[None, :]
+    code = tl.load(codes_ptr + at[:, :, None] * group_bytes + byte[None, None, :], mask=is_group[:, :, None], other=0)
+    column = number_of_group[None, :, None] * group + byte[None, None, :]
+    target = out_ptr + place[:, None, None].to(tl.int64) * inputs + column
+    mask = is_group[:, :, None]
+    if bits == 8:
+        wide = code.to(tl.int8, bitcast=True).to(tl.float32)
+        number = _numbers(wide, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
+        tl.store(target, number, mask=mask & (column < inputs))
+    else:
+        zero: tl.constexpr = 0 if has_lows else _ZERO
+        low = _numbers((code & 15).to(tl.float32) - zero, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
+        tl.store(target, low, mask=mask & (column < inputs))
+        high = _numbers((code >> 4).to(tl.float32) - zero, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
+        tl.store(target + group_bytes, high, mask=mask & (column + group_bytes < inputs))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Return how many programs run at the same time, at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def num_parts(weight: PackedRows) -> int:
+    """Return how many programs share the inputs of an output. It does not depend on rows."""
+    programs = -(-weight.outputs // _OUTPUTS)
+    most = max(1, weight.codes.shape[1] // _LEAST_BYTES)
+    wanted = 2 * _processors(weight.codes.device)
+    return min(most, -(-wanted // programs))
+
+
+def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias + added, summed in fp32 and rounded once. x [rows, inputs] of 16 bits, at most
+    MOST_ROWS rows, each dense; bias [outputs]; added [rows, outputs], each row dense -> [rows, outputs]."""
+    rows, outputs = x.shape[0], weight.outputs
+    out = x.new_empty(rows, outputs)
+    if not rows:
+        return out
+    groups, parts = weight.scales.shape[1], num_parts(weight)
+    tile_groups = _ROW_BYTES * 8 // weight.bits // weight.group
+    target = out if parts == 1 else x.new_empty(parts, rows, outputs, dtype=torch.float32)
+    tile_rows = max(16, triton.next_power_of_2(rows))
+    bias_or_any, added_or_any = (x if one is None else one for one in (bias, added))
+    added_row = 0 if added is None else added.stride(0)
+    flags = {"has_bias": bias is not None, "adds": added is not None}
+    _product[(triton.cdiv(outputs, _OUTPUTS), parts)](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.lows is None else weight.lows,
+        bias_or_any,
+        added_or_any,
+        target,
+        rows,
+        outputs,
+        groups,
+        triton.cdiv(triton.cdiv(groups, parts), tile_groups) * tile_groups,
+        x.stride(0),
+        added_row,
+        weight.inputs,
+        bits=weight.bits,
+        group=weight.group,
+        has_lows=weight.lows is not None,
+        is_part=parts > 1,
+        tile_rows=tile_rows,
+        tile_outputs=_OUTPUTS,
+        tile_groups=tile_groups,
+        num_warps=_WARPS,
+        num_stages=_STAGES[tile_rows],
+        **flags,
+    )
+    if parts > 1:
+        grid = rows, triton.cdiv(outputs, _SUMMED)
+        sizes = rows, outputs, added_row
+        _sum[grid](target, bias_or_any, added_or_any, out, *sizes, parts=parts, tile=_SUMMED, **flags)
+    return out
+
+
+def unpack(weight: PackedRows, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return rows `first` to `first + count` of a weight, [count, inputs], rounded once."""
+    out = torch.empty(count, weight.inputs, dtype=dtype, device=weight.codes.device)
+    if count:
+        groups = weight.scales.shape[1]
+        _unpack[(triton.cdiv(count, _UNPACKED_OUTPUTS), triton.cdiv(groups, _UNPACKED_GROUPS))](
+            weight.codes,
+            weight.scales,
+            weight.scales if weight.lows is None else weight.lows,
+            out,
+            first,
+            count,
+            groups,
+            weight.inputs,
+            bits=weight.bits,
+            group=weight.group,
+            has_lows=weight.lows is not None,
+            tile_outputs=_UNPACKED_OUTPUTS,
+            tile_groups=_UNPACKED_GROUPS,
+        )
+    return out
