@@ -29,6 +29,12 @@ def triton_packed() -> ModuleType | None:
     return _imported("kernels.triton_packed")
 
 
+@functools.cache
+def triton_transform() -> ModuleType | None:
+    """Return `kernels.triton_transform`, or None without Triton."""
+    return _imported("kernels.triton_transform")
+
+
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)

@@ -52,11 +52,16 @@ class RotatedCodec:
     """Codes keys as rotated for their positions, as a server without positions in its cache would have to."""
 
     is_lossy = True
+    device = torch.device("cpu")
 
     def __init__(self, inner: TransformCodec, found: ProbeResult) -> None:
         self.name, self.segment_bytes, self._inner = f"rotated-{inner.name}", inner.segment_bytes, inner
         self._rotations = ModelRotations(ropes=found.ropes)
         self._shapes = found.shapes
+
+    def on(self, device: torch.device) -> "RotatedCodec":
+        """See Codec."""
+        return self
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """See Codec."""

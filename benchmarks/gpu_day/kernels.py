@@ -1,9 +1,10 @@
 """What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products with
-packed weights, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's kernels are left
-out."""
+packed weights, coded blocks, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's kernels
+are left out."""
 
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from engine.step.sampler import Sampler, SampleRow
 from kernels import draws
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from kernels.codecs.codec import Decodes
 from kernels.packed import GROUP, Bits
 from kernels.packed_rows import PackedRows
 from kernels.triton_kernels import triton_copies, triton_draws, triton_packed
@@ -30,6 +32,8 @@ def measure(wanted: Asked) -> dict[str, Any]:
     result["attention of steps that decode"] = _decode(device)
     wanted.write(result)
     result["products with packed weights"] = _packed(device)
+    wanted.write(result)
+    result["a layer of coded blocks decoded"] = _decoded(device)
     wanted.write(result)
     if wanted.on_gpu:
         result["blocks out of page-locked memory, GB/s by lines at once"] = _blocks(device)
@@ -103,6 +107,33 @@ def _random(outputs: int, inputs: int, bits: Bits, device: torch.device) -> Pack
     codes = torch.randint(0, 256, (outputs, inputs * bits // 8), dtype=torch.uint8, device=device)
     scales = torch.rand(2, outputs, inputs // GROUP, device=device).half()
     return PackedRows(codes, scales[0], scales[1] if bits == 4 else None, inputs, bits, GROUP)
+
+
+def _decoded(device: torch.device) -> dict[str, str]:
+    """ms, and GB/s of the rows that come of it; beside the processor. Rows are random, so they take more bytes than a
+    model's."""
+    try:
+        from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+    except ImportError as error:
+        return {"not run": str(error)}
+    on_gpu = device.type == "cuda"
+    heads, dim, count = (KV_HEADS, DIM, 512) if on_gpu else (1, 8, 2)
+    rng, numbers = np.random.default_rng(0), heads * dim
+    k, v = (rng.standard_normal((2 * numbers, heads, dim), np.float32) for _ in range(2))
+    basis = basis_of(LayerStatistics(k, v, np.ones((heads, dim), np.float32)))
+    codec = TransformCodec.fitted([basis], k_step=0.3, v_step=0.3, dtype=torch.bfloat16)
+    raw = torch.randn(count, 2 * BLOCK_ROWS * numbers).bfloat16()
+    segments = torch.zeros(count, codec.segment_bytes[0], dtype=torch.uint8)
+    codec.encode(0, raw, segments)
+    found = {}
+    ways: tuple[Decodes, ...] = codec, codec.on(device)
+    for decodes in ways:
+        out = torch.empty_like(raw, device=decodes.device)
+        for blocks in (32, count) if on_gpu else (count,):
+            taken = seconds(lambda: decodes.decode(0, segments[:blocks], out[:blocks]), device, 3)  # noqa: B023
+            size = out[:blocks].nbytes
+            found[f"{blocks} blocks, {decodes.device.type}"] = f"{1e3 * taken:.1f} ms, {size / taken / 1e9:.2f} GB/s"
+    return found
 
 
 def _backend(warps: int) -> Any:

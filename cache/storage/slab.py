@@ -18,7 +18,7 @@ from torch import Tensor
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.storage.extent_format import ALIGNMENT
 from kernels.checksums import checksums
-from kernels.codecs.codec import Codec, Projection
+from kernels.codecs.codec import Codec, Decodes, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,11 @@ class Slab(Segments):
 
 
 class CodedSlab(Segments):
-    """Slots of blocks as a codec makes them."""
+    """Slots of blocks as a codec makes them. decodes: for pages of a device; None: the codec, on the processor."""
 
-    def __init__(self, codec: Codec, *, num_slots: int) -> None:
+    def __init__(self, codec: Codec, *, num_slots: int, decodes: Decodes | None = None) -> None:
         super().__init__(segment_bytes=codec.segment_bytes, num_slots=num_slots, pinned=False)
-        self.codec = codec
+        self.codec, self.decodes = codec, decodes or codec
 
 
 def _memory(num_slots: int, size: int) -> Tensor:

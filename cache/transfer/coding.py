@@ -58,7 +58,7 @@ class Decoder:
 
     def __init__(self, decodes: Decodes, slab: Slab, num_blocks: int) -> None:
         self._decodes, self._slab, self._num_blocks = decodes, slab, num_blocks
-        self._device = torch.device("cpu") if slab.projection is None else slab.projection.device
+        self._device = decodes.device
         self.raw = torch.empty(0)
         """[blocks, elements] of the layer that was decoded last."""
 
@@ -75,7 +75,7 @@ class Decoder:
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:
     """Return what makes rows of a load's blocks. coded: where such blocks are kept, if all of these are coded. None:
     they are rows."""
-    decodes: Decodes | None = slab.projection if coded is None else coded.codec
+    decodes: Decodes | None = slab.projection if coded is None else coded.decodes
     return None if decodes is None else Decoder(decodes, slab, num_blocks)
 
 

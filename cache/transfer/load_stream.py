@@ -13,6 +13,7 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
+from cache.transfer.coding import Decoder
 from cache.transfer.device_streams import DeviceStream
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
@@ -56,10 +57,9 @@ class LoadStream:
         self._pool = PagePool(pages)
         if self._pool.device.type == "cuda" and slab.num_slots:
             self._pool.compile_for(slab, rotations)
-        if coded is not None and self._pool.has_team:  # compiled before it is needed
-            raw = torch.empty_like(slab.segments(0)[:1]) if slab.num_slots else None
-            if raw is not None:
-                coded.codec.decode(0, torch.zeros(1, coded.segment_bytes[0], dtype=torch.uint8), raw, together=True)
+        if coded is not None and slab.num_slots:  # compiled before it is needed
+            nothing = torch.zeros(1, coded.segment_bytes[0], dtype=torch.uint8)
+            Decoder(coded.decodes, slab, 1).decode(0, nothing, together=self._pool.has_team)
         self._rotations, self._compute = rotations, compute
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
         self._throttle = throttle

@@ -20,7 +20,7 @@ from engine.codec.verdict import CodecVerdict
 from engine.config import CacheConfig, SelectorConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import bytes_per_token
-from kernels.codecs.codec import Codec
+from kernels.codecs.codec import Codec, Decodes
 from kernels.codecs.quantised import Fp8Codec, KiviCodec
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ _CODED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
-    """codec None: KV below DRAM is what DRAM has. projection: makes KV of activations, which all tiers below HBM have
-    instead; None: they have KV. divergence: nats a token as measured on this model; None: not measured. warning: for
-    people, where something else was asked for. budget: nats a token that it was calibrated to; None: it has none.
-    refusals: where it is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is
-    named by it, and none is coded or decoded."""
+    """codec None: KV below DRAM is what DRAM has. decodes: makes rows of its segments, for pages on the model's device.
+    projection: makes KV of activations, which all tiers below HBM have instead; None: they have KV. divergence: nats a
+    token as measured on this model; None: not measured. warning: for people, where something else was asked for.
+    budget: nats a token that it was calibrated to; None: it has none. refusals: where it is noted that it is not to be
+    used. is_refused: it was condemned before: KV of earlier starts is named by it, and none is coded or decoded."""
 
     codec: Codec | None = None
+    decodes: Decodes | None = None
     projection: KvProjection | None = None
     divergence: float | None = None
     warning: str | None = None
@@ -72,11 +73,13 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
         raise ModelRefused(f"cache.codec: KV in {dtype} cannot be coded; take model.dtype bfloat16 or float32")
     shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
     if config.codec == "fp8":
-        return ChosenCodec(Fp8Codec(shapes))
+        fp8 = Fp8Codec(shapes)
+        return ChosenCodec(fp8, fp8.on(subject.device))
     if config.codec in ("kivi4", "kivi2"):
         group = min(s.v_dim for s in found.shapes) if config.codec == "kivi4" else 32
         try:
-            return ChosenCodec(KiviCodec(shapes, bits=int(config.codec[-1]), v_group=group))
+            kivi = KiviCodec(shapes, bits=int(config.codec[-1]), v_group=group)
+            return ChosenCodec(kivi, kivi.on(subject.device))
         except ValueError as error:
             raise ModelRefused(f"cache.codec {config.codec} does not fit this model: {error}") from error
     return _transform(config, subject, tokenizer, fingerprint)
@@ -125,6 +128,7 @@ def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerpri
     is_refused = refuses(refusal, made_of=text_digest(), codec=codec.name)
     return ChosenCodec(
         codec,
+        codec.on(subject.device),
         divergence=calibrated.divergence,
         warning=warning if is_refused else None,
         budget=config.codec_budget,

@@ -122,7 +122,7 @@ def build_tiers(
         slab=slab,
         disk=disk,
         redis=redis,
-        coded=CodedSlab(codec, num_slots=coded_slots) if codec is not None else None,
+        coded=None if codec is None else CodedSlab(codec, num_slots=coded_slots, decodes=probed.codec.decodes),
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=loaded.link,

@@ -93,7 +93,7 @@ def find_projection(subject: Subject) -> KvProjection:
             f"and V {theirs:,}; take raw or transform"
         )
     parts = _parts(subject, found)
-    device = next(subject.model.parameters()).device
+    device = subject.device
     pack = device.type == "cpu" and subject.dtype == torch.bfloat16 and packing_works()
 
     def product(part: Part) -> Callable[[Tensor], Tensor]:

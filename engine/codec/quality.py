@@ -79,6 +79,11 @@ class Subject:
         """The type of its weights, in which its KV is stored."""
         return next(self.model.parameters()).dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where its KV is computed."""
+        return next(self.model.parameters()).device
+
 
 class HistoryCoder:
     """Runs a model over single texts with its history's KV as computed, or as a codec gives it back. most_tokens: of a
@@ -86,7 +91,7 @@ class HistoryCoder:
 
     def __init__(self, subject: Subject, *, most_tokens: int, pages: torch.dtype = torch.float32) -> None:
         self._subject = subject
-        self._device = next(subject.model.parameters()).device
+        self._device = subject.device
         num_pages = -(-most_tokens // subject.page_size)
         self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, pages, self._device)
         self._rotations = ModelRotations(ropes=subject.found.ropes)

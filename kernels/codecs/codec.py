@@ -9,6 +9,9 @@ from torch import Tensor
 class Decodes(Protocol):
     """Makes rows of what is stored. Thread-safe; the arrays may hold any bytes."""
 
+    device: torch.device
+    """Where `raw` has to be. Segments are on the processor."""
+
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
         rows: K of a block's 32, without position, then V. together: with torch's team of threads, which must belong to
@@ -24,8 +27,6 @@ class Projection(Decodes, Protocol):
     """The elements of a token's activation, by layer."""
     row_elements: tuple[int, ...]
     """Those of its K and V together, by layer."""
-    device: torch.device
-    """Where `raw` has to be."""
 
 
 class Codec(Decodes, Protocol):
@@ -40,6 +41,11 @@ class Codec(Decodes, Protocol):
     is_lossy: bool
     segment_bytes: tuple[int, ...]
     """The size of one block's segment, by layer. Layers may differ."""
+
+    def on(self, device: torch.device) -> Decodes:
+        """Return what decodes the segments for pages on this device: there, if that can be, else on the processor. Rows
+        may differ by the order of a sum."""
+        ...
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """Encode blocks. raw [blocks, elements]; segments uint8 [blocks, segment_bytes[layer]] receives the result.

@@ -2,6 +2,7 @@
 keys in groups of one channel over a block's 32 rows, values in groups of one row."""
 
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 
 import torch
@@ -17,9 +18,16 @@ class Fp8Codec:
 
     name = "fp8"
     is_lossy = True
+    device = torch.device("cpu")
 
     def __init__(self, shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
         self.segment_bytes = tuple(ROWS * (prod(k) + prod(v)) for k, v in shapes)
+
+    def on(self, device: torch.device) -> "Fp8Codec":
+        """See Codec."""
+        there = copy(self)
+        there.device = device
+        return there
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """See Codec."""
@@ -29,7 +37,7 @@ class Fp8Codec:
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Codec."""
-        raw.copy_(segments.view(torch.float8_e4m3fn).to(raw.dtype))
+        raw.copy_(segments.to(raw.device).view(torch.float8_e4m3fn).to(raw.dtype))
 
 
 class KiviCodec:
@@ -37,6 +45,7 @@ class KiviCodec:
     of a row of V that share them, at most a head's."""
 
     is_lossy = True
+    device = torch.device("cpu")
 
     def __init__(self, shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]], *, bits: int, v_group: int) -> None:
         if bits not in (2, 4):
@@ -49,6 +58,12 @@ class KiviCodec:
         self.segment_bytes = tuple(
             ROWS * (n + m) * bits // 8 + 4 * n + 4 * ROWS * m // v_group for n, m in self._widths
         )
+
+    def on(self, device: torch.device) -> "KiviCodec":
+        """See Codec."""
+        there = copy(self)
+        there.device = device
+        return there
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """See Codec."""
@@ -65,7 +80,7 @@ class KiviCodec:
         n, m = self._widths[layer]
         k_size, k_groups = ROWS * n * self._bits // 8, 4 * n
         v_size = ROWS * m * self._bits // 8
-        k_codes, k_scales, v_codes, v_scales = segments.split(
+        k_codes, k_scales, v_codes, v_scales = segments.to(raw.device).split(
             [k_size, k_groups, v_size, segments.shape[1] - k_size - k_groups - v_size], 1
         )
         k = self._restored(k_codes, k_scales, ROWS).transpose(1, 2)
@@ -84,7 +99,7 @@ class KiviCodec:
         return packed, torch.cat([least, scale], -1).view(len(groups), -1).view(torch.uint8)
 
     def _restored(self, codes: Tensor, scales: Tensor, size: int) -> Tensor:
-        shifts = torch.arange(0, 8, self._bits, dtype=torch.uint8)
+        shifts = torch.arange(0, 8, self._bits, dtype=torch.uint8, device=codes.device)
         numbers = (codes[..., None] >> shifts) & (2**self._bits - 1)
         numbers = numbers.view(len(codes), -1, size).float()
         both = scales.contiguous().view(torch.float16).view(len(codes), -1, 2).float()

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.codecs.codec import Decodes
 from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
+from kernels.codecs.transform_on_device import TransformOnDevice
 from kernels.cpu import transform as compiled
 from kernels.cpu.available import use_torch_threads
 from kernels.cpu.transform_format import (
@@ -35,6 +37,7 @@ from kernels.cpu.transform_format import (
     Scratch,
     Tables,
 )
+from kernels.triton_kernels import triton_transform
 from kernels.views import Fp32
 
 _VERSION = 1  # of how rows become bytes; another one, when that changes in a way that the tables do not show
@@ -101,6 +104,7 @@ class TransformCodec:
     ValueError for what cannot belong together."""
 
     is_lossy = True
+    device = torch.device("cpu")
 
     def __init__(self, layers: Sequence[Layer], *, segment_bytes: Sequence[int], dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
@@ -111,7 +115,7 @@ class TransformCodec:
             _check(layer, size)
         self._bits = torch.uint16 if dtype == torch.bfloat16 else torch.uint32
         self._shift = 16 if dtype == torch.bfloat16 else 0
-        self._tables = _tables()
+        self.tables = _tables()
         self.name = f"transform-{self._digest().hex()}"
         self._scratch = threading.local()
 
@@ -132,12 +136,20 @@ class TransformCodec:
             segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
         return cls(layers, segment_bytes=segment_bytes, dtype=dtype)
 
+    def on(self, device: torch.device) -> Decodes:
+        """See Codec."""
+        kernels = None if device.type == "cpu" else triton_transform()
+        if kernels is None:
+            return self
+        sizes = self.segment_bytes
+        return TransformOnDevice(self.layers, self.tables, segment_bytes=sizes, device=device, kernels=kernels)
+
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """See Codec."""
         calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         encoded = np.zeros(len(bits), np.bool_)
-        compiled.encode(bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded)
+        compiled.encode(bits, self._shift, words.shape[1], self.tables, calibrated, self._room(layer), words, encoded)
         return encoded.tolist()
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
@@ -149,9 +161,9 @@ class TransformCodec:
         if together:
             use_torch_threads()
             rooms = self._rooms(layer, torch.get_num_threads())
-            compiled.decode_together(words, words.shape[1], self._tables, calibrated, self._shift, rooms, bits)
+            compiled.decode_together(words, words.shape[1], self.tables, calibrated, self._shift, rooms, bits)
         else:
-            compiled.decode(words, words.shape[1], self._tables, calibrated, self._shift, self._room(layer), bits)
+            compiled.decode(words, words.shape[1], self.tables, calibrated, self._shift, self._room(layer), bits)
 
     def _words(self, layer: int, segments: Tensor) -> np.ndarray:
         if segments.dtype != torch.uint8 or segments.dim() != 2 or segments.shape[1] != self.segment_bytes[layer]:
@@ -200,7 +212,7 @@ class TransformCodec:
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
             for array in (layer.k_mean, layer.v_mean, layer.into, layer.back, layer.classes):
                 digest.update(np.ascontiguousarray(array).tobytes())
-        for table in self._tables:
+        for table in self.tables:
             digest.update(np.ascontiguousarray(table).tobytes())
         return digest.digest()
 

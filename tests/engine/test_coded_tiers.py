@@ -98,6 +98,22 @@ def test_a_restarted_engine_goes_on_from_coded_kv(make, vanilla, codec):
     assert turn(again, "3", prompt, session="other").text == two.text  # the same bytes give the same text
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_coded_kv_is_decoded_on_a_gpu(make, codec, dtype):
+    first = make(codec, device="cuda", dtype=dtype)
+    assert first.engine._transfer._writes._coded.decodes.device.type == "cuda"
+    one = turn(first, "1", random_ids(HISTORY, 1))
+    prompt = [*one.text, *random_ids(20, 2)]
+    second = make(codec, device="cuda", dtype=dtype)
+    two = turn(second, "2", prompt)
+    assert two.report.disk_tokens == two.cached >= HISTORY
+    assert two.report.coded_tokens == 3 * 32
+    third = make(codec, device="cuda", dtype=dtype)
+    assert turn(third, "3", prompt, session="other").text == two.text
+
+
 def test_what_is_asked_exactly_is_neither_coded_nor_decoded(make, vanilla):
     exact = {"salt": salt_of("", is_exact=True)}
     first = make()

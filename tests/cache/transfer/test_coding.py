@@ -47,6 +47,29 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
     assert not is_intact(coded, 1, 3)
 
 
+class Sevens:
+    """Stands for a device that decodes."""
+
+    device = torch.device("cpu")
+
+    def decode(self, layer: int, segments: torch.Tensor, raw: torch.Tensor, *, together: bool = False) -> None:
+        raw.fill_(7 + layer)
+
+
+def test_loads_ask_whoever_decodes_for_the_pages() -> None:
+    slab = Slab(shapes=[LayerShape(1, 8, 8)] * 2, dtype=torch.float32, num_slots=1, pinned=False)
+    coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))] * 2), num_slots=2, decodes=Sevens())
+    coded.seal(0, 1)
+    blocks = [BlockLoad(bytes([slot]) * 16, BLOCK_TOKENS, slot, None, 0, 0, 0) for slot in range(2)]
+    source = slot_source(blocks, slab, coded)
+    for layer in range(2):
+        assert source.prepare(layer, together=False) == []
+        rows, chosen = source.segments(layer)
+        assert (rows[chosen] == 7 + layer).all()
+    coded.segment(0, 1)[0] ^= 1
+    assert source.prepare(0, together=False) == [blocks[1].key]
+
+
 class Doubling:
     """K and V of one head of 3 dims each: the activation, and twice the activation."""
 

@@ -69,7 +69,7 @@ def notices_reads_outside(codec: Any) -> bool:
     memory = np.full((1, size), 0xFFFF, np.uint16)
     raw = np.zeros((1, 32 * len(codec.layers[0].classes)), np.uint16)
     try:
-        compiled.decode(memory[:, :40], size, codec._tables, codec.layers[0], codec._shift, codec._room(0), raw)
+        compiled.decode(memory[:, :40], size, codec.tables, codec.layers[0], codec._shift, codec._room(0), raw)
     except IndexError:
         return True
     return False

@@ -61,3 +61,15 @@ def test_sizes_that_do_not_go_are_refused():
         KiviCodec(SHAPES, bits=3, v_group=32)
     with pytest.raises(ValueError, match="groups of 48"):
         KiviCodec(SHAPES, bits=4, v_group=48)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_rows_are_the_same_on_a_device(codec, device):
+    there = codec.on(torch.device(device))
+    assert (there.device.type, codec.device.type) == (device, "cpu")
+    raw = torch.randn(4, 32 * 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    segments, back = torch.zeros(4, codec.segment_bytes[0], dtype=torch.uint8), raw.to(device)
+    codec.encode(0, raw, segments)
+    there.decode(0, segments, back)
+    assert torch.equal(back.cpu(), there_and_back(codec, raw)[1])

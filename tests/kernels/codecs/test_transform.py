@@ -149,7 +149,7 @@ def test_vectors_decode_what_single_numbers_do(shape, kind):
         segments[:, rng.integers(0, segments.shape[1], 40)] ^= rng.integers(0, 1 << 16, 40, dtype=np.uint16)
     n, last = len(layer.k_mean), segments.shape[1] - 1
     together, alone = codec._room(0), TransformCodec(codec.layers, segment_bytes=codec.segment_bytes, dtype=codec.dtype)
-    compiled._decode_numbers(segments, 0, blocks, last, n, codec._tables, layer, together)
+    compiled._decode_numbers(segments, 0, blocks, last, n, codec.tables, layer, together)
     room = alone._room(0)
     for side in range(blocks):
         words = segments[side]
@@ -161,7 +161,7 @@ def test_vectors_decode_what_single_numbers_do(shape, kind):
             table, low = compiled.class_of(layer.classes[c], quarters)
             room.components[side, c] = 0
             for group in range(compiled.GROUPS if table >= 0 else 0):
-                compiled._decode_group(words, last, codec._tables, room, side, table, low, c, group)
+                compiled._decode_group(words, last, codec.tables, room, side, table, low, c, group)
     for mine, other in ((room.components, together.components), (room.states, together.states)):
         np.testing.assert_array_equal(mine[:blocks], other[:blocks])
 
@@ -180,7 +180,7 @@ def test_vectors_encode_what_single_numbers_do(shape, outliers):
         scratch.components[:] = numbers
         scratch.coarser[:] = range(blocks)
     together, alone = both
-    assert compiled._encode_numbers(blocks, size // 2, n, codec._tables, layer, together)
+    assert compiled._encode_numbers(blocks, size // 2, n, codec.tables, layer, together)
     alone.states[:] = 1 << 15
     alone.places[:] = 0
     for side in range(blocks):
@@ -189,7 +189,7 @@ def test_vectors_encode_what_single_numbers_do(shape, outliers):
             table, low = compiled.class_of(layer.classes[c], quarters)
             alone.finer[side] = 2.0 ** (-quarters / 4)
             for group in reversed(range(compiled.GROUPS if table >= 0 else 0)):
-                compiled._encode_group(codec._tables, alone, side, table, low, c, group)
+                compiled._encode_group(codec.tables, alone, side, table, low, c, group)
         used = alone.places[side]
         assert used == together.places[side] > 0
         np.testing.assert_array_equal(alone.words[side, :used], together.words[side, :used])
