@@ -1,6 +1,6 @@
 """What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products with
-packed weights, coded blocks, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's kernels
-are left out."""
+packed weights, coded blocks, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's
+kernels are left out."""
 
 from typing import Any
 
