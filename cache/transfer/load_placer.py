@@ -3,8 +3,10 @@
 import time
 from functools import partial
 
+import torch
+
 from cache.blocks.keys import BlockKey
-from cache.moves import Loaded, Transferred
+from cache.moves import NOT_ITS_COPY, Loaded, Transferred
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.device_streams import DeviceStream
@@ -67,7 +69,7 @@ class LoadPlacer:
         source, loader = self._begun(part, failed)
         layer = part.placed
         if not failed:
-            failed.update(dict.fromkeys(source.prepare(layer, together=together), "checksum"))
+            failed.update(_prepared(source, layer, together=together))
         if not failed:
             stream.follow(part.load.after)
             stream.launch(partial(loader.place, layer, failed, rotations, together=together))
@@ -75,7 +77,7 @@ class LoadPlacer:
         if isinstance(source, LandedSource) and not failed:
             source.keep(layer)
         elif isinstance(source, LandedSource):
-            source.tell_damage(failed, layer)
+            source.tell_damage([key for key, reason in failed.items() if reason not in NOT_ITS_COPY], layer)
         part.placing_s += time.perf_counter() - started
         with self._changed:
             if failed:
@@ -127,3 +129,11 @@ class LoadPlacer:
         if part.loader is None:
             part.loader = Loader(source=part.source, pool=self._pool)
         return part.source, part.loader
+
+
+def _prepared(source: SlotSource | LandedSource, layer: int, *, together: bool) -> dict[BlockKey, str]:
+    """Prepare a layer. Returns the blocks that have failed, and why."""
+    try:
+        return dict.fromkeys(source.prepare(layer, together=together), "checksum")
+    except torch.OutOfMemoryError:  # of the device that decodes: the blocks are computed
+        return dict.fromkeys((block.key for block in source.blocks), "memory")

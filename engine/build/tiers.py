@@ -24,7 +24,7 @@ from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
-from engine.build.link import link_rates
+from engine.build.link import decoding_rate, link_rates
 from engine.build.model import LoadedModel, ProbedModel, dram_link
 from engine.build.resources import memory
 from engine.build.room import Room
@@ -116,13 +116,14 @@ def build_tiers(
         pinned=on_gpu,
         projection=probed.codec.projection,
     )
+    coded = None if codec is None else CodedSlab(codec, num_slots=coded_slots, decodes=probed.codec.decodes)
     redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
     transfer = make_transfer(
         pages=pages,
         slab=slab,
         disk=disk,
         redis=redis,
-        coded=None if codec is None else CodedSlab(codec, num_slots=coded_slots, decodes=probed.codec.decodes),
+        coded=coded,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=loaded.link,
@@ -131,6 +132,8 @@ def build_tiers(
         max_backlog_bytes=_BACKLOG_BYTES,
     )
     measured = link_rates(loaded.device, transfer.compute, most_gbps=cache.dram_gbps) if on_gpu else {}
+    if coded is not None:
+        measured |= decoding_rate(coded, slab, transfer.compute)
     rates = Rates(
         num_layers=slab.num_layers,
         step_fixed_s=_PRIOR_STEP_S,

@@ -98,6 +98,29 @@ def test_a_restarted_engine_goes_on_from_coded_kv(make, vanilla, codec):
     assert turn(again, "3", prompt, session="other").text == two.text  # the same bytes give the same text
 
 
+def test_what_there_is_no_memory_to_decode_is_computed_and_loaded_the_next_time(make, vanilla, monkeypatch):
+    first = make()
+    one = turn(first, "1", random_ids(HISTORY, 1))
+    prompt = [*one.text, *random_ids(20, 2)]
+    second = make()
+    decode, left = codec_of(second).decode, [1]
+
+    def lacks_memory(*given, **named):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        decode(*given, **named)
+
+    monkeypatch.setattr(codec_of(second), "decode", lacks_memory)
+    two = turn(second, "2", prompt)
+    assert left == [0]
+    assert two.report.coded_tokens == 0
+    assert_greedy(vanilla, two)
+    assert second.engine.stats().load_failures["memory"] == 3
+    third = turn(make(), "3", prompt, session="other")
+    assert third.report.coded_tokens >= 3 * 32  # its copies are as good as they were
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", CODECS)

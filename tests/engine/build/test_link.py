@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from cache.storage.slab import CodedSlab, LayerShape, Slab
 from cache.transfer.device_streams import HostFence, HostStream, streams_of
 from engine.build import link
-from engine.build.link import link_rates
+from engine.build.link import decoding_rate, link_rates
+from kernels.codecs.quantised import Fp8Codec
 
 CPU = torch.device("cpu")
 
@@ -28,6 +30,25 @@ def test_the_link_is_as_fast_as_its_fastest_copy() -> None:
 
 def test_it_is_no_faster_than_loads_are_held_to() -> None:
     assert link_rates(CPU, _SlowStream(), most_gbps=0.1)["dram_to_hbm"] == 1e8
+
+
+class _Device:
+    """Decodes on a device."""
+
+    device = torch.device("meta")
+
+    def decode(self, layer: int, segments: torch.Tensor, raw: torch.Tensor, *, together: bool = False) -> None:
+        assert raw.device == self.device
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_what_a_device_decodes_is_timed_and_what_processors_do_is_not(on_device: bool) -> None:
+    slab = Slab(shapes=[LayerShape(1, 8, 8)], dtype=torch.bfloat16, num_slots=1, pinned=False)
+    codec = Fp8Codec([((1, 8), (1, 8))])
+    coded = CodedSlab(codec, num_slots=0, decodes=_Device() if on_device else None)
+    size = link._DECODED_BLOCKS * 32 * 16 * 2
+    expected = {"coded_to_hbm": size / 0.25} if on_device else {}
+    assert decoding_rate(coded, slab, _SlowStream()) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
