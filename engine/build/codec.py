@@ -128,7 +128,7 @@ def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerpri
     is_refused = refuses(refusal, made_of=text_digest(), codec=codec.name)
     return ChosenCodec(
         codec,
-        codec.on(subject.device),
+        None if is_refused else codec.on(subject.device),
         divergence=calibrated.divergence,
         warning=warning if is_refused else None,
         budget=config.codec_budget,

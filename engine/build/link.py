@@ -38,11 +38,13 @@ def decoding_rate(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> dict[st
         return {}
     decoder = Decoder(coded.decodes, slab, _DECODED_BLOCKS)
     segments = torch.zeros(_DECODED_BLOCKS, coded.segment_bytes[0], dtype=torch.uint8)
-    times_s = []
-    for _ in range(_COPIES):
-        began = stream.fence()
-        decoder.decode(0, segments, together=False)
-        ended = stream.fence()
-        ended.wait()
-        times_s.append(ended.seconds_since(began))
+    fences = [stream.fence()]
+    try:
+        for _ in range(_COPIES):
+            decoder.decode(0, segments, together=False)
+            fences.append(stream.fence())
+    except torch.OutOfMemoryError:
+        return {}
+    fences[-1].wait()
+    times_s = [later.seconds_since(earlier) for earlier, later in pairwise(fences)]
     return {"coded_to_hbm": decoder.raw.nbytes / max(1e-9, min(times_s))}
