@@ -32,7 +32,7 @@ def multiplied(device: str, form: Form, shape: tuple[int, int, int], dtype: torc
     more[:rows, :outputs] = torch.randn(rows, outputs).to(dtype)
     bias = torch.randn(outputs).to(dtype).to(device)
     x, more = x[:rows, :inputs], more[:rows, :outputs]
-    for given in ((None, None), (bias, None), (None, more), (bias, more)):
+    for given in ((None, more), (bias, None)):
         wanted = packed_by_torch.product(x, weight, *given).float()
         got = product(x, weight, *given).float()
         # Where an output is near 0, the order of its sum shows more.

@@ -21,7 +21,7 @@ from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, sp
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernel_in_tritons_interpreter")
 KINDS = ["encoded", "fine", "noise", "ones", "damaged", "short"]
-SMALL = [(1, 8, 8), (2, 12, 8)]
+SMALL = [(1, 8, 8), (2, 4, 6)]
 BLOCKS = 5  # no multiple of a program's
 
 
