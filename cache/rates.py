@@ -108,16 +108,20 @@ class Rates:
         prefill_s_per_token: float,
         transfer_fixed_s: float,
         bytes_per_s: Mapping[str, float],
+        fixed_s: Mapping[str, float] | None = None,
     ) -> None:
+        """transfer_fixed_s: of any transfer; fixed_s: of some directions instead."""
+        fixed = fixed_s or {}
         if prefill_s_per_token <= 0 or any(rate <= 0 for rate in bytes_per_s.values()):
             raise ValueError("priors of rates must be positive")
-        if step_fixed_s < 0 or transfer_fixed_s < 0:
+        if min(step_fixed_s, transfer_fixed_s, *fixed.values()) < 0:
             raise ValueError("priors of fixed costs must be positive or 0")
         self.num_layers = num_layers
         self.version = 0  # another number after every change of what is expected
         self._step = _Duration(step_fixed_s, prefill_s_per_token, _PRIOR_TOKENS)
         self._transfers = {
-            name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
+            name: _Duration(fixed.get(name, transfer_fixed_s), 1 / rate, _PRIOR_BYTES)
+            for name, rate in bytes_per_s.items()
         }
         self._passes = dict.fromkeys(bytes_per_s, 0)
         self._late = dict.fromkeys(bytes_per_s, 0)  # number of late loads since one was as fast as believed

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kernels.packed import GROUP, ZERO, Bits, PackedWeight, unpack_codes
 
-HALF = (
-    GROUP // 2
-)  # inputs of a group whose codes of 4 bits are the low halves of its bytes; the others are the high ones
+# Inputs of a group whose codes of 4 bits are the low halves of its bytes; those of the others are the high halves.
+HALF = GROUP // 2
 
 
 @dataclass(frozen=True, slots=True)

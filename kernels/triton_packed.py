@@ -21,7 +21,7 @@ MOST_ROWS = 64  # of `product`; more are faster with an unpacked weight
 _OUTPUTS = 64  # that one program computes
 _ROW_BYTES = 128  # of an output that it reads at once: a line of the cache
 _LEAST_BYTES = 8 * _ROW_BYTES  # of an output that are worth a program of their own
-_WARPS = 4
+_WARPS = 8
 _STAGES = {16: 4, 32: 3, 64: 2}  # rows -> loads under way; so much of x that a block's 99 KiB of any GPU suffice
 _SUMMED = 512  # outputs that one program sums
 _ZERO = tl.constexpr(ZERO)
@@ -30,23 +30,23 @@ _UNPACKED_OUTPUTS, _UNPACKED_GROUPS = 2, 64  # of one program that unpacks
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(
-    code: tl.tensor,
-    scale_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    mask: tl.tensor,
-    has_lows: tl.constexpr,
-    element: tl.constexpr,
+    code: tl.tensor, scale: tl.tensor, low: tl.tensor, has_lows: tl.constexpr, element: tl.constexpr
 ) -> tl.tensor:
-    """Return scale * code + low, rounded to `element`. code fp32 [outputs, groups, inputs of one]; the others
-    [outputs, groups]."""
-    scale = tl.load(scale_ptr, mask=mask, other=0.0).to(tl.float32)
-    number = code * scale[:, :, None]
+    """Return scale * code + low, rounded to `element`. code fp32 [outputs, groups, inputs of one]; the others fp32
+    [outputs, groups, 1]."""
+    number = code * scale
     if has_lows:
-        number += tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+        number += low
     return number.to(element)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _of_groups(ptr: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load scales or lows [outputs, groups], as fp32 [outputs, groups, 1]."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _product(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -92,21 +92,22 @@ def _product(
     for start in range(first, min(first + part, groups), tile_groups):
         is_group = is_output[:, None] & (start + place < groups)[None, :]
         code = tl.load(code_at + start * group_bytes, mask=is_group[:, :, None], other=0)
-        scale, low = scales_ptr + scale_at + start, lows_ptr + scale_at + start
+        scale = _of_groups(scales_ptr + scale_at + start, is_group)
+        low = _of_groups(lows_ptr + scale_at + start, is_group) if has_lows else scale
         mask = is_row[:, None] & (start * group + column < inputs)[None, :]
         x = tl.load(x_at + start * group, mask=mask, other=0.0)
         if bits == 8:
-            number = _numbers(code.to(tl.int8, bitcast=True).to(tl.float32), scale, low, is_group, has_lows, element)
+            number = _numbers(code.to(tl.int8, bitcast=True).to(tl.float32), scale, low, has_lows, element)
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
         else:
             zero: tl.constexpr = 0 if has_lows else _ZERO
-            number = _numbers((code & 15).to(tl.float32) - zero, scale, low, is_group, has_lows, element)
+            number = _numbers((code & 15).to(tl.float32) - zero, scale, low, has_lows, element)
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
             mask = is_row[:, None] & (start * group + group_bytes + column < inputs)[None, :]
             x = tl.load(x_at + start * group + group_bytes, mask=mask, other=0.0)
-            number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, is_group, has_lows, element)
+            number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, has_lows, element)
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
     mask = is_output[:, None] & is_row[None, :]
@@ -122,7 +123,7 @@ def _product(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _sum(
     parts_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -179,16 +180,18 @@ def _unpack(
     column = number_of_group[None, :, None] * group + byte[None, None, :]
     target = out_ptr + place[:, None, None].to(tl.int64) * inputs + column
     mask = is_group[:, :, None]
+    scale = _of_groups(scales_ptr + at, is_group)
+    low = _of_groups(lows_ptr + at, is_group) if has_lows else scale
     if bits == 8:
         wide = code.to(tl.int8, bitcast=True).to(tl.float32)
-        number = _numbers(wide, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
+        number = _numbers(wide, scale, low, has_lows, element)
         tl.store(target, number, mask=mask & (column < inputs))
     else:
         zero: tl.constexpr = 0 if has_lows else _ZERO
-        low = _numbers((code & 15).to(tl.float32) - zero, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
-        tl.store(target, low, mask=mask & (column < inputs))
-        high = _numbers((code >> 4).to(tl.float32) - zero, scales_ptr + at, lows_ptr + at, is_group, has_lows, element)
-        tl.store(target + group_bytes, high, mask=mask & (column + group_bytes < inputs))
+        number = _numbers((code & 15).to(tl.float32) - zero, scale, low, has_lows, element)
+        tl.store(target, number, mask=mask & (column < inputs))
+        number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, has_lows, element)
+        tl.store(target + group_bytes, number, mask=mask & (column + group_bytes < inputs))
 
 
 @functools.cache
@@ -197,12 +200,16 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def num_parts(weight: PackedRows) -> int:
-    """Return how many programs share the inputs of an output. It does not depend on rows."""
+def shares(weight: PackedRows) -> tuple[int, int]:
+    """Return how many programs share the inputs of an output, and how many groups each has. It does not depend on
+    rows."""
+    groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
-    most = max(1, weight.codes.shape[1] // _LEAST_BYTES)
-    wanted = 2 * _processors(weight.codes.device)
-    return min(most, -(-wanted // programs))
+    wanted = -(-2 * _processors(weight.codes.device) // programs)
+    parts = min(wanted, max(1, groups * group_bytes // _LEAST_BYTES))
+    tile = _ROW_BYTES // group_bytes
+    part = -(-groups // (parts * tile)) * tile
+    return -(-groups // part), part
 
 
 def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
@@ -212,7 +219,8 @@ def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | 
     out = x.new_empty(rows, outputs)
     if not rows:
         return out
-    groups, parts = weight.scales.shape[1], num_parts(weight)
+    groups = weight.scales.shape[1]
+    parts, part = shares(weight)
     tile_groups = _ROW_BYTES * 8 // weight.bits // weight.group
     target = out if parts == 1 else x.new_empty(parts, rows, outputs, dtype=torch.float32)
     tile_rows = max(16, triton.next_power_of_2(rows))
@@ -230,7 +238,7 @@ def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | 
         rows,
         outputs,
         groups,
-        triton.cdiv(triton.cdiv(groups, parts), tile_groups) * tile_groups,
+        part,
         x.stride(0),
         added_row,
         weight.inputs,

@@ -28,7 +28,7 @@ The pause of a broken stream is the time between the last piece before the kill 
 - pauses: p95 at most twice the TTFT p50 of a moved turn, and 0.3 s more;
 - every conversation is known again in its next turn, with as many tokens as on the undisturbed server;
 - at least 90 % of the history is cached in the turns after broken answers;
-- turns after answers that the victim had ended compute no more of their history again than those turns had computed.
+- a turn after an answer that the victim had ended computes no more of its history than that answer's own turn had.
 """
 
 import asyncio

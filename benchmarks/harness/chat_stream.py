@@ -35,19 +35,22 @@ class ChatStream:
         self.sent_s = self.done_s = 0.0
         self._wanted = math.inf
         self._has_wanted = asyncio.Event()
+        self._is_over = False
 
     async def run(self) -> "ChatStream":
         """Return itself at its end. Raises StreamFailed, and what httpx raises."""
         try:
             await self._run()
         finally:
+            self._is_over = True
             self._has_wanted.set()
         return self
 
     async def has(self, pieces: int) -> None:
         """Return when so many pieces have come, or `run` has ended. One task may wait."""
         self._wanted = pieces
-        if len(self.pieces) < pieces:
+        if len(self.pieces) < pieces and not self._is_over:
+            self._has_wanted.clear()
             await self._has_wanted.wait()
 
     async def _run(self) -> None:

@@ -22,6 +22,7 @@ bootstrap over the starts, and over the requests of each.
 
 import gc
 import random
+import select
 import subprocess
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def come_to_rest(engine: InProcess) -> None:
         engine.engine.poll(time.monotonic())
         if not engine.engine.is_moving():
             return
-        time.sleep(MOVING_POLL_MS / 1e3)
+        select.select([engine.engine.bell], [], [], MOVING_POLL_MS / 1e3)
 
 
 def play(model: str, path: str, start: int, rounds: int, directory: Path) -> list[Spent]:

@@ -163,8 +163,9 @@ class CodedSlab(Segments):
     """Slots of blocks as a codec makes them. decodes: for pages of a device; None: the codec, on the processor."""
 
     def __init__(self, codec: Codec, *, num_slots: int, decodes: Decodes | None = None) -> None:
-        super().__init__(segment_bytes=codec.segment_bytes, num_slots=num_slots, pinned=False)
         self.codec, self.decodes = codec, decodes or codec
+        pinned = self.decodes.device.type == "cuda"
+        super().__init__(segment_bytes=codec.segment_bytes, num_slots=num_slots, pinned=pinned)
 
 
 def _memory(num_slots: int, size: int) -> Tensor:

@@ -11,6 +11,9 @@ from cache.storage.slab import CodedSlab, Slab
 from kernels.checksums import Sums, checksums
 from kernels.codecs.codec import Codec, Decodes
 
+PART_BYTES = 64 << 20  # of rows that a device decodes at once
+DECODING_FACTOR = 6  # at most so many times that are in use meanwhile
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlocks:
@@ -62,14 +65,24 @@ class Decoder:
         self.raw = torch.empty(0)
         """[blocks, elements] of the layer that was decoded last."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where `raw` is. Segments may lie there too."""
+        return self._device
+
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
         """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
-        torch's team of threads."""
+        torch's team of threads. Raises torch.OutOfMemoryError of a device."""
         shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
             pinned = self._device.type == "cpu" and self._slab.segments(layer).is_pinned()
             self.raw = torch.empty(shape, dtype=self._slab.dtype, device=self._device, pin_memory=pinned)
-        self._decodes.decode(layer, segments, self.raw, together=together)
+        if self._device.type == "cpu":
+            self._decodes.decode(layer, segments, self.raw, together=together)
+            return
+        most = max(1, PART_BYTES // (shape[1] * self.raw.element_size()))
+        for some, rows in zip(segments.split(most), self.raw.split(most), strict=True):
+            self._decodes.decode(layer, some, rows)
 
 
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:

@@ -25,11 +25,12 @@ class Events:
     def bell(self) -> int:
         """A file descriptor that can be read when there is news, for whoever waits for other things too."""
         if self._bell is None:
-            self._bell = os.pipe()
-            for end in self._bell:
+            made = os.pipe()
+            for end in made:
                 os.set_blocking(end, False)
                 weakref.finalize(self, os.close, end)
             with self.changed:
+                self._bell = made
                 if self.has_news:
                     self._ring()
         return self._bell[0]
@@ -56,8 +57,8 @@ class Events:
 
     def take(self) -> list[Event]:
         """Return the events since the last call. Raises like `check`."""
-        self.check()
         with self.changed:  # so that the bell rings if and only if there is news
+            self.check()
             self._silence()
             self.has_news = False  # before they are taken: one that comes meanwhile sets it again
         events = []

@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Container, Sequence
+from itertools import pairwise
 from mmap import mmap
 from typing import Protocol
 
@@ -93,8 +94,12 @@ class DecodedSource(SlotSource):
         self._chosen = torch.arange(len(blocks))
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        stored = self._slab.segments(layer)[self._slots].view(torch.uint8)
-        wrong = sums_of(stored) != self._sums[layer]
+        memory = self._slab.segments(layer).view(torch.uint8)
+        stored = brought(memory, self._slots, self._decoder.device)
+        # What is on its way to a device is compared in its slots meanwhile.
+        on_host = stored.device.type == "cpu"
+        now = sums_of(stored) if on_host else self._slab.sums_now(layer, self._slots.numpy())
+        wrong = now != self._sums[layer]
         if wrong.any():
             return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
         self._decoder.decode(layer, stored, together=together)
@@ -108,6 +113,20 @@ class DecodedSource(SlotSource):
 
     def altered(self, layer: int) -> list[BlockKey]:
         return []  # compared before they were decoded
+
+
+def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
+    """Return the chosen segments on a device, [chosen, elements]. What lies side by side in the host's memory goes to
+    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it."""
+    if device.type == "cpu" or memory.is_cuda:
+        return memory.index_select(0, chosen.to(memory.device)).to(device)
+    there = torch.empty(len(chosen), memory.shape[1], dtype=memory.dtype, device=device)
+    numbers = chosen.numpy()
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    for start, stop in pairwise(starts):
+        first = int(numbers[start])
+        there[start:stop].copy_(memory[first : first + stop - start], non_blocking=True)
+    return there
 
 
 def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None) -> SlotSource:

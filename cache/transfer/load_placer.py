@@ -135,5 +135,12 @@ def _prepared(source: SlotSource | LandedSource, layer: int, *, together: bool) 
     """Prepare a layer. Returns the blocks that have failed, and why."""
     try:
         return dict.fromkeys(source.prepare(layer, together=together), "checksum")
-    except torch.OutOfMemoryError:  # of the device that decodes: the blocks are computed
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
         return dict.fromkeys((block.key for block in source.blocks), "memory")
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Whether a device has no memory: torch's own, or that of a library beside it."""
+    return isinstance(error, torch.OutOfMemoryError) or "STATUS_ALLOC_FAILED" in str(error)

@@ -57,9 +57,8 @@ class LoadStream:
         self._pool = PagePool(pages)
         if self._pool.device.type == "cuda" and slab.num_slots:
             self._pool.compile_for(slab, rotations)
-        if coded is not None and slab.num_slots:  # compiled before it is needed
-            nothing = torch.zeros(1, coded.segment_bytes[0], dtype=torch.uint8)
-            Decoder(coded.decodes, slab, 1).decode(0, nothing, together=self._pool.has_team)
+        if self._pool.has_team:
+            self._decode_once(together=True)
         self._rotations, self._compute = rotations, compute
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
         self._throttle = throttle
@@ -96,7 +95,15 @@ class LoadStream:
 
     def place(self, rotations: KeyRotations, stream: DeviceStream) -> None:
         """Place layers that no step places by itself, until `close`. rotations, stream: the calling thread's."""
+        if self._coded is not None and self._coded.decodes.device.type != "cpu":
+            self._decode_once(together=False)
         self._placer.run(rotations, stream)
+
+    def _decode_once(self, *, together: bool) -> None:
+        """Decode a block of nothing, so that what is compiled, or set up on a device, is there before it is needed."""
+        if self._coded is not None and self._slab.num_slots:
+            nothing = torch.zeros(1, self._coded.segment_bytes[0], dtype=torch.uint8)
+            Decoder(self._coded.decodes, self._slab, 1).decode(0, nothing, together=together)
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
         """See `LoadPlacer.place_next`."""

@@ -1,7 +1,6 @@
 """Copies a load's blocks into pages, layer by layer and checked, out of slots or landing memory."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.storage.slab import Slab
 from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import LayerSource
+from cache.transfer.layer_source import LayerSource, brought
 from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import BlockWriter, block_writer
 from kernels.kv_copy import write_rows
@@ -58,7 +57,7 @@ class Loader:
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop, self._pool.device) if writer is not None else None
         if writer is None or tables is None:
-            segments = _brought(*self._source.segments(layer), self._pool.device)  # to CUDA while they are compared
+            segments = brought(*self._source.segments(layer), self._pool.device)  # to CUDA while they are compared
             failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))
             if not failed:
                 self._place_by_torch(layer, segments, rotations)
@@ -96,17 +95,3 @@ class Loader:
             both = (torch.from_numpy(np.repeat(first, counts) + within) for first in (slots, positions))
             self._rows = next(both).to(self._pool.device), next(both).to(self._pool.device)
         return self._rows
-
-
-def _brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
-    """Return the chosen segments on a device, [chosen, elements]. What lies side by side in the host's memory goes to
-    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it."""
-    if device.type == "cpu" or memory.is_cuda:
-        return memory.index_select(0, chosen.to(memory.device)).to(device)
-    brought = torch.empty(len(chosen), memory.shape[1], dtype=memory.dtype, device=device)
-    numbers = chosen.numpy()
-    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
-    for start, stop in pairwise(starts):
-        first = int(numbers[start])
-        brought[start:stop].copy_(memory[first : first + stop - start], non_blocking=True)
-    return brought

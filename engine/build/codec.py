@@ -33,11 +33,12 @@ _CODED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
-    """codec None: KV below DRAM is what DRAM has. decodes: makes rows of its segments, for pages on the model's device.
-    projection: makes KV of activations, which all tiers below HBM have instead; None: they have KV. divergence: nats a
-    token as measured on this model; None: not measured. warning: for people, where something else was asked for.
-    budget: nats a token that it was calibrated to; None: it has none. refusals: where it is noted that it is not to be
-    used. is_refused: it was condemned before: KV of earlier starts is named by it, and none is coded or decoded."""
+    """codec None: KV below DRAM is what DRAM has. decodes: makes rows of its segments, for pages on the model's device;
+    None: nothing is decoded. projection: makes KV of activations, which all tiers below HBM have instead; None: they
+    have KV. divergence: nats a token as measured on this model; None: not measured. warning: for people, where
+    something else was asked for. budget: nats a token that it was calibrated to; None: it has none. refusals: where it
+    is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is named by it, and
+    none is coded or decoded."""
 
     codec: Codec | None = None
     decodes: Decodes | None = None

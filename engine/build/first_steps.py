@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from cache.transfer.capture import CaptureSink
+from cache.transfer.coding import DECODING_FACTOR, PART_BYTES
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.remembered import FirstSteps, Remembered, key_of
 from engine.build.room import Room
@@ -95,20 +96,33 @@ def warm_up(
         steps.run_once()
     if isinstance(runner, GraphRunner):
         steps.decode(config.scheduler.max_seqs)
-    most_tokens = _most_tokens(steps, min(most_rows, lone_step_tokens(config, step_tokens)), device)
+    wanted = min(most_rows, lone_step_tokens(config, step_tokens))
+    most_tokens = _most_tokens(steps, wanted, device, kept_bytes=_decoding_bytes(loaded, probed, room))
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
     return WarmModel(runner, sink, step_tokens, most_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
 
 
-def _most_tokens(steps: WarmUp, wanted: int, device: torch.device) -> int | None:
-    """Return the tokens of a step that the device has memory for; None: as many as are wanted. Raises ModelRefused."""
+def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes: int) -> int | None:
+    """Return the tokens of a step that the device has memory for beside what loads take meanwhile; None: as many as are
+    wanted. Raises ModelRefused."""
     if device.type != "cuda":
         return None
+    kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
     found = steps.tokens_that_fit(wanted)
+    del kept
     if found == wanted:
         return None
     log.warning("steps have at most %d tokens: the device has no memory for %d", found, wanted)
     return found
+
+
+def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room) -> int:
+    """Return the memory of the device in which one load of a whole window becomes rows, a layer at a time."""
+    decodes = probed.codec.projection or probed.codec.decodes
+    if decodes is None or decodes.device.type == "cpu":
+        return 0
+    row = max(shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in probed.found.shapes)
+    return room.max_context * row * loaded.dtype.itemsize + DECODING_FACTOR * PART_BYTES
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:

@@ -24,7 +24,7 @@ from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from cache.tiers.coded import split_dram
 from cache.transfer.transfer import Transfer
-from engine.build.link import decoding_rate, link_rates
+from engine.build.link import decoding, link_rates
 from engine.build.model import LoadedModel, ProbedModel, dram_link
 from engine.build.resources import memory
 from engine.build.room import Room
@@ -43,8 +43,8 @@ _LEAST_STAGING_SLOTS = 16  # of automatic staging: some for each of those who re
 _MAX_DRAM_SHARE = 0.8  # of all memory
 _BACKLOG_BYTES = 256 << 20  # of steps whose KV is not saved yet
 _GB = 1e9
-# Guesses until the first transfers were measured; wrong ones cost one load or one recompute. On CUDA the link's are
-# measured at the start.
+# Guesses until the first transfers were measured; wrong ones cost one load or one recompute. On CUDA the link, and what
+# the device decodes, are measured at the start.
 _PRIOR_BYTES_PER_S = {
     "dram_to_hbm": 4e9,
     "coded_to_hbm": 5e8,
@@ -56,6 +56,7 @@ _PRIOR_BYTES_PER_S = {
     "dram_to_disk": 5e8,
     "disk_to_redis": 5e8,
 }
+_FROM_CODED = ("coded_to_hbm", "disk_to_hbm", "redis_to_hbm")
 _PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
 
@@ -132,14 +133,20 @@ def build_tiers(
         max_backlog_bytes=_BACKLOG_BYTES,
     )
     measured = link_rates(loaded.device, transfer.compute, most_gbps=cache.dram_gbps) if on_gpu else {}
-    if coded is not None:
-        measured |= decoding_rate(coded, slab, transfer.compute)
+    decoded = None if coded is None else decoding(coded, slab, transfer.compute)
+    fixed_s: dict[str, float] = {}
+    if decoded is not None:
+        cap = cache.dram_gbps * _GB / probed.coded_bytes or float("inf")
+        measured["coded_to_hbm"] = min(decoded.bytes_per_s, cap)
+        # What is on disk and in Redis is mostly coded too.
+        fixed_s = dict.fromkeys(_FROM_CODED, _PRIOR_TRANSFER_S + decoded.fixed_s)
     rates = Rates(
         num_layers=slab.num_layers,
         step_fixed_s=_PRIOR_STEP_S,
         prefill_s_per_token=2 * loaded.parameters / _PRIOR_PREFILL_FLOPS,
         transfer_fixed_s=_PRIOR_TRANSFER_S,
         bytes_per_s=_expected_bytes_per_s(_PRIOR_BYTES_PER_S | measured, probed.codec.projection),
+        fixed_s=fixed_s,
     )
     return Tiers(
         pages=pages,

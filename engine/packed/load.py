@@ -70,7 +70,6 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     with _large_weights_on_meta(), no_init_weights():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     named = dict(model.named_parameters(remove_duplicate=False))
-    missing = set(named)
     tied = config.get_text_config().tie_word_embeddings
     weights: dict[str, Tensor | PackedWeight] = {}
     for name, weight in read(directory):
@@ -83,13 +82,12 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
         head, embedding = f"{names[output]}.weight", f"{names[model.get_input_embeddings()]}.weight"  # type: ignore[operator]
         if embedding in weights:
             weights.setdefault(head, weights[embedding])
+    if missing := set(named).difference(weights):
+        raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
     # Biases come first: a packed layer is made with its bias.
     for name, weight in sorted(weights.items(), key=lambda named: isinstance(named[1], PackedWeight)):
-        missing.discard(name)
         _set(model, name, weight, dtype, made)
     _check_kernels(model)
-    if missing:
-        raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model

@@ -68,7 +68,8 @@ class StepEngine(Protocol):
 
     @property
     def bell(self) -> int | None:
-        """A file descriptor that can be read when something has ended that `poll` should hear of."""
+        """A file descriptor that can be read when something has ended that `poll` should hear of; None: there is
+        none, and `is_moving` alone says when to look."""
         ...
 
     def accept(self, request: Submit, now: float) -> list[Output]:

@@ -10,7 +10,7 @@ class Decodes(Protocol):
     """Makes rows of what is stored. Thread-safe; the arrays may hold any bytes."""
 
     device: torch.device
-    """Where `raw` has to be. Segments are on the processor."""
+    """Where `raw` has to be. Segments are there, or on the processor."""
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, POWERS, ROWS, Layer, Tables
 
-_PART_BYTES = 256 << 20  # of numbers that are decoded together
-
 
 class TransformOnDevice:
     """Implements `Decodes` for segments of a `TransformCodec`. Numbers are those of the processor; rows may differ by
@@ -30,36 +28,30 @@ class TransformOnDevice:
         self._segment_bytes = segment_bytes
         self._entries = torch.from_numpy(tables.entries.view(np.int32)).to(device)
         self._values = torch.from_numpy(tables.values).to(device)
-        self._powers = torch.from_numpy(POWERS.astype(np.float32)).to(device)
+        self._powers = torch.from_numpy(POWERS).to(device)
         self._layers = [_LayerOnDevice(layer, device) for layer in layers]
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """See Decodes. segments: on the processor or the device. Raises ValueError for segments of another size."""
         if segments.dtype != torch.uint8 or segments.dim() != 2 or segments.shape[1] != self._segment_bytes[layer]:
             raise ValueError(f"segments of {tuple(segments.shape)} {segments.dtype}")
-        words = segments.to(self.device).view(torch.int16)
-        calibrated = self._layers[layer]
-        most = max(1, _PART_BYTES // (4 * ROWS * len(calibrated.classes)))
-        for some, rows in zip(words.split(most), raw.split(most), strict=True):
-            self._decode(some, calibrated, rows)
-
-    def _decode(self, words: Tensor, layer: "_LayerOnDevice", raw: Tensor) -> None:
-        n, heads = layer.n, layer.heads
+        calibrated, words = self._layers[layer], segments.to(self.device).view(torch.int16)
+        n, heads = calibrated.n, calibrated.heads
         blocks, split = len(words), ROWS * n
         begin = HEAD_WORDS + (ROWS * heads + 1) // 2
-        numbers = self._kernels.decode(words, layer.classes, self._entries, self._values, begin, n)
+        numbers = self._kernels.decode(words, calibrated.classes, self._entries, self._values, begin, n)
         coarser = (words[:, 0].int() & 0xFF).clamp(max=FINEST + COARSEST) - FINEST
-        keys = numbers[:, :n].transpose(1, 2) @ layer.back  # [blocks, ROWS, n]
-        keys.mul_(self._power(coarser >> 1)[:, None, None]).add_(layer.k_mean)
+        keys = numbers[:, :n].transpose(1, 2) @ calibrated.back  # [blocks, ROWS, n]
+        keys.mul_(self._power(coarser >> 1).float()[:, None, None]).add_(calibrated.k_mean)
         raw[:, :split].view(blocks, ROWS, n).copy_(keys)
         exponents = words[:, HEAD_WORDS:begin].contiguous().view(torch.int8)[:, : ROWS * heads].view(-1, ROWS, heads)
-        scales = layer.v_step * self._power(exponents.int() + ((coarser + 1) >> 1)[:, None, None])
+        scales = (calibrated.v_step * self._power(exponents.int() + ((coarser + 1) >> 1)[:, None, None])).float()
         values = numbers[:, n:].view(blocks, heads, -1, ROWS).permute(0, 3, 1, 2)  # [blocks, ROWS, heads, width]
-        values.mul_(scales[..., None]).add_(layer.v_mean.view(heads, -1))
+        values.mul_(scales[..., None]).add_(calibrated.v_mean.view(heads, -1))
         raw[:, split:].view(values.shape).copy_(values)
 
     def _power(self, quarters: Tensor) -> Tensor:
-        """Return 2^(quarters / 4)."""
+        """Return 2^(quarters / 4), in fp64."""
         return self._powers[(quarters + len(POWERS) // 2).long()]
 
 

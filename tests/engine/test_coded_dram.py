@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
@@ -122,6 +123,21 @@ def evicted(driver: Driver, request_id: str) -> Any:
             driver.cache.tiers.dram.drop_slot(row)
     assert sum(row.coded is not None for row in rows) == 3
     return answer
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_what_there_is_never_memory_to_decode_is_computed(make, vanilla, monkeypatch, error):
+    driver = make()
+    one = evicted(driver, "1")
+
+    def lacks_memory(*given, **named):
+        raise error
+
+    monkeypatch.setattr(driver.engine._transfer._loads._coded.codec, "decode", lacks_memory)
+    two = turn(driver, "2", [*one.text, 5])
+    assert two.report.cached_tokens == 32  # the first block, which is not coded
+    assert driver.engine.stats().load_failures == {"memory": 3}
+    assert_greedy(vanilla, two)
 
 
 def test_flipped_bits_in_coded_slots_are_misses(make, vanilla):

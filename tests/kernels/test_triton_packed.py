@@ -20,11 +20,13 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 def multiplied(device: str, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Beyond x and what is added lies NaN, which nobody may read."""
-    from kernels.triton_packed import num_parts, product
+    from kernels.triton_packed import product, shares
 
     rows, outputs, inputs = shape
     weight = by_rows(pack(random_codes(form, outputs, inputs, seed=rows)), torch.device(device))
-    assert (num_parts(weight) > 1) == (inputs * form[0] >= 8 * 2048)
+    parts, part = shares(weight)
+    assert (parts - 1) * part < weight.scales.shape[1] <= parts * part
+    assert (parts > 1) == (inputs * form[0] >= 8 * 2048)
     torch.manual_seed(0)
     x = torch.full((rows + 1, inputs + 64), torch.nan, dtype=dtype, device=device)
     x[:rows, :inputs] = torch.randn(rows, inputs).to(dtype)
@@ -81,7 +83,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_packed import _product, _sum, _unpack
+    from kernels.triton_packed import _STAGES, _WARPS, _product, _sum, _unpack
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plain = {"has_bias": False, "adds": True, "tile_outputs": 64}
@@ -89,7 +91,7 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
     kernels = [(_sum, {"has_bias": False, "adds": True, "parts": 4, "tile": 512})]
     for bits, group, has_lows in FORMS:
         form = {"bits": bits, "group": group, "has_lows": has_lows}
-        for rows, is_part in ((16, True), (64, False)):
+        for rows, is_part in ((16, True), (32, False), (64, False)):
             size = {"tile_rows": rows, "tile_groups": 1024 // bits // group, "is_part": is_part}
             kernels.append((_product, form | plain | size))
         kernels.append((_unpack, form | unpacks))
@@ -98,5 +100,8 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
         types |= {"codes_ptr": "*u8", "scales_ptr": "*fp16", "lows_ptr": "*fp16"}
         types |= {"parts_ptr": "*fp32"} | ({"out_ptr": "*fp32"} if constants.get("is_part") else {})
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        code = machine_code(kernel, types, constants, arch)
+        launched = {}
+        if kernel is _product:
+            launched = {"num_warps": _WARPS, "num_stages": _STAGES[constants["tile_rows"]]}
+        code = machine_code(kernel, types, constants, arch, **launched)
         assert spilled_bytes(code) == 0, (kernel.fn.__name__, constants)

@@ -29,7 +29,9 @@ def interpreted(file: str, chosen: str) -> str:
     return ran.stdout
 
 
-def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int = 4) -> bytes:
+def machine_code(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int = 4, num_stages: int = 3
+) -> bytes:
     """Compile a kernel for CUDA by the assembler that comes with triton: no device needed. types: of its arguments, i32
     where nothing is said. As at a launch for a model's usual sizes, addresses and strides are multiples of 16, on which
     triton specialises what does not decline that."""
@@ -44,9 +46,8 @@ def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
         if not param.do_not_specialize and (signature[param.name] in ("i32", "i64") or signature[param.name][0] == "*")
     }
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
-    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}).asm[
-        "cubin"
-    ]
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
     return code
 
 

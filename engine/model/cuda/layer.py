@@ -38,11 +38,10 @@ class CudaLayer(nn.Module):
         mixed = self._attend(kernels.norm(hidden, *self._norm), *position_embeddings)
         total, normed = kernels.add_norm(hidden, self._out(mixed), *self._post_norm)
         gated = kernels.gated(self._gate_up(normed))
-        # The sum is within the product, and rounded once.
         if isinstance(self._down, CudaQuantisedLinear):
             total = self._down(gated, total)
         elif self._down.bias is None:
-            total.addmm_(gated, self._down.weight.T)
+            total.addmm_(gated, self._down.weight.T)  # the sum within the product, and rounded once
         else:
             total += self._down(gated)
         return total[None]

@@ -13,7 +13,8 @@ from kernels.packed_rows import PackedRows, joined, unpacked
 
 log = logging.getLogger(__name__)
 _UNPACKED_BYTES = 64 << 20  # of a weight that are unpacked at once, for products of many rows
-_CHECK_ROWS = (1, 3, 20, 64)  # some of each size that the kernel is compiled for
+_ALIGNED = 64  # outputs: what libraries multiply fast begins at a multiple of 16 bytes
+_CHECK_ROWS = (1, 20, 64)  # some of each size that the kernel is compiled for
 _CHECK_OUTPUTS = 4096
 
 
@@ -38,19 +39,24 @@ class CudaQuantisedLinear(nn.Module):
         return unpacked(self.packed, slice(None), self._dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()
         added = None if residual is None else residual.reshape(-1, self.out_features)
         if self._kernels is not None and len(rows) <= self._kernels.MOST_ROWS:
             few: Tensor = self._kernels.product(rows, self.packed, self.bias, added)
             return few.view(*x.shape[:-1], self.out_features)
         out = rows.new_empty(len(rows), self.out_features)
-        step = max(1, _UNPACKED_BYTES // (self.in_features * rows.element_size()))
+        most = _UNPACKED_BYTES // (self.in_features * rows.element_size())
+        step = max(_ALIGNED, most // _ALIGNED * _ALIGNED)
+        start = added if self.bias is None else self.bias  # summed before it is rounded
         for first in range(0, self.out_features, step):
             some = slice(first, min(first + step, self.out_features))
-            torch.mm(rows, self._unpacked(some).T, out=out[:, some])
-        for more in (self.bias, added):
-            if more is not None:
-                out += more
+            weight = self._unpacked(some).T
+            if start is None:
+                torch.mm(rows, weight, out=out[:, some])
+            else:
+                torch.addmm(start[..., some], rows, weight, out=out[:, some])
+        if self.bias is not None and added is not None:
+            out += added
         return out.view(*x.shape[:-1], self.out_features)
 
     def _unpacked(self, outputs: slice) -> Tensor:
@@ -83,7 +89,8 @@ class CudaQuantisedLinear(nn.Module):
         for rows in _CHECK_ROWS:
             x = torch.randn(rows, self.in_features, generator=generator).to(weight)
             more = torch.randn(rows, self.out_features, generator=generator).to(weight)
-            if not agree(self(x, more)[:, :most], F.linear(x, weight, bias) + more[:, :most]):
+            wanted = F.linear(x, weight, bias)
+            if not agree(self(x)[:, :most], wanted) or not agree(self(x, more)[:, :most], wanted + more[:, :most]):
                 return False
         return True
 

@@ -1,5 +1,6 @@
 """Tests requests that alternate step by step, and how their costs are summed up, by hand-worked cases."""
 
+import os
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ class FakeEngine:
         self.engine = self
         self._cost_s, self._log = cost_s, log
         self._left, self._moving = 0, 0
+        self._pipe = os.pipe()
         self._turn = SimpleNamespace(first_s=None, cached=0)
 
     def _work(self, what: str) -> None:
@@ -56,6 +58,10 @@ class FakeEngine:
     def poll(self, now: float) -> None:
         self._work("poll")
         self._moving -= 1
+
+    @property
+    def bell(self) -> int:
+        return self._pipe[0]
 
     def is_moving(self) -> bool:
         return self._moving > 0

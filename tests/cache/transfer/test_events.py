@@ -1,8 +1,12 @@
 """Tests which waiting threads wake up when a transfer has ended."""
 
+import os
 import select
 import threading
 import time
+from collections.abc import Callable
+
+import pytest
 
 from cache.moves import Saved
 from cache.transfer.events import Events
@@ -28,6 +32,12 @@ def test_what_is_told_wakes_the_engine_if_it_waits_and_nobody_else(monkeypatch):
     assert completions.take() == [Saved(2), Saved(3)]
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
 def rings(events: Events) -> bool:
     return bool(select.select([events.bell], [], [], 0)[0])
 
@@ -50,6 +60,39 @@ def test_a_bell_that_is_asked_for_late_tells_of_what_came_before():
     assert rings(events)
     events.take()
     assert not rings(events)
+
+
+def test_what_is_told_while_the_bell_is_made_rings_once(monkeypatch):
+    events = Events()
+    set_blocking = os.set_blocking
+
+    def told_meanwhile(end: int, blocking: bool) -> None:
+        events.tell(Saved(1))
+        set_blocking(end, blocking)
+
+    monkeypatch.setattr(os, "set_blocking", told_meanwhile)
+    assert rings(events)
+    assert events.take()
+    assert not rings(events)
+
+
+def test_a_thread_that_breaks_while_events_are_taken_is_told_of(monkeypatch):
+    events = Events()
+    events.tell(Saved(1))
+    check = events.check
+
+    def breaks_behind_it() -> None:
+        check()
+        breaker = threading.Thread(target=events.fail, args=(RuntimeError(),), daemon=True)
+        breaker.start()
+        breaker.join(0.05)
+
+    monkeypatch.setattr(events, "check", breaks_behind_it)
+    events.take()
+    monkeypatch.setattr(events, "check", check)
+    wait_until(lambda: events.has_news)
+    with pytest.raises(RuntimeError):
+        events.take()
 
 
 def test_no_ring_is_missed_and_none_stays():

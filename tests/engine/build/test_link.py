@@ -6,7 +6,7 @@ import torch
 from cache.storage.slab import CodedSlab, LayerShape, Slab
 from cache.transfer.device_streams import HostFence, HostStream, streams_of
 from engine.build import link
-from engine.build.link import decoding_rate, link_rates
+from engine.build.link import Decoding, decoding, link_rates
 from kernels.codecs.quantised import Fp8Codec
 
 CPU = torch.device("cpu")
@@ -33,22 +33,47 @@ def test_it_is_no_faster_than_loads_are_held_to() -> None:
 
 
 class _Device:
-    """Decodes on a device."""
+    """Decodes on a device, which has memory for `most` blocks."""
 
     device = torch.device("meta")
 
+    def __init__(self, most: int = 1000) -> None:
+        self.blocks, self._most = 0, most
+
     def decode(self, layer: int, segments: torch.Tensor, raw: torch.Tensor, *, together: bool = False) -> None:
         assert raw.device == self.device
+        self.blocks = len(segments)
+        if self.blocks > self._most:
+            raise torch.OutOfMemoryError
+
+
+class _ByBlocks(HostStream):
+    """Each fence is done a quarter of a second behind the one before, and a second after many blocks."""
+
+    def __init__(self, decodes: _Device) -> None:
+        self._decodes, self._at = decodes, 0.0
+
+    def fence(self) -> HostFence:
+        fence = HostFence()
+        self._at += 1.0 if self._decodes.blocks > 1 else 0.25
+        fence._made_s = self._at
+        return fence
 
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_what_a_device_decodes_is_timed_and_what_processors_do_is_not(on_device: bool) -> None:
+    slab = Slab(shapes=[LayerShape(1, 8, 8)] * 3, dtype=torch.bfloat16, num_slots=1, pinned=False)
+    device = _Device()
+    coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))] * 3), num_slots=0, decodes=device if on_device else None)
+    more = (link._DECODED_BLOCKS - 1) * 32 * 16 * 2
+    expected = Decoding(fixed_s=3 * 0.25, bytes_per_s=more / 0.75) if on_device else None
+    assert decoding(coded, slab, _ByBlocks(device)) == expected
+
+
+def test_without_memory_for_many_blocks_nothing_is_said_of_decoding() -> None:
     slab = Slab(shapes=[LayerShape(1, 8, 8)], dtype=torch.bfloat16, num_slots=1, pinned=False)
-    codec = Fp8Codec([((1, 8), (1, 8))])
-    coded = CodedSlab(codec, num_slots=0, decodes=_Device() if on_device else None)
-    size = link._DECODED_BLOCKS * 32 * 16 * 2
-    expected = {"coded_to_hbm": size / 0.25} if on_device else {}
-    assert decoding_rate(coded, slab, _SlowStream()) == expected
+    coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))]), num_slots=0, decodes=_Device(most=1))
+    assert decoding(coded, slab, HostStream()) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -72,6 +72,8 @@ def test_a_layer_gives_the_product_with_its_unpacked_weight(
     assert layer(x).shape == wanted.shape
     assert is_near(layer(x), wanted)
     assert is_near(layer(x, more), wanted + more)
+    plain = layer_of(weight, None, kernels)
+    assert torch.equal(plain(x, more), layer_of(weight, None, packed_by_torch)(x, more))  # rounded once
     assert torch.equal(layer.weight, unpacked(weight, slice(None), BF16))
     assert layer.is_right()
 
