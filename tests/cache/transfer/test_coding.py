@@ -1,10 +1,12 @@
 """Tests what is coded of slots: what their checksums no longer vouch for is not, and coded slots vouch for the rest."""
 
+import pytest
 import torch
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.moves import BlockLoad, CapturePiece
 from cache.storage.slab import CodedSlab, LayerShape, Slab
+from cache.transfer import coding
 from cache.transfer.capture import Captured, CapturedRows
 from cache.transfer.coding import Decoder, encode_into, encode_slots, sums_of
 from cache.transfer.device_streams import HostStream
@@ -50,22 +52,31 @@ def test_blocks_are_encoded_into_slots_that_vouch_for_them() -> None:
 class Sevens:
     """Stands for a device that decodes."""
 
-    device = torch.device("cpu")
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.parts: list[int] = []
 
     def decode(self, layer: int, segments: torch.Tensor, raw: torch.Tensor, *, together: bool = False) -> None:
+        assert segments.device == raw.device == self.device
+        self.parts.append(len(segments))
         raw.fill_(7 + layer)
 
 
-def test_loads_ask_whoever_decodes_for_the_pages() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loads_ask_whoever_decodes_for_the_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, if that is a device."""
+    decodes = Sevens(device)
+    monkeypatch.setattr(coding, "PART_BYTES", BLOCK_TOKENS * 16 * 4)
     slab = Slab(shapes=[LayerShape(1, 8, 8)] * 2, dtype=torch.float32, num_slots=1, pinned=False)
-    coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))] * 2), num_slots=2, decodes=Sevens())
+    coded = CodedSlab(Fp8Codec([((1, 8), (1, 8))] * 2), num_slots=2, decodes=decodes)
     coded.seal(0, 1)
     blocks = [BlockLoad(bytes([slot]) * 16, BLOCK_TOKENS, slot, None, 0, 0, 0) for slot in range(2)]
     source = slot_source(blocks, slab, coded)
     for layer in range(2):
         assert source.prepare(layer, together=False) == []
         rows, chosen = source.segments(layer)
-        assert (rows[chosen] == 7 + layer).all()
+        assert device == "meta" or (rows[chosen] == 7 + layer).all()
+    assert decodes.parts == ([2, 2] if device == "cpu" else [1] * 4)
     coded.segment(0, 1)[0] ^= 1
     assert source.prepare(0, together=False) == [blocks[1].key]
 
