@@ -305,7 +305,8 @@ class RunningContext:
     fetch_due_s: float | None = None  # until when it waits for a fetch that was not done when its turn came
     was_fetched: bool = False  # a fetch was ordered for it because its blocks have to be in DRAM
     skips_disk: bool = False  # a load or fetch was too late once, so blocks that are only on disk are computed instead
-    # blocks on disk that could not be read for it, and why: they are computed, and their copies stay
+    # blocks that could not be read for it, and why: they are computed, unless another tier has them, and their copies
+    # stay. Those that there was no memory to decode are computed wherever they are.
     unread: dict[BlockKey, str] = field(default_factory=dict)
     miss_reason: MissReason | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table

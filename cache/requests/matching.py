@@ -104,8 +104,12 @@ class Matcher:
 
     def _is_usable(self, context: RunningContext, row: BlockRow, block: int) -> bool:
         # `row.is_saved` is written out: this runs for every block of every request that may come next.
-        has_copy = row.slot is not None or row.coded is not None or row.extent is not None or row.redis is not None
-        return (has_copy and row.key not in context.unread) or self._is_at_hand(row, block)
+        why_not = context.unread.get(row.key)
+        if (row.slot is not None or row.coded is not None) and why_not != "memory":
+            return True
+        if (row.extent is not None or row.redis is not None) and why_not is None:
+            return True
+        return self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
         """Whether the `block`th block of a context can be used without a load."""

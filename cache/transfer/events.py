@@ -28,7 +28,7 @@ class Events:
             made = os.pipe()
             for end in made:
                 os.set_blocking(end, False)
-                weakref.finalize(self, os.close, end)
+                weakref.finalize(self, os.close, end).atexit = False  # threads may ring until the process has gone
             with self.changed:
                 self._bell = made
                 if self.has_news:

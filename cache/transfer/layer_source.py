@@ -28,6 +28,7 @@ LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make 
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
 KEPT_BYTES = 64 << 20  # landing memory kept for the next load: touching fresh memory costs more than filling it
 _PIECE_BYTES = 2 << 20
+_MOST_COPIES = 64  # of a layer of a load
 Sums = np.ndarray  # checksums as numbers, uint64
 _NO_SUMS, _COMPARED = np.zeros((0, 0), np.uint64), np.zeros(0, np.uint64)
 
@@ -117,12 +118,17 @@ class DecodedSource(SlotSource):
 
 def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
     """Return the chosen segments on a device, [chosen, elements]. What lies side by side in the host's memory goes to
-    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it."""
+    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it. What is scattered is
+    gathered first, as every copy costs a call."""
     if device.type == "cpu" or memory.is_cuda:
         return memory.index_select(0, chosen.to(memory.device)).to(device)
-    there = torch.empty(len(chosen), memory.shape[1], dtype=memory.dtype, device=device)
     numbers = chosen.numpy()
     starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    there = torch.empty(len(chosen), memory.shape[1], dtype=memory.dtype, device=device)
+    if len(starts) > _MOST_COPIES:
+        gathered = torch.empty(there.shape, dtype=memory.dtype, pin_memory=memory.is_pinned())
+        torch.index_select(memory, 0, chosen, out=gathered)
+        return there.copy_(gathered, non_blocking=True)
     for start, stop in pairwise(starts):
         first = int(numbers[start])
         there[start:stop].copy_(memory[first : first + stop - start], non_blocking=True)

@@ -3,12 +3,11 @@
 import time
 from functools import partial
 
-import torch
-
 from cache.blocks.keys import BlockKey
 from cache.moves import NOT_ITS_COPY, Loaded, Transferred
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
+from cache.transfer.coding import lacks_memory
 from cache.transfer.device_streams import DeviceStream
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
@@ -69,11 +68,16 @@ class LoadPlacer:
         source, loader = self._begun(part, failed)
         layer = part.placed
         if not failed:
-            failed.update(_prepared(source, layer, together=together))
-        if not failed:
-            stream.follow(part.load.after)
-            stream.launch(partial(loader.place, layer, failed, rotations, together=together))
-            stream.fence().wait()
+            try:
+                failed.update(dict.fromkeys(source.prepare(layer, together=together), "checksum"))
+                if not failed:
+                    stream.follow(part.load.after)
+                    stream.launch(partial(loader.place, layer, failed, rotations, together=together))
+                    stream.fence().wait()
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+                failed.update(dict.fromkeys((block.key for block in source.blocks), "memory"))
         if isinstance(source, LandedSource) and not failed:
             source.keep(layer)
         elif isinstance(source, LandedSource):
@@ -129,18 +133,3 @@ class LoadPlacer:
         if part.loader is None:
             part.loader = Loader(source=part.source, pool=self._pool)
         return part.source, part.loader
-
-
-def _prepared(source: SlotSource | LandedSource, layer: int, *, together: bool) -> dict[BlockKey, str]:
-    """Prepare a layer. Returns the blocks that have failed, and why."""
-    try:
-        return dict.fromkeys(source.prepare(layer, together=together), "checksum")
-    except RuntimeError as error:
-        if not _lacks_memory(error):
-            raise
-        return dict.fromkeys((block.key for block in source.blocks), "memory")
-
-
-def _lacks_memory(error: RuntimeError) -> bool:
-    """Whether a device has no memory: torch's own, or that of a library beside it."""
-    return isinstance(error, torch.OutOfMemoryError) or "STATUS_ALLOC_FAILED" in str(error)

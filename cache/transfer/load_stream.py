@@ -1,6 +1,7 @@
 """Loads from DRAM, disk or Redis into HBM, layer by layer (AttentionStore §3.2.1). One thread reads off the disk, one
 out of Redis. Another places layers in HBM, or where processors copy, the step that waits for them does."""
 
+import logging
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -13,7 +14,7 @@ from cache.storage.extent_store import ExtentStore
 from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import CodedSlab, Slab
 from cache.storage.throttle import Throttle
-from cache.transfer.coding import Decoder
+from cache.transfer.coding import Decoder, lacks_memory
 from cache.transfer.device_streams import DeviceStream
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
@@ -24,6 +25,8 @@ from cache.transfer.load_reader import LoadReader
 from cache.transfer.loader import PagePool
 from cache.transfer.slot_reader import SlotReader
 from kernels.attention.ragged_batch import KvPages
+
+log = logging.getLogger(__name__)
 
 
 class LoadStream:
@@ -101,9 +104,15 @@ class LoadStream:
 
     def _decode_once(self, *, together: bool) -> None:
         """Decode a block of nothing, so that what is compiled, or set up on a device, is there before it is needed."""
-        if self._coded is not None and self._slab.num_slots:
-            nothing = torch.zeros(1, self._coded.segment_bytes[0], dtype=torch.uint8)
+        if self._coded is None or not self._slab.num_slots:
+            return
+        nothing = torch.zeros(1, self._coded.segment_bytes[0], dtype=torch.uint8)
+        try:
             Decoder(self._coded.decodes, self._slab, 1).decode(0, nothing, together=together)
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            log.warning("the device has no memory to decode a block: what is coded is computed as long as that is so")
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
         """See `LoadPlacer.place_next`."""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from cache.blocks.keys import BLOCK_TOKENS
 from cache.transfer.capture import CaptureSink
 from cache.transfer.coding import DECODING_FACTOR, PART_BYTES
 from engine.build.model import LoadedModel, ProbedModel
@@ -97,7 +98,7 @@ def warm_up(
     if isinstance(runner, GraphRunner):
         steps.decode(config.scheduler.max_seqs)
     wanted = min(most_rows, lone_step_tokens(config, step_tokens))
-    most_tokens = _most_tokens(steps, wanted, device, kept_bytes=_decoding_bytes(loaded, probed, room))
+    most_tokens = _most_tokens(steps, wanted, device, kept_bytes=_decoding_bytes(loaded, probed, room, tiers))
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
     return WarmModel(runner, sink, step_tokens, most_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
 
@@ -107,22 +108,39 @@ def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes
     wanted. Raises ModelRefused."""
     if device.type != "cuda":
         return None
-    kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
-    found = steps.tokens_that_fit(wanted)
-    del kept
+    try:
+        found = _tokens_beside(steps, wanted, device, kept_bytes)
+    except (torch.OutOfMemoryError, ModelRefused):
+        if not kept_bytes:
+            raise
+        log.warning(
+            "the device has no memory in which a whole window is decoded beside a step: some loads are computed"
+        )
+        found = _tokens_beside(steps, wanted, device, 0)
     if found == wanted:
         return None
     log.warning("steps have at most %d tokens: the device has no memory for %d", found, wanted)
     return found
 
 
-def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room) -> int:
+def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes: int) -> int:
+    """Raises ModelRefused, and torch.OutOfMemoryError if there is no memory for what is kept."""
+    kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
+    try:
+        return steps.tokens_that_fit(wanted)
+    finally:
+        del kept
+        torch.cuda.empty_cache()  # what is decoded on another stream cannot have it otherwise
+
+
+def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> int:
     """Return the memory of the device in which one load of a whole window becomes rows, a layer at a time."""
     decodes = probed.codec.projection or probed.codec.decodes
-    if decodes is None or decodes.device.type == "cpu":
+    if decodes is None or decodes.device.type == "cpu" or not tiers.num_slots:
         return 0
-    row = max(shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in probed.found.shapes)
-    return room.max_context * row * loaded.dtype.itemsize + DECODING_FACTOR * PART_BYTES
+    row = max(shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in probed.found.shapes) * loaded.dtype.itemsize
+    stored = max(probed.coded_segment_bytes or (0,)) / BLOCK_TOKENS
+    return int(room.max_context * (row + stored)) + DECODING_FACTOR * PART_BYTES
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:

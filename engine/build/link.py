@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from cache.storage.slab import CodedSlab, Slab
-from cache.transfer.coding import Decoder
+from cache.transfer.coding import Decoder, lacks_memory
 from cache.transfer.device_streams import DeviceStream
 
 _BYTES = 64 << 20  # enough for the link to reach its pace, and a few milliseconds
@@ -54,7 +54,9 @@ def decoding(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> Decoding | N
             for _ in range(1 + _COPIES):
                 decoder.decode(0, segments, together=False)
                 fences.append(stream.fence())
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             return None
         fences[-1].wait()
         times_s.append(min(later.seconds_since(earlier) for earlier, later in pairwise(fences)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache.transfer.loader import Loader
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
 from tests.engine.test_coded_tiers import codec_of, make, random_calibration_text, turn
@@ -125,18 +126,32 @@ def evicted(driver: Driver, request_id: str) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
-def test_what_there_is_never_memory_to_decode_is_computed(make, vanilla, monkeypatch, error):
+LACKS = [
+    torch.OutOfMemoryError(),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", LACKS)
+@pytest.mark.parametrize("where", ["decoded", "placed"])
+def test_what_there_is_never_memory_to_decode_or_place_is_computed(make, vanilla, monkeypatch, error, where):
     driver = make()
     one = evicted(driver, "1")
 
     def lacks_memory(*given, **named):
         raise error
 
-    monkeypatch.setattr(driver.engine._transfer._loads._coded.codec, "decode", lacks_memory)
+    if where == "decoded":
+        monkeypatch.setattr(driver.engine._transfer._loads._coded.codec, "decode", lacks_memory)
+    else:
+        monkeypatch.setattr(Loader, "place", lacks_memory)
     two = turn(driver, "2", [*one.text, 5])
-    assert two.report.cached_tokens == 32  # the first block, which is not coded
-    assert driver.engine.stats().load_failures == {"memory": 3}
+    # Of the first block and the last DRAM has rows, which are placed without being decoded.
+    assert two.report.cached_tokens == (32 if where == "decoded" else 0)
+    failures = driver.engine.stats().load_failures
+    assert set(failures) == {"memory"}
+    assert failures["memory"] >= 3
     assert_greedy(vanilla, two)
 
 

@@ -72,10 +72,9 @@ def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionB
         done.layers = _replace_layers(model, probed, backend, kernels)
     for module in _one_by_one(model):
         for name, child in list(module.named_children()):
-            weight = getattr(child, "weight", None)
-            eps = getattr(child, "variance_epsilon", None)
-            if type(child).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and isinstance(eps, float):
-                if kernels.takes_norm(weight.shape[0]):
+            if type(child).__name__.endswith("RMSNorm"):  # only then: a packed weight is unpacked whoever looks at it
+                weight, eps = getattr(child, "weight", None), getattr(child, "variance_epsilon", None)
+                if isinstance(weight, Tensor) and isinstance(eps, float) and kernels.takes_norm(weight.shape[0]):
                     done.norms += replace_child(module, name, weight.shape[0], RmsNorm(weight, eps, kernels.norm))
             elif is_gated_mlp(child):
                 gate, up = (getattr(child, name) for name in _GATE)

@@ -35,6 +35,21 @@ def test_behind_a_cut_all_is_loaded_however_slow_the_link_is(rules, new, loaded)
     assert model.manager.requests.report("second").dram_tokens == loaded
 
 
+@pytest.mark.parametrize(("why", "used"), [("io", 7), ("deadline", 7), ("memory", 0)])
+def test_what_a_disk_did_not_give_is_used_where_dram_has_it_and_what_cannot_be_decoded_is_not(why, used):
+    model = PoolModel(make_manager(num_pages=8, window=256, dram_slots=40))
+    text = tokens(1, 200)
+    model.run("first", text, answer=[1], session="s")
+    model.settle()
+    model.run("other", tokens(2, 256 - 1), session="other")  # all that HBM holds
+    model.settle()
+    model.open("second", [*text, *tokens(3, 30)], session="s", rules=NO_CUTS)
+    context, table = model.contexts["second"], model.manager.tiers.table
+    assert all(table.get(key).in_dram and table.get(key).page is None for key in context.keys[:6])
+    context.unread = dict.fromkeys(context.keys[:6], why)
+    assert len(model.manager.view._matcher.match(context).found.used) == used
+
+
 @pytest.mark.parametrize(("found", "part"), [(1, 20), (2, 20), (3, 0), (5, 0), (6, 20)])
 def test_after_a_kept_block_no_part_is_used_of_one_that_was_computed_on_more(found, part):
     """Six blocks stay after a cut, the last four moved. found: how many of them are left. Each time another block

@@ -176,6 +176,20 @@ def test_a_model_takes_the_memory_of_its_codes_once(tmp_path: Path, on_cuda: Non
     assert head.packed is embedding.packed
 
 
+def test_no_weight_is_unpacked_whole_to_be_looked_at(
+    tmp_path: Path, on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 128,256 x 4,096 would take 3 GB."""
+
+    def unpacks(layer: CudaQuantisedLinear) -> Tensor:
+        raise AssertionError("unpacked")
+
+    model = load_model(packed(model_of("llama", tmp_path), tmp_path / "packed", "q8"), BF16, CPU)
+    probed = probe(model, NaiveAttention(), PAGE)
+    monkeypatch.setattr(CudaQuantisedLinear, "weight", property(unpacks))
+    assert optimise_for_cuda(model, probed, NaiveAttention()).layers == len(probed.shapes)
+
+
 def test_kernels_that_are_wrong_are_not_used(
     tmp_path: Path, on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
