@@ -7,7 +7,7 @@ import torch
 
 from kernels import draws
 from kernels.draws import MOST_LIKELY, NO_KEY, Survey
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernel_in_tritons_interpreter")
 # (rows, vocab, how far logits are apart): all likely, none, some of each level; more than fit the list
@@ -57,8 +57,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     assert f"{len(SHAPES)} passed" in interpreted(__file__, "the_kernel_surveys")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@for_every_arch
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")

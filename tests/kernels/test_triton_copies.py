@@ -14,7 +14,7 @@ from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import block_writer
 from kernels.kv_copy import write_rows
 from kernels.row_copies import copy_into_blocks
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 
@@ -151,9 +151,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert f"{len(SHAPES) + 2} passed" in interpreted(__file__, "the_kernel and not compile")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")

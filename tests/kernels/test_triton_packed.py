@@ -9,7 +9,7 @@ from kernels.packed import pack
 from kernels.packed_rows import by_rows
 from tests.kernels import packed_by_torch
 from tests.kernels.packed_weights import FORMS, Form, random_codes
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (rows, outputs, inputs): parts of tiles, several programs for an output, a row alone
@@ -77,9 +77,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert f"{2 * len(CASES)} passed" in interpreted(__file__, "the_kernel and not compile")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.model import hf_model
 from tests.kernels import rows_by_torch
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (tokens, heads, dims, R): all dims turn, some, none; numbers that are no powers of two
@@ -162,9 +162,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert f"{len(TURNS) + len(PLACES) + 3 * len(WIDTHS)} passed" in interpreted(__file__, "the_kernel and not compile")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")

@@ -5,12 +5,24 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def for_every_arch(test: Callable[..., None]) -> Callable[..., None]:
+    """Have a test compile for the compute capabilities that matter. Interpreted kernels are not compiled."""
+    for mark in (
+        pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled"),
+        pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+        pytest.mark.parametrize("arch", [80, 90, 100]),
+    ):
+        test = mark(test)
+    return test
 
 
 def interpreted(file: str, chosen: str) -> str:

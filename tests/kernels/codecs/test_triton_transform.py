@@ -17,7 +17,7 @@ from kernels.codecs.transform_on_device import TransformOnDevice
 from kernels.cpu import transform as compiled
 from kernels.cpu.transform_format import HEAD_WORDS, ROWS
 from tests.kernels.codecs.test_transform import SHAPES, blocks_of, codec_for, coded, rows_like_keys
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernel_in_tritons_interpreter")
 KINDS = ["encoded", "fine", "noise", "ones", "damaged", "short"]
@@ -147,8 +147,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     assert f"{len(SMALL) * len(KINDS)} passed" in interpreted(__file__, "the_kernel_decodes")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@for_every_arch
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
