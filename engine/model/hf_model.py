@@ -34,6 +34,9 @@ SHORT_WAY = "reprise_short_way"
 """The attribute of a model that has a `Shortcut`."""
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
+_WITHOUT_MEANING = frozenset(("dropout", "position_ids", "use_cache"))
+"""Arguments that attention is passed and need not read: no row is dropped outside of training, and rotations happen
+elsewhere. With `output_*` these are all that 90 architectures of transformers 5.23 pass besides those that are read."""
 
 
 class KvSink(Protocol):
@@ -196,12 +199,18 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q, k, v [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
+    """transformers' attention interface: q, k, v [1, heads, tokens, dim] -> [1, tokens, heads, dim]. Raises
+    RuntimeError for an argument that it does not know: it may change what has to be computed."""
     step = current_step()
     if attention_mask is not None:
         raise RuntimeError("transformers built a mask for an attention that has none")
+    for name, given in others.items():
+        if given is not None and name not in _WITHOUT_MEANING and not name.startswith("output_"):
+            raise RuntimeError(
+                f"{type(module).__name__} passes {name} to its attention, and ours cannot take it into account"
+            )
     layer: int = module.layer_idx  # type: ignore[assignment]
     rope, step.pending_rope = step.pending_rope, None
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]

@@ -139,6 +139,56 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family("gpt2", decouplable=False, plain_layers=_EVERY_LAYER),
 }  # fmt: skip
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KEEP_STATES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        "head_dim": 16,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 32,
+    },
+    "jamba": {
+        **_EXPERTS,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    "qwen3_next": {
+        **_EXPERTS,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "zaya": {**_EXPERTS, "num_experts_per_tok": 1, "head_dim": 16, "router_hidden_size": 16},
+    "glm_moe_dsa": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+    },
+}
+"""Configs of model types whose layers remember something besides K and V."""
 IGNORE_OUR_ATTENTION = ("falcon", "gptj", "bloom")  # they attend by themselves and never ask
 
 
@@ -175,6 +225,8 @@ def randomise(model: nn.Module, seed: int) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("sinks"):
             parameter.copy_(noise)
+        elif name.endswith(("A_log", "dt_bias", ".D")):
+            parameter.copy_(noise * 0.5)  # decays of 0.3 to 0.9: a lost state shows for many tokens
         elif parameter.dim() < 2:
             parameter.add_(noise, alpha=0.3)
         elif "embed" in name or name.endswith(("wte.weight", "wpe.weight")):

@@ -7,15 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.hf_model import RopeCall, Step, prepare
+from engine.model import probe as probe_module
+from engine.model.hf_model import RopeCall, Step, is_in_step, prepare
 from engine.model.loading import ModelRefused
 from engine.model.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from tests.engine.models import FAMILIES, WINDOW, copied, family_model, large_key_biases, tiny_model
+from tests.engine.models import FAMILIES, KEEP_STATES, WINDOW, copied, family_model, large_key_biases, tiny_model
 from tests.engine.paged import PAGE
 
 DTYPES = [torch.float32, torch.bfloat16]
+KEPT_BY = {
+    "falcon_h1": "FalconH1Mixer",
+    "jamba": "JambaMambaMixer",
+    "lfm2": "Lfm2ShortConv",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "zaya": "ZayaCCAProjection",
+    "glm_moe_dsa": "GlmMoeDsaIndexer",
+}
 
 
 def probed(model: Any, backend: AttentionBackend | None = None) -> ProbeResult:
@@ -77,6 +86,103 @@ def test_models_that_attend_by_themselves_are_refused(model_type: str, config: d
         del model.config.max_position_embeddings  # of which its kind of position knows nothing
     with pytest.raises(ModelRefused, match="our attention"):
         probed(model)
+
+
+@pytest.mark.parametrize(("family", "module"), KEPT_BY.items())
+def test_a_model_that_remembers_more_than_kv_is_refused(family: str, module: str) -> None:
+    """Layers of Falcon-H1 and Zaya attend beside a recurrence, those of other kinds do one or the other; an indexer
+    keeps keys of its own."""
+    with pytest.raises(ModelRefused, match=f"remembers more than KV: {module} keeps a state"):
+        probed(tiny_model(family, **KEEP_STATES[family]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
+def test_a_state_that_no_cache_was_asked_for_shows_in_the_rows_of_later_chunks(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the rows lie in the first chunk, which needs no state: a median over all rows let Falcon-H1 pass."""
+    monkeypatch.setattr(probe_module, "find_states", lambda *_: [])
+    with pytest.raises(ModelRefused, match="logits differ"):
+        probed(tiny_model(family, dtype=dtype, **KEEP_STATES[family]))
+
+
+def test_an_argument_of_attention_that_we_do_not_know_is_refused() -> None:
+    """Sparse layers of MiniMax-M3's kind name the blocks to be read. The probe's text is one block, so its logits are
+    right."""
+    model = tiny_model(
+        "minimax_m3_vl_text",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
+        index_block_size=64,
+        index_topk_blocks=1,
+        index_local_blocks=1,
+        index_head_dim=16,
+        index_n_heads=2,
+    )
+    with pytest.raises(ModelRefused, match="passes block_indices to its attention"):
+        probed(model)
+
+
+def test_a_known_argument_without_a_value_is_none() -> None:
+    model = family_model("llama")
+    layer = model.model.layers[2].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **keywords: forward(*args, **keywords, block_indices=None, output_attentions=True)
+    assert probed(model).logit_error < 1e-5
+
+
+def test_an_error_in_a_models_code_is_a_refusal() -> None:
+    model = family_model("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def fails_later(x: Tensor) -> Tensor:
+        if x.shape[1] == 3:  # a chunk of the comparison, not the first token
+            raise IndexError("an index of its own")
+        return forward(x)  # type: ignore[no-any-return]
+
+    mlp.forward = fails_later
+    with pytest.raises(ModelRefused, match="LlamaForCausalLM cannot be driven by our attention: an index of its own"):
+        probed(model)
+
+
+def test_lack_of_memory_is_no_refusal() -> None:
+    model = family_model("llama")
+
+    def lacks_memory(_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    model.model.layers[1].mlp.forward = lacks_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        probed(model)
+
+
+def test_what_a_model_does_at_far_positions_only_is_seen() -> None:
+    """Llama 4 scales queries from position 8,192 on. This one does so outside of our steps only."""
+    model = family_model("llama", max_position_embeddings=32_768)
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def scales(hidden_states: Tensor, position_ids: Tensor, **keywords: Any) -> Any:
+        if not is_in_step():
+            hidden_states = hidden_states * (1 + position_ids // 8_192)[..., None]
+        return forward(hidden_states=hidden_states, position_ids=position_ids, **keywords)
+
+    layer.forward = scales
+    with pytest.raises(ModelRefused, match="logits differ"):
+        probed(model)
+
+
+def test_a_window_in_the_mask_alone_is_refused() -> None:
+    """PhiMoE builds a mask with a window and says nothing of it to its attention."""
+    model = tiny_model("phimoe", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
+    with pytest.raises(ModelRefused, match=r"layers \[0, 1, 2, 3\] slide a window, but \[\] told us so"):
+        probed(model)
+    model.config.sliding_window = model.config.max_position_embeddings  # no context is longer
+    assert probed(model).logit_error < 1e-5
 
 
 def test_a_model_without_attention_is_refused() -> None:
