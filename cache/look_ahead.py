@@ -194,7 +194,7 @@ class LookAhead:
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._dram.dram_slots:
             return
-        if any(len(context.token_ids) > context.computed + 1 for context in self._running.values()):
+        if any(len(context.token_ids) > context.rows.computed + 1 for context in self._running.values()):
             return
         if self._running.of(name) or self._run_errand(self._successor, name):
             succession.served()
@@ -215,7 +215,7 @@ class LookAhead:
     def _fetch_for(self, request_id: str) -> bool:
         """Fetch what a waiting request has on disk or in Redis. Returns False if there was no room for all of it."""
         context = self._running[request_id]
-        if context.pages:
+        if context.rows.pages:
             return True  # admitted ahead of its turn: what it needs is on its way to HBM
         return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from cache.blocks.context import RunningContext, SessionContext, digest_of
+from cache.blocks.context import SessionContext, digest_of
 from cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact, tokens_of
 from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
 from cache.blocks.table import BlockRow, SessionName
 from cache.options import CacheOptions
+from cache.requests.context import RequestContext
 from cache.requests.opening import DomainOf
 from cache.requests.running import Requests
 from cache.session_deletions import SessionDeletions
@@ -112,7 +113,7 @@ class SessionStore:
 
     # --- a turn ends --------------------------------------------------------------------------------------------------
 
-    def remember(self, context: RunningContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
+    def remember(self, context: RequestContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
         """Record that a turn has ended and that its session stands `num_tokens` into its context, with the last rows in
         an open block."""
         full = num_tokens // BLOCK_TOKENS
@@ -127,17 +128,17 @@ class SessionStore:
             open_key=open_key,
             open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : num_tokens]),
             last_used_s=now,
-            cuts=context.cuts,
-            client_cuts=context.client_cuts,
+            cuts=context.cuts.ranges,
+            client_cuts=context.cuts.by_client,
             turns=before.turns + 1 if before else 1,
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
-            dropped=context.dropped,
-            recalled=context.recalled,
-            attention={key: context.attention[key] for key in context.keys if key in context.attention},
+            dropped=context.cuts.dropped,
+            recalled=context.cuts.recalled,
+            attention={key: context.cuts.attention[key] for key in context.keys if key in context.cuts.attention},
             owned={
                 key: None
-                for key in (*(before.owned if before else ()), *context.owned)
+                for key in (*(before.owned if before else ()), *context.rows.published)
                 if key in self._table or self._tiers.dram.is_saving(key)
             },
         )
@@ -192,7 +193,7 @@ class SessionStore:
             ttl_s=session.ttl_s,
         )
 
-    def hand_over(self, context: RunningContext, open_key: BlockKey | None) -> None:
+    def hand_over(self, context: RequestContext, open_key: BlockKey | None) -> None:
         """Hand on the blocks of a request at which its session will not stand: to the session's earlier context or
         another request of it. Without either, forget those that nobody else owns. open_key: of the open block with its
         last rows, which nobody will look for."""
@@ -200,12 +201,13 @@ class SessionStore:
         session = self.contexts.get(name)
         if open_key is not None and (session is None or session.open_key != open_key):
             self._tiers.forget(open_key)
-        heir = session or next(iter(self._running.of(name)), None)
-        if heir is not None:
-            heir.owned.update(context.owned)
+        heirs = [] if session is None else [session.owned]
+        heirs += [other.rows.published for other in self._running.of(name)]
+        if heirs:
+            heirs[0].update(context.rows.published)
             return
-        self.deletions.disown(name, context.owned)
-        for key in context.owned:
+        self.deletions.disown(name, context.rows.published)
+        for key in context.rows.published:
             row = self._table.get(key)
             if row is None or not row.owners:
                 self._tiers.forget(key)  # no session's time to live would ever end it

@@ -1,6 +1,5 @@
 """CaR's score of a block (CaR §III-B-3): how much waiting and running requests need it."""
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BlockKey
 from cache.blocks.table import CacheTable
 
@@ -16,13 +15,11 @@ class Scores:
         self._scores = table.scores
         self._given: dict[str, tuple[int, list[BlockKey]]] = {}  # request -> what it adds, and to which blocks
 
-    def set(self, context: RunningContext, score: int) -> None:
+    def set(self, request_id: str, score: int, keys: list[BlockKey]) -> None:
         """Set what a request adds to the score of each block of its context."""
-        self.clear(context.request_id)
+        self.clear(request_id)
         if score:
-            hint = [context.open_hint] if context.open_hint is not None else []
-            keys = [*context.chain(), *hint]
-            self._given[context.request_id] = score, keys
+            self._given[request_id] = score, keys
             self._add(keys, score)
 
     def clear(self, request_id: str) -> None:

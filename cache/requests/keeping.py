@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.table import CacheTable
 from cache.blocks.truncate import ScoresOf
 from cache.policies.keep.block_scorer import BlockScorer, CutBlocks
+from cache.requests.context import RequestContext
 
 LikenessOf = Callable[[Sequence[int]], Sequence[float]]
 """DRAM slots of full blocks -> the cosine of each one's keys and the mean key of all of them."""
@@ -22,7 +22,7 @@ class Keeper:
         self._table = table
         self._likeness_of = likeness_of
 
-    def scores_of(self, context: RunningContext, newest: int) -> ScoresOf:
+    def scores_of(self, context: RequestContext, newest: int) -> ScoresOf:
         """Return the scores of a context's blocks by where they begin. newest: where its newest message begins."""
 
         def scores(starts: Sequence[int]) -> Sequence[float] | None:
@@ -41,20 +41,20 @@ class Keeper:
         return scores
 
     @staticmethod
-    def note_attention(context: RunningContext, shares: Sequence[float]) -> None:
+    def note_attention(context: RequestContext, shares: Sequence[float]) -> None:
         """Record how the end of a chunk attended to the blocks of its context. shares: a block's part of all
         attention, in order; the block that is not full may be the last."""
         for key, share in zip(context.chain(), shares, strict=False):
-            context.attention[key] = attention_now(context.attention.get(key), share, len(shares))
+            context.cuts.attention[key] = attention_now(context.cuts.attention.get(key), share, len(shares))
 
     @staticmethod
-    def _attention(context: RunningContext, blocks: Sequence[int]) -> list[float | None]:
+    def _attention(context: RequestContext, blocks: Sequence[int]) -> list[float | None]:
         keys = context.keys
-        return [context.attention.get(keys[block]) if block < len(keys) else None for block in blocks]
+        return [context.cuts.attention.get(keys[block]) if block < len(keys) else None for block in blocks]
 
-    def _likeness(self, context: RunningContext, blocks: Sequence[int]) -> list[float | None]:
+    def _likeness(self, context: RequestContext, blocks: Sequence[int]) -> list[float | None]:
         """Only slots in DRAM that hold rows have keys at hand."""
-        keys = context.keys[: context.open_place]
+        keys = context.keys[: context.reuse.open_place]
         slots: dict[int, int] = {}
         for block in blocks:
             row = self._table.get(keys[block]) if block < len(keys) else None

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, given_salt, salt_of
 from cache.blocks.truncate import CutRules
 from cache.moves import CapturePiece
+from cache.requests.context import RequestContext
 from cache.requests.keeping import Keeper
 from cache.requests.loading import Loads
 from cache.requests.opening import ClientCut, ContextOpener
@@ -70,9 +70,9 @@ class Lifecycle:
         """Reuse nothing for a request that was opened just now, because it wants the logits of its whole prompt. What
         is stored of the prompt stays."""
         context = self._running[request_id]
-        context.recompute_from, context.miss_reason = 0, "prompt_logprobs"
+        context.reuse.recompute_from, context.reuse.miss_reason = 0, "prompt_logprobs"
 
-    def context(self, request_id: str) -> RunningContext:
+    def context(self, request_id: str) -> RequestContext:
         """Return the context of a request, to be read only."""
         return self._running[request_id]
 
@@ -97,9 +97,9 @@ class Lifecycle:
     def commit(self, request_id: str, num_tokens: int) -> None:
         """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
         context = self._running[request_id]
-        context.computed += num_tokens
+        context.rows.computed += num_tokens
         # Most decoded rows fill no block.
-        if self._reuse and (context.published or context.computed >= (context.sealed + 1) * BLOCK_TOKENS):
+        if self._reuse and (context.rows.moved or context.rows.computed >= (context.rows.sealed + 1) * BLOCK_TOKENS):
             self._publisher.publish(context)
 
     def attended(self, request_id: str, shares: Sequence[float]) -> None:
@@ -134,7 +134,7 @@ class Lifecycle:
             self._tiers.forget(key)
         for context in self._running.values():
             if keys and context.chain()[:1] == keys[:1]:
-                context.trusted = False
+                context.rows.is_trusted = False
 
     def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
         """End a request whose context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
@@ -144,13 +144,13 @@ class Lifecycle:
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)
-        reached = min(max(context.computed, context.reached), num_tokens)
+        reached = min(max(context.rows.computed, context.rows.reached), num_tokens)
         open_key = made_key = None
-        if context.pages:
-            context.computed = min(context.computed, num_tokens)
+        if context.rows.pages:
+            context.rows.computed = min(context.rows.computed, num_tokens)
             open_key = made_key = self._publisher.release(context)
-        elif context.open_place == reached // BLOCK_TOKENS and context.open_hint is not None:
-            row = self._tiers.table.get(context.open_hint)
+        elif context.reuse.open_place == reached // BLOCK_TOKENS and context.reuse.open_hint is not None:
+            row = self._tiers.table.get(context.reuse.open_hint)
             open_key = row.key if row is not None and len(row.token_ids) == reached % BLOCK_TOKENS else None
         if reached and goes_on:
             self._sessions.remember(context, reached, open_key, now)

@@ -3,13 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.stored import is_coded
 from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
+from cache.requests.context import Load, LoadState, RequestContext
 from cache.requests.siblings import Siblings
 from cache.tiers.coded import CodedTier
 from cache.tiers.dram import DramTier
@@ -18,19 +18,19 @@ from cache.tiers.hierarchy import Hierarchy
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A load under way. Its pages and slots are pinned until it has ended, even if no request wants it any more."""
-
-    context: RunningContext
-    blocks: tuple[BlockLoad, ...]
-    first: int | None  # position of the first token from disk or Redis that could be computed instead; None: none
-    seemed_fast: bool  # enough to be worth it; else it is to show what the device is like
-    claimant: str  # the name under which others wait for its blocks: its request's, or one of its own (`outlive`)
-
-
 class Loads:
-    """Knows every load under way. Single-threaded, part of the CacheManager."""
+    """Knows every load under way, for the CacheManager; single-threaded. What becomes of a load:
+
+    state      its request                                                        set by     next
+    WANTED     stands on its pages                                                start      any other
+    RELEASED   has given its pages back; the load goes on for no request          release    ENDED
+    OUTLIVED   was voided because the load is late, and waits for its end         outlive    ENDED
+    FAILED     stands on rows that did not come, until it is voided               on_loaded  (let go)
+    ENDED      has what came                                                      on_loaded  -
+
+    Its pages and slots are pinned until it has ended, even if no request wants it any more. A load may be given up in
+    every state: then no more is read for it, and it ends with what came out of DRAM.
+    """
 
     def __init__(
         self,
@@ -58,46 +58,42 @@ class Loads:
         self._stats = tiers.stats
         self.now = -math.inf
         """Time of the last plan. Set by whoever plans."""
-        self._given_up: set[int] = set()  # loads that were given up and have not ended
         self.failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
-    def start(self, context: RunningContext, loads: Sequence[BlockLoad]) -> None:
+    def start(self, context: RequestContext, loads: Sequence[BlockLoad]) -> None:
         """Order a load of the blocks that a request was placed on and that HBM lacks."""
-        blocks = []
-        for load in loads:
-            if self._codes and load.is_far:
-                address = load.extent or load.redis
-                load = replace(load, is_coded=address is not None and is_coded(address[0]))
-            if load.slot is not None:
-                self._slots_of(load).pin(load.slot)
-            elif load.num_rows == BLOCK_TOKENS and self._fetches.has_room(coded=load.is_coded):
-                load = replace(load, slot=self._slots_of(load).take_slot(None))
-            self._pages.pin(load.page)
-            if load.num_rows == BLOCK_TOKENS:
-                self._siblings.claim(load.key, context.request_id)
-            blocks.append(load)
-        self._disk.hold(load.key for load in blocks if load.extent is not None)
-        context.job = self._orders.next_job()
-        noted = self._noted(context, blocks)
-        self.under_way[context.job] = replace(
-            noted, seemed_fast=self._expected_s(noted) <= self._worth_waiting_s(noted)
-        )
-        self._orders.add(LoadBlocks(context.job, context.request_id, tuple(blocks)))
+        blocks = tuple(self._taken(context, block) for block in loads)
+        self._disk.hold(block.key for block in blocks if block.extent is not None)
+        far = [block.position for block in blocks if block.is_far]
+        # After a cut everything that is stored is loaded: it cannot be computed again.
+        first = min(far) if far and context.lineage.joint is None else None
+        load = Load(self._orders.next_job(), context, blocks, first)
+        load.seemed_fast = self._expected_s(load) <= self._worth_waiting_s(load)
+        context.load = self.under_way[load.job] = load
+        self._orders.add(LoadBlocks(load.job, context.request_id, blocks))
+
+    def _taken(self, context: RequestContext, block: BlockLoad) -> BlockLoad:
+        """Pin what a block is loaded from and into, claim it, and take a slot for what comes from below DRAM."""
+        if self._codes and block.is_far:
+            address = block.extent or block.redis
+            block = replace(block, is_coded=address is not None and is_coded(address[0]))
+        if block.slot is not None:
+            self._slots_of(block).pin(block.slot)
+        elif block.num_rows == BLOCK_TOKENS and self._fetches.has_room(coded=block.is_coded):
+            block = replace(block, slot=self._slots_of(block).take_slot(None))
+        self._pages.pin(block.page)
+        if block.num_rows == BLOCK_TOKENS:
+            self._siblings.claim(block.key, context.request_id)
+        return block
 
     def _slots_of(self, load: BlockLoad) -> DramTier | CodedTier:
         return self._coded if load.is_coded else self._dram
-
-    def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
-        far = [load.position for load in blocks if load.is_far]
-        # After a cut everything that is stored is loaded: it cannot be computed again.
-        first = min(far) if far and context.lineage.joint is None else None
-        return Load(context, tuple(blocks), first, False, context.request_id)
 
     def give_up(self) -> None:
         """Give up loads that have become dearer than computing, because the disk is slow or stands still. All blocks of
         a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
         for job_id, load in self.under_way.items():
-            progress = self._progress(job_id) if load.first is not None and job_id not in self._given_up else None
+            progress = self._progress(job_id) if load.first is not None and not load.is_given_up else None
             if progress is None:
                 continue
             left_s = progress.left_s(self._rates.num_layers)
@@ -105,37 +101,37 @@ class Loads:
                 # Other loads may have shown meanwhile that the disk is slow, but their times waver.
                 left_s = max(left_s, self._expected_s(load) / _WAVERS)
             if left_s > self._worth_waiting_s(load):
-                self._given_up.add(job_id)
+                load.is_given_up = True
                 self._orders.add(AbandonLoad(job_id))
 
-    def patience_s(self, context: RunningContext) -> float:
+    def patience_s(self, context: RequestContext) -> float:
         """Return how much longer a step may wait for the next layer of a request's load before it is given up."""
-        load = self.under_way.get(context.job) if context.job is not None else None
-        progress = self._progress(context.job) if load is not None and context.job is not None else None
+        load = _wanted(context)
+        progress = self._progress(load.job) if load is not None else None
         if load is None or load.first is None or progress is None:
             return math.inf
         return self._worth_waiting_s(load) - progress.silent_s
 
-    def is_fetch_late(self, context: RunningContext) -> bool:
+    def is_fetch_late(self, context: RequestContext) -> bool:
         """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
         It then skips what is on disk or in Redis. After a cut it waits on, because what is stored cannot be computed
         again."""
         is_fetching = self._fetches.is_fetching
-        if context.awaited is None or not is_fetching(context.awaited) or context.lineage.joint is not None:
+        if context.waiting.block is None or not is_fetching(context.waiting.block) or context.lineage.joint is not None:
             return False
         coming = [block for block, key in enumerate(context.chain()) if is_fetching(key)]
         tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
         # A fetch is of no use before its last layer has come, so it counts as a load of a single layer.
         allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
-        if context.fetch_due_s is None:
-            context.fetch_due_s = self.now + allowed_s
-        if self.now < context.fetch_due_s:
+        if context.waiting.fetch_due_s is None:
+            context.waiting.fetch_due_s = self.now + allowed_s
+        if self.now < context.waiting.fetch_due_s:
             return False
         chain = context.chain()
         for tier, count in Counter(self._fetches.tier_of(chain[block]) for block in coming).items():
             self._rates.late(f"{tier}_to_dram", count * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
         self._stats.load_failures["late"] += 1
-        context.skips_disk, context.miss_reason = True, "load_late"
+        context.reuse.skips_disk, context.reuse.miss_reason = True, "load_late"
         return True
 
     def _worth_waiting_s(self, load: Load) -> float:
@@ -154,35 +150,36 @@ class Loads:
             tokens[block.source] += block.num_rows
         return sum(self._rates.load_s(f"{source}_to_hbm", n * self._bytes_per_token) for source, n in tokens.items())
 
-    def leave(self, context: RunningContext) -> bool:
+    def release(self, context: RequestContext) -> bool:
         """Let go of a request's load, because it gives its pages back. Returns whether the load is still under way; it
         goes on, for no request."""
-        if context.job is None or context.job not in self.under_way:
+        load, context.load = _wanted(context), None
+        if load is None:
             return False
-        self._orders.add(ReleaseLoad(context.job))
+        load.state = LoadState.RELEASED
+        self._orders.add(ReleaseLoad(load.job))
         return True
 
-    def outlive(self, context: RunningContext) -> None:
+    def outlive(self, context: RequestContext) -> None:
         """Let a request that is voided wait for the end of its load outside of the batch, as others wait for a sibling,
         so that nothing is ordered twice."""
-        load = self.under_way.get(context.job) if context.job is not None else None
-        if load is None or context.job is None:
+        context.load = load = _wanted(context)
+        if load is None:
             return
-        self.under_way[context.job] = load = replace(load, claimant=f"load {context.job}")
-        context.outlived = context.job
+        load.state = LoadState.OUTLIVED
         for block in load.blocks:
             if block.num_rows == BLOCK_TOKENS:
                 self._siblings.claim(block.key, load.claimant)
 
-    def is_outlived(self, context: RunningContext) -> bool:
+    @staticmethod
+    def is_outlived(context: RequestContext) -> bool:
         """Whether a load that was late for a request is still under way."""
-        return context.outlived is not None and context.outlived in self.under_way
+        return context.load is not None and context.load.state is LoadState.OUTLIVED
 
     def on_loaded(self, event: Loaded) -> None:
         """Record the end of a load: blocks that came are used. A bad copy is not looked for again, and one that could
         not be read not for this request."""
         load = self.under_way.pop(event.job_id)
-        self._given_up.discard(event.job_id)
         context = load.context
         self._disk.release(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
@@ -200,30 +197,36 @@ class Loads:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
                 if (row.page, row.offset) == (block.page, block.page_row):
                     row.decoded = block.is_coded
-                if load.claimant != context.request_id:
-                    context.brought[block.key] = block.tier
+                if load.state is LoadState.OUTLIVED:
+                    context.sources.brought[block.key] = block.tier
             self._pages.unpin(block.page)
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
             if reason not in NOT_ITS_COPY:
                 self._drop_bad_copy(next(b for b in load.blocks if b.key == key))
             elif reason != "late":
-                context.unread[key] = reason
+                context.reuse.unread[key] = reason
         if copies := {block.key: block.redis for block in load.blocks if block.redis is not None}:
             self._redis.settle(copies, event.failed, context.session, self.now)
-        stands_on_it = context.job == event.job_id
-        was_late = load.claimant != context.request_id
-        is_late = "late" in event.failed.values()
-        if was_late or is_late:
+        self._tell_request(load, event)
+
+    def _tell_request(self, load: Load, event: Loaded) -> None:
+        """Let the request know how its load has ended."""
+        context, is_late = load.context, "late" in event.failed.values()
+        was_wanted, was_outlived = load.state is LoadState.WANTED, load.state is LoadState.OUTLIVED
+        if was_outlived or is_late:
             # It has waited for the disk once. What it still lacks, such as the rows of an open block, would be late
             # again and again.
-            context.skips_disk = True
-        if was_late or (event.failed and stands_on_it):
-            context.miss_reason = "load_failed" if event.failed and not is_late else "load_late"
-        if event.failed and stands_on_it and context.request_id in self._running:
+            context.reuse.skips_disk = True
+        if was_outlived or (event.failed and was_wanted):
+            context.reuse.miss_reason = "load_failed" if event.failed and not is_late else "load_late"
+        if event.failed and was_wanted and context.request_id in self._running:
+            load.state = LoadState.FAILED
             self.failed[context.request_id] = None
-        elif stands_on_it:
-            context.job = None
+            return
+        load.state = LoadState.ENDED
+        if context.load is load:
+            context.load = None
 
     def _drop_bad_copy(self, load: BlockLoad) -> None:
         """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another one by
@@ -238,18 +241,16 @@ class Loads:
         if row.is_nowhere:
             self._table.forget(row)
 
-    def stall_s(self, context: RunningContext) -> float:
+    def stall_s(self, context: RequestContext) -> float:
         """Return how many seconds a request's load still takes; 0 without one. A step may hide part of them behind its
         computation, which is not subtracted here."""
-        if context.job is None or context.job not in self.under_way:
-            return 0.0
-        return self._expected_s(self.under_way[context.job]) * (1 - self._arrived(context.job))
+        load = _wanted(context)
+        return 0.0 if load is None else self._expected_s(load) * (1 - self._arrived(load.job))
 
-    def to_come(self, context: RunningContext) -> dict[str, int]:
+    def to_come(self, context: RequestContext) -> dict[str, int]:
         """Return tier -> tokens of a request's load. All of them count until it has ended: its last layer may fail."""
-        if context.job is None or context.job not in self.under_way:
-            return {}
-        return {tier: count for tier, count in self._tokens(self.under_way[context.job]).items() if count}
+        load = _wanted(context)
+        return {} if load is None else {tier: count for tier, count in self._tokens(load).items() if count}
 
     @staticmethod
     def _tokens(load: Load) -> dict[str, int]:
@@ -260,16 +261,13 @@ class Loads:
 
     def stalls_s(self) -> dict[str, float]:
         """Return `stall_s` of every request that stands on a load under way."""
-        contexts = (load.context for job_id, load in self.under_way.items() if load.context.job == job_id)
+        contexts = (load.context for load in self.under_way.values() if load.state is LoadState.WANTED)
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
     def frees_room(self) -> bool:
         """Whether the end of a load will soon free pages that no request has any more. A load whose request has left
         the batch because of it does not count: it may take long."""
-        return any(
-            load.context.job != job_id and load.claimant == load.context.request_id
-            for job_id, load in self.under_way.items()
-        )
+        return any(load.state is LoadState.RELEASED for load in self.under_way.values())
 
     def take_failed(self) -> list[str]:
         """Return the requests whose load failed since the last call. What they computed on it is void (see
@@ -280,3 +278,9 @@ class Loads:
     def closed(self, request_id: str) -> None:
         """Forget that a request's load failed, because the request has ended."""
         self.failed.pop(request_id, None)
+
+
+def _wanted(context: RequestContext) -> Load | None:
+    """Return the load under way on which a request's rows stand."""
+    load = context.load
+    return load if load is not None and load.state is LoadState.WANTED else None

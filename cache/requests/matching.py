@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
 from cache.blocks.match import Match, MatchBasis, RememberedMatch
 from cache.blocks.stored import is_coded
 from cache.blocks.table import BlockRow, common_prefix
 from cache.options import CacheOptions
 from cache.rates import Rates
+from cache.requests.context import RequestContext
 from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 from cache.requests.parking import Parking
 from cache.stats import ResidencyValue
@@ -33,30 +33,30 @@ class Matcher:
         # have to come out of a page. At most 31 rows are computed again for that.
         self._only_slots = options.only_as_computed and tiers.dram.is_on
 
-    def match(self, context: RunningContext) -> RememberedMatch:
+    def match(self, context: RequestContext) -> RememberedMatch:
         """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
         answer is given again as long as it holds."""
         basis = self._basis(context)
-        answer = None if context.pages else context.remembered
+        answer = None if context.rows.pages else context.reuse.remembered
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
             answer = self._match_anew(context, basis)
-            context.remembered = None if context.pages else answer
+            context.reuse.remembered = None if context.rows.pages else answer
         if answer.is_rest_cheaper_to_compute:
-            context.miss_reason = "cheaper_to_recompute"
+            context.reuse.miss_reason = "cheaper_to_recompute"
         return answer
 
-    def _basis(self, context: RunningContext) -> MatchBasis:
+    def _basis(self, context: RequestContext) -> MatchBasis:
         return MatchBasis(
             self._table.version,
             len(context.token_ids),
-            context.recompute_from,
-            context.open_hint,
-            context.open_place,
-            context.skips_disk,
-            len(context.unread),
+            context.reuse.recompute_from,
+            context.reuse.open_hint,
+            context.reuse.open_place,
+            context.reuse.skips_disk,
+            len(context.reuse.unread),
         )
 
-    def _match_anew(self, context: RunningContext, basis: MatchBasis) -> RememberedMatch:
+    def _match_anew(self, context: RequestContext, basis: MatchBasis) -> RememberedMatch:
         found = self._find(context)
         if self._parking.needs(len(context.token_ids)):
             found = self._parking.usable(found)
@@ -67,11 +67,11 @@ class Matcher:
         count = choose_load(options, self._rates, missing)
         return RememberedMatch(basis, self._rates.version, found, found.first(ready + count), count < len(options))
 
-    def _find(self, context: RunningContext) -> Match:
+    def _find(self, context: RequestContext) -> Match:
         """Return the longest stored prefix. The last token is always left to compute, for its logits."""
         limit = len(context.token_ids) - 1
-        if context.recompute_from is not None:
-            limit = min(limit, context.recompute_from)
+        if context.reuse.recompute_from is not None:
+            limit = min(limit, context.reuse.recompute_from)
         if not self._reuse or limit <= 0 or (self._coded.is_condemned and not is_exact(context.session[1])):
             return Match([], None, 0)
         keys = context.chain()
@@ -80,7 +80,7 @@ class Matcher:
         done = len(rows) * BLOCK_TOKENS
         tail = context.token_ids[done : done + BLOCK_TOKENS]
         most = min(BLOCK_TOKENS, limit - done)
-        found = self._open_hint(context, tail, most) if len(rows) == context.open_place else None
+        found = self._open_hint(context, tail, most) if len(rows) == context.reuse.open_place else None
         joint = context.lineage.joint
         # Blocks that follow a kept block in another context do not fit after a cut: they were computed on more history.
         if joint is None or not context.lineage.plain < len(rows) < joint:
@@ -95,16 +95,16 @@ class Matcher:
             found = None
         return Match(rows, *(found or (None, 0)))
 
-    def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
-        row = self._table.get(context.open_hint) if context.open_hint is not None else None
-        if row is None or not self._is_usable(context, row, context.open_place):
+    def _open_hint(self, context: RequestContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
+        row = self._table.get(context.reuse.open_hint) if context.reuse.open_hint is not None else None
+        if row is None or not self._is_usable(context, row, context.reuse.open_place):
             return None
         shared = common_prefix(row.token_ids, tail, most)
         return (row, shared) if shared else None
 
-    def _is_usable(self, context: RunningContext, row: BlockRow, block: int) -> bool:
+    def _is_usable(self, context: RequestContext, row: BlockRow, block: int) -> bool:
         # `row.is_saved` is written out: this runs for every block of every request that may come next.
-        why_not = context.unread.get(row.key)
+        why_not = context.reuse.unread.get(row.key)
         if (row.slot is not None or row.coded is not None) and why_not != "memory":
             return True
         if (row.extent is not None or row.redis is not None) and why_not is None:
@@ -115,7 +115,7 @@ class Matcher:
         """Whether the `block`th block of a context can be used without a load."""
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
-    def _options(self, context: RunningContext, match: Match) -> tuple[list[LoadOption], int]:
+    def _options(self, context: RequestContext, match: Match) -> tuple[list[LoadOption], int]:
         """Return the blocks of a match that may be loaded or computed, whichever is faster
         (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. Behind a cut
         all blocks are used, whatever loading takes: KV that was computed in a longer context cannot be computed
@@ -128,7 +128,7 @@ class Matcher:
             LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
-        if context.skips_disk:
+        if context.reuse.skips_disk:
             far = (n for n, option in enumerate(options) if option.size_bytes and option.source not in _NEAR)
             options = options[: next(far, len(options))]
         return options, ready
@@ -148,9 +148,9 @@ class Matcher:
         """Return tier -> tokens of a match that would come from it."""
         return self._counted(match, {})
 
-    def sources(self, context: RunningContext, match: Match) -> dict[str, int]:
+    def sources(self, context: RequestContext, match: Match) -> dict[str, int]:
         """Return tier -> tokens of a match that come from it, or came from it while this request waited for them."""
-        return self._counted(match, context.brought)
+        return self._counted(match, context.sources.brought)
 
     def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
         tokens: dict[str, int] = {}
@@ -167,7 +167,7 @@ class Matcher:
             return "hbm"
         return row.tier
 
-    def own_tokens(self, context: RunningContext, match: Match) -> int:
+    def own_tokens(self, context: RequestContext, match: Match) -> int:
         """Count the tokens of a match that only the context's session has."""
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
@@ -186,7 +186,7 @@ class Matcher:
         address = row.extent or row.redis
         return address is not None and is_coded(address[0])
 
-    def residency(self, context: RunningContext) -> ResidencyValue:
+    def residency(self, context: RequestContext) -> ResidencyValue:
         """Return where the KV of a context without pages is, and what has to be moved or computed."""
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
@@ -206,12 +206,12 @@ class Matcher:
                 tokens[row.source] += used
         return tokens
 
-    def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
+    def on_the_way(self, context: RequestContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
         """Return the same for a context that has its pages. to_come: tier -> tokens of its load, while that is under
         way; load_s: how long it still takes."""
-        hbm = context.computed - sum(to_come.values())
-        missing = len(context.token_ids) - context.computed
-        return self._residency(hbm, to_come, missing, context.own_tokens, load_s, bool(to_come))
+        hbm = context.rows.computed - sum(to_come.values())
+        missing = len(context.token_ids) - context.rows.computed
+        return self._residency(hbm, to_come, missing, context.sources.own_tokens, load_s, bool(to_come))
 
     def _residency(
         self, hbm: int, lower: dict[str, int], missing: int, own: int, load_s: float, is_loading: bool

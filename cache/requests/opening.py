@@ -4,11 +4,13 @@ dropped and what the window holds (AttentionStore §3.4)."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.blocks.context import Lineage, RunningContext, SessionContext, digest_of
+from cache.blocks.context import SessionContext, digest_of
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from cache.blocks.lineage import Lineage
 from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
 from cache.options import Truncation
+from cache.requests.context import Cuts, RequestContext, Reuse
 from cache.requests.keeping import Keeper
 from cache.requests.recalling import Recaller
 from cache.tiers.hierarchy import Hierarchy
@@ -57,7 +59,7 @@ class ContextOpener:
         rules: CutRules,
         reserve: int,
         client_cut: ClientCut | None,
-    ) -> RunningContext:
+    ) -> RequestContext:
         """Return the context of the conversation `stream`, cut so that it and `reserve` tokens fit. Raises
         DoesNotFit."""
         context = None
@@ -69,19 +71,19 @@ class ContextOpener:
             if own != known and _length(stream, own) + reserve <= self._truncation.window:
                 known = own  # the client has sent again what it had dropped, and there is room for it
             context = self._begin(request_id, name, stream, rules, known)
-        rules = context.rules
+        rules = context.cuts.rules
         if rules.allowed:
             starts = rules.message_starts
-            newest = starts[-1] if starts else len(context.stream) - 1
+            newest = starts[-1] if starts else len(context.cuts.stream) - 1
             self._cut(context, reserve, newest)
-            if self._recaller is not None and context.cuts:
+            if self._recaller is not None and context.cuts.ranges:
                 self._recaller.recall(context, newest)
-                self._stats.recalled_tokens += context.recalled_tokens
+                self._stats.recalled_tokens += context.cuts.recalled_tokens
         elif len(context.token_ids) >= self._truncation.window:
             raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {self._truncation.window}")
         return context
 
-    def resume(self, context: RunningContext, token_ids: Sequence[int]) -> int:
+    def resume(self, context: RequestContext, token_ids: Sequence[int]) -> int:
         """Append generated tokens to the prompt of a context that was opened just now. Where they fill the window, drop
         history as `shorten` did when they were generated. Returns the tokens dropped. Raises DoesNotFit, also where
         nothing may be dropped."""
@@ -90,39 +92,39 @@ class ContextOpener:
             more = token_ids[place : place + window - len(context.token_ids)]
             place += len(more)
             context.token_ids += more
-            context.stream = [*context.stream, *more]  # the request's own list stays as it is
+            context.cuts.stream = [*context.cuts.stream, *more]  # the request's own list stays as it is
             context.prompt_tokens = len(context.token_ids)
             if len(context.token_ids) >= window:
-                if not context.rules.allowed or not (freed := self.shorten(context)):
+                if not context.cuts.rules.allowed or not (freed := self.shorten(context)):
                     raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {window}")
                 dropped += freed
-                context.reached = 0  # nothing of it is computed here
+                context.rows.reached = 0  # nothing of it is computed here
         return dropped
 
-    def shorten(self, context: RunningContext) -> int:
+    def shorten(self, context: RequestContext) -> int:
         """Drop history of a context that has filled the window in the middle of its generation. Returns the tokens
         dropped. Raises DoesNotFit."""
         before = len(context.token_ids)
-        context.stream = context.conversation
-        length = len(context.stream)
+        context.cuts.stream = context.conversation
+        length = len(context.cuts.stream)
         # An answer longer than the window loses its own beginning, but never its last quarter window.
-        newest = max(context.rules.message_starts[-1] if context.rules.message_starts else 0,
+        newest = max(context.cuts.rules.message_starts[-1] if context.cuts.rules.message_starts else 0,
                      length - self._truncation.window // 4)  # fmt: skip
         self._cut(context, max(1, self._truncation.window // 8), newest)
-        context.reached = len(context.token_ids) - 1
+        context.rows.reached = len(context.token_ids) - 1
         return before - len(context.token_ids)
 
-    def forget_unreadable(self, context: RunningContext) -> int:
+    def forget_unreadable(self, context: RequestContext) -> int:
         """Drop what was recalled into a context and could not be read, which stands on no pages now. Returns the tokens
         dropped."""
-        lost = self._recaller.unreadable(context) if self._recaller is not None and context.recalled else []
+        lost = self._recaller.unreadable(context) if self._recaller is not None and context.cuts.recalled else []
         if not lost:
             return 0
         num_tokens = sum(b - a for a, b in lost)
-        context.stream = context.conversation
+        context.cuts.stream = context.conversation
         self._drop(context, lost)
-        context.reached = min(context.reached, len(context.token_ids) - 1)
-        context.recalled_tokens = max(0, context.recalled_tokens - num_tokens)
+        context.rows.reached = min(context.rows.reached, len(context.token_ids) - 1)
+        context.cuts.recalled_tokens = max(0, context.cuts.recalled_tokens - num_tokens)
         return num_tokens
 
     def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
@@ -139,7 +141,7 @@ class ContextOpener:
 
     def _begin(
         self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, cuts: list[Range]
-    ) -> RunningContext:
+    ) -> RequestContext:
         """Return the context of a conversation. cuts: those of its session's earlier cuts that stay."""
         session = self._sessions.get(name)
         before = session.cuts if session is not None else []
@@ -158,27 +160,31 @@ class ContextOpener:
             keys = lineage.extend(tokens)
             known = next((place for place, key in enumerate(keys) if key not in self._table), len(keys))
             lineage = lineage.first(known)
-        return RunningContext(
+        return RequestContext(
             request_id=request_id,
             session=name,
             token_ids=tokens,
             prompt_tokens=len(tokens),
             lineage=lineage,
-            rules=rules,
-            stream=stream,
-            cuts=list(cuts),
-            client_cuts=list(session.client_cuts) if session is not None and cuts == before else [],
-            sent_keys=sent_keys,
-            open_hint=open_hint,
-            open_place=known,
-            moved_behind=cuts != before,
-            attention=dict(session.attention) if session is not None else {},
-            dropped=dict(session.dropped) if session is not None and cuts else {},
-            recalled=set(session.recalled) if session is not None and cuts else set(),
-            lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
+            cuts=Cuts(
+                rules=rules,
+                stream=stream,
+                ranges=list(cuts),
+                by_client=list(session.client_cuts) if session is not None and cuts == before else [],
+                sent_keys=sent_keys,
+                moves_history=cuts != before,
+                attention=dict(session.attention) if session is not None else {},
+                dropped=dict(session.dropped) if session is not None and cuts else {},
+                recalled=set(session.recalled) if session is not None and cuts else set(),
+            ),
+            reuse=Reuse(
+                open_hint=open_hint,
+                open_place=known,
+                lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
+            ),
         )
 
-    def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RunningContext | None:
+    def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RequestContext | None:
         """Return the context of a request whose client dropped messages itself. It stands on the blocks that the client
         kept, with up to a block more than was sent where messages end inside of blocks. None if that spares too
         little."""
@@ -198,17 +204,17 @@ class ContextOpener:
         if any(a < cut.resume < b for a, b in subtract(known, own)):
             known = own  # the client sends again what it had dropped
         context = self._begin(request_id, name, cut.stream, rules, known)
-        first = -(-map_offset(cut.keep, context.cuts) // BLOCK_TOKENS) * BLOCK_TOKENS
-        last = map_offset(cut.resume, context.cuts) // BLOCK_TOKENS * BLOCK_TOKENS
+        first = -(-map_offset(cut.keep, context.cuts.ranges) // BLOCK_TOKENS) * BLOCK_TOKENS
+        last = map_offset(cut.resume, context.cuts.ranges) // BLOCK_TOKENS * BLOCK_TOKENS
         spared = len(context.keys) * BLOCK_TOKENS - last
-        inside = any(a < cut.resume < b for a, b in context.cuts)  # it kept what is not there any more
+        inside = any(a < cut.resume < b for a, b in context.cuts.ranges)  # it kept what is not there any more
         if inside or spared < _MIN_SHIFTED_BLOCKS * BLOCK_TOKENS:
             return None
         if first < last:
-            own = subtract(context.cuts, context.client_cuts)
+            own = subtract(context.cuts.ranges, context.cuts.by_client)
             self._drop(context, [(first, last)])
-            context.client_cuts = subtract(context.cuts, own)
-        context.shifted_tokens = len(context.keys) * BLOCK_TOKENS - min(first, last)
+            context.cuts.by_client = subtract(context.cuts.ranges, own)
+        context.cuts.shifted_tokens = len(context.keys) * BLOCK_TOKENS - min(first, last)
         return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
@@ -222,23 +228,25 @@ class ContextOpener:
                 return count
         return len(session.keys)
 
-    def _cut(self, context: RunningContext, reserve: int, newest: int) -> bool:
+    def _cut(self, context: RequestContext, reserve: int, newest: int) -> bool:
         """Drop what does not fit, in place. Returns whether anything was dropped. newest: an offset in the stream, as
         those of the rules are."""
-        rules, tokens = context.rules, context.token_ids
+        rules, tokens = context.cuts.rules, context.token_ids
         if len(tokens) + reserve <= self._truncation.window:
             return False  # spares mapping hundreds of messages past the cuts for nothing
-        outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts)]
-        newest = map_offset(newest, context.cuts)
+        outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts.ranges)]
+        newest = map_offset(newest, context.cuts.ranges)
         more = plan_cut(
             len(tokens),
             window=self._truncation.window,
             ratio=self._truncation.ratio,
             reserve=reserve,
-            keep_first=map_offset(rules.keep_first, context.cuts),
+            keep_first=map_offset(rules.keep_first, context.cuts.ranges),
             newest=newest,
-            starts=[map_offset(start, context.cuts) for start in outside],
-            marked=[(map_offset(a, context.cuts), map_offset(b, context.cuts)) for a, b in rules.important],
+            starts=[map_offset(start, context.cuts.ranges) for start in outside],
+            marked=[
+                (map_offset(a, context.cuts.ranges), map_offset(b, context.cuts.ranges)) for a, b in rules.important
+            ],
             scores_of=self._keeper.scores_of(context, newest),
         )
         if not more:
@@ -247,28 +255,32 @@ class ContextOpener:
         self._drop(context, more)
         return True
 
-    def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
+    def _drop(self, context: RequestContext, cuts: list[Range]) -> None:
         """Take ranges of whole blocks out of a context that stands on no pages."""
         if self._recaller is not None:
             self._recaller.note_dropped(context, cuts)
-        context.cuts, context.cut_now, context.remembered = merge_cuts(context.cuts, cuts), True, None
+        context.cuts.ranges, context.cuts.is_new, context.reuse.remembered = (
+            merge_cuts(context.cuts.ranges, cuts),
+            True,
+            None,
+        )
         if self._truncation.mode == "recompute":
-            context.lineage, context.open_hint = Lineage(context.domain), None
-            context.moved_behind = True
+            context.lineage, context.reuse.open_hint = Lineage(context.domain), None
+            context.cuts.moves_history = True
         else:
             self._cut_lineage(context, cuts)
         context.token_ids[:] = apply_cuts(context.token_ids, cuts)
         context.prompt_tokens = len(context.token_ids)
 
-    def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:
+    def _cut_lineage(self, context: RequestContext, cuts: Sequence[Range]) -> None:
         # Leave out the keys after `open_place`: nobody has computed their KV, and they would be taken for kept blocks.
-        before = context.lineage.first(context.open_place)
-        end = context.open_place * BLOCK_TOKENS
+        before = context.lineage.first(context.reuse.open_place)
+        end = context.reuse.open_place * BLOCK_TOKENS
         if any(a <= end < b for a, b in cuts):
-            context.open_hint = None
-        context.open_place = map_offset(end, cuts) // BLOCK_TOKENS
-        moved = context.open_hint is not None and cuts[0][0] < end
-        context.lineage = before.without(cuts, context.open_hint if moved else None)
+            context.reuse.open_hint = None
+        context.reuse.open_place = map_offset(end, cuts) // BLOCK_TOKENS
+        moved = context.reuse.open_hint is not None and cuts[0][0] < end
+        context.lineage = before.without(cuts, context.reuse.open_hint if moved else None)
 
 
 def _length(stream: Sequence[int], cuts: Sequence[Range]) -> int:

@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterable
 from itertools import islice
 
-from cache.blocks.context import PARKED, RunningContext, SlotBlock
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.match import Match
+from cache.blocks.rows import PARKED
 from cache.blocks.table import BlockRow
+from cache.requests.context import RequestContext, SlotBlock
 from cache.tiers.hierarchy import Hierarchy
 
 _PATIENCE_S = 30.0  # for slots or saves: both come in milliseconds, unless pinned sessions fill DRAM or a disk stands
@@ -37,19 +38,19 @@ class Parking:
         # Read in every step, and so without a call.
         self.is_on = most_pages > 0
         """Whether HBM need not hold a context."""
-        self.owner: RunningContext | None = None
+        self.owner: RequestContext | None = None
         """The one that has room. What it saves is wanted soon: its pages are given up by that."""
         self.hopeless: dict[str, None] = {}
         """Requests that have waited for too long, until `take_hopeless`."""
-        self._waiting: tuple[RunningContext, float] | None = None  # who waits for slots or saves, and since when
+        self._waiting: tuple[RequestContext, float] | None = None  # who waits for slots or saves, and since when
 
     def needs(self, num_tokens: int) -> bool:
         """Whether HBM cannot hold a context of so many tokens, and may park a part of it."""
         return self.is_on and num_tokens > self._whole_tokens
 
-    def concerns(self, context: RunningContext, num_tokens: int) -> bool:
+    def concerns(self, context: RequestContext, num_tokens: int) -> bool:
         """Whether `grow` is to make the room for so many more rows of a context with pages."""
-        return context is self.owner or self.needs(context.computed + num_tokens)
+        return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
     def waits(self) -> bool:
@@ -63,11 +64,11 @@ class Parking:
 
     # --- waiting contexts ---------------------------------------------------------------------------------------------
 
-    def fetch(self, context: RunningContext) -> None:
+    def fetch(self, context: RequestContext) -> None:
         """Order what a waiting context has on disk or in Redis to come to DRAM, where parked blocks are read; once."""
-        if context.was_fetched or context.skips_disk or not self.needs(len(context.token_ids)):
+        if context.waiting.was_fetched or context.reuse.skips_disk or not self.needs(len(context.token_ids)):
             return
-        context.was_fetched = True
+        context.waiting.was_fetched = True
         self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
 
     def usable(self, match: Match) -> Match:
@@ -80,7 +81,7 @@ class Parking:
                 return match.first(start)
         return match
 
-    def begin(self, context: RunningContext, match: Match, pages_needed: int) -> set[int] | None:
+    def begin(self, context: RequestContext, match: Match, pages_needed: int) -> set[int] | None:
         """Pin a waiting context's slots, and take others for what it computes next. Returns the numbers of those of its
         pages that are parked from the start; None if it has to wait, which changes nothing."""
         if self.owner is not None:
@@ -103,96 +104,96 @@ class Parking:
         self.owner, self._waiting = context, None
         return parked
 
-    def withdraw(self, context: RunningContext) -> None:
+    def withdraw(self, context: RequestContext) -> None:
         """Undo `begin`, because HBM has no room."""
-        for slot in context.slots.values():
+        for slot in context.saving.slots.values():
             self._dram.give_back(slot)
-        context.slots = {}
+        context.saving.slots = {}
         self._unpin(context)
 
     # --- running contexts ---------------------------------------------------------------------------------------------
 
-    def grow(self, context: RunningContext, num_tokens: int) -> bool:
+    def grow(self, context: RequestContext, num_tokens: int) -> bool:
         """Give a context room for so many more rows, of which HBM cannot hold all. Returns False if there is none
         yet."""
         if context is not self.owner and self.owner is not None:
             return False
         self.owner = context  # it may have begun as a small one
-        total = self._hbm.num_pages(context.computed + num_tokens)
-        if total <= len(context.pages):
+        total = self._hbm.num_pages(context.rows.computed + num_tokens)
+        if total <= len(context.rows.pages):
             return True
-        for block in range(context.sealed):
+        for block in range(context.rows.sealed):
             row = self._table.get(context.keys[block])
             if row is not None:
                 self._pin(context, block, row)
-        self._park(context, total - context.pages.count(PARKED) - self._most_pages)
-        if not self._take_slots(context, context.computed, total):
+        self._park(context, total - context.rows.pages.count(PARKED) - self._most_pages)
+        if not self._take_slots(context, context.rows.computed, total):
             return self._wait(context)
-        if self._hbm.grow(context, num_tokens):
+        if self._hbm.grow(context.rows, num_tokens):
             self._waiting = None
             return True
         is_saving = self._dram.is_saving
-        return self._wait(context) if any(is_saving(key) for key in context.keys[: context.sealed]) else False
+        return self._wait(context) if any(is_saving(key) for key in context.keys[: context.rows.sealed]) else False
 
-    def _park(self, context: RunningContext, count: int) -> None:
+    def _park(self, context: RequestContext, count: int) -> None:
         """Give up to `count` pages up, the first ones first."""
-        for index, page in enumerate(context.pages):
+        for index, page in enumerate(context.rows.pages):
             if count <= 0:
                 return
             if page != PARKED and self._is_in_slots(context, index):
                 self._pages.unpin(page)
-                context.pages[index] = PARKED
+                context.rows.pages[index] = PARKED
                 count -= 1
 
-    def _is_in_slots(self, context: RunningContext, page: int) -> bool:
+    def _is_in_slots(self, context: RequestContext, page: int) -> bool:
         """Whether all blocks of a context's `page`th page can be read from slots."""
         blocks = range(page * self._per_page, (page + 1) * self._per_page)
-        return all(block in context.in_slots and block not in context.published for block in blocks)
+        return all(block in context.saving.parked and block not in context.rows.moved for block in blocks)
 
-    def _pin(self, context: RunningContext, block: int, row: BlockRow) -> None:
-        if row.slot is not None and block not in context.in_slots:
+    def _pin(self, context: RequestContext, block: int, row: BlockRow) -> None:
+        if row.slot is not None and block not in context.saving.parked:
             self._dram.pin(row.slot)
-            context.in_slots[block] = SlotBlock(row.key, row.slot, self._hbm.position_of(row, block))
+            context.saving.parked[block] = SlotBlock(row.key, row.slot, self._hbm.position_of(row, block))
 
-    def _take_slots(self, context: RunningContext, computed: int, num_pages: int) -> bool:
+    def _take_slots(self, context: RequestContext, computed: int, num_pages: int) -> bool:
         """Take slots for the blocks that begin behind the `computed` rows, up to the end of the context's pages. What
         was taken is kept if there are not enough."""
         for block in range(-(-computed // BLOCK_TOKENS), num_pages * self._per_page):
-            if block not in context.slots and block not in context.unsaved:
+            if block not in context.saving.slots and block not in context.saving.unsaved:
                 slot = self._dram.take_slot(None)
                 if slot is None:
                     return False
-                context.slots[block] = slot
+                context.saving.slots[block] = slot
         return True
 
-    def _wait(self, context: RunningContext) -> bool:
+    def _wait(self, context: RequestContext) -> bool:
         if self._waiting is None or self._waiting[0] is not context:
             self._waiting = context, self.now
         elif self.now - self._waiting[1] > _PATIENCE_S:
             self.hopeless[context.request_id] = None
         return False
 
-    def lost(self, context: RunningContext, keys: Iterable[BlockKey]) -> None:
+    def lost(self, context: RequestContext, keys: Iterable[BlockKey]) -> None:
         """Forget copies in DRAM that were not what they should be when a step read them."""
-        wrong = {key: block for block, (key, _, _) in context.in_slots.items()}
+        wrong = {key: block for block, (key, _, _) in context.saving.parked.items()}
         for key in keys:
             row = self._table.get(key)
-            if row is not None and row.slot == context.in_slots[wrong[key]].slot:
+            if row is not None and row.slot == context.saving.parked[wrong[key]].slot:
                 self._dram.drop_slot(row)
                 if row.is_nowhere:
                     self._table.forget(row)
             self._tiers.stats.load_failures["checksum"] += 1
-        context.miss_reason, context.was_fetched = "load_failed", False
+        context.reuse.miss_reason, context.waiting.was_fetched = "load_failed", False
 
-    def leave(self, context: RunningContext) -> None:
+    def leave(self, context: RequestContext) -> None:
         """Unpin a context's slots, because it gives its pages back."""
         self._unpin(context)
         if self._waiting is not None and self._waiting[0] is context:
             self._waiting = None
 
-    def _unpin(self, context: RunningContext) -> None:
-        for _, slot, _ in context.in_slots.values():
+    def _unpin(self, context: RequestContext) -> None:
+        for _, slot, _ in context.saving.parked.values():
             self._dram.unpin(slot)
-        context.in_slots = {}
+        context.saving.parked = {}
         if self.owner is context:
             self.owner = None

@@ -1,7 +1,7 @@
 """Admits a waiting context: gives it pages, with what is stored of it in the first ones."""
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.requests.context import RequestContext
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
 from cache.requests.parking import Parking
@@ -30,11 +30,11 @@ class Placer:
         self._loads, self.parking = loads, parking
         self._reuse = reuse
 
-    def admit(self, context: RunningContext, num_tokens: int) -> int | None:
+    def admit(self, context: RequestContext, num_tokens: int) -> int | None:
         """Give a context pages for what is stored of it and `num_tokens` more. Returns the tokens that need no
         computing; None if there is no room, which changes nothing. Whole pages that match are shared; the rest is
         copied, loaded, or taken over in place if nobody else can see it."""
-        assert not context.pages, "admitted twice"
+        assert not context.rows.pages, "admitted twice"
         answer = self._matcher.match(context)
         match = answer.chosen
         pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
@@ -43,24 +43,24 @@ class Placer:
             parked = self.parking.begin(context, match, pages_needed)
             if parked is None:
                 return None
-        placement = self._hbm.place(context, match, pages_needed, parked)
+        placement = self._hbm.place(context.rows, match, pages_needed, len(context.token_ids), parked)
         if placement is None and is_larger:
             self.parking.withdraw(context)
         elif placement is None and self._pages.num_pinned == 0:
             # A copied block needs room twice until the copy is made. Nothing runs whose end would free room, so
             # compute such blocks.
             match = self._hbm.usable_in_place(match)
-            placement = self._hbm.place(context, match, pages_needed)
+            placement = self._hbm.place(context.rows, match, pages_needed, len(context.token_ids))
         if placement is None:
             return None
         self._matcher.note_passed_over(answer)
-        context.remembered = None  # the lineage may change, and a running context is not matched
-        context.sources, context.own_tokens = (
+        context.reuse.remembered = None  # the lineage may change, and a running context is not matched
+        context.sources.by_tier, context.sources.own_tokens = (
             self._matcher.sources(context, match),
             self._matcher.own_tokens(context, match),
         )
-        context.coded_tokens = self._matcher.coded_tokens(match)
-        context.published = placement.moved
+        context.sources.coded_tokens = self._matcher.coded_tokens(match)
+        context.rows.moved = placement.moved
         for copy in placement.copies:
             self._tiers.orders.add(copy)
         if placement.taken_over is not None:
@@ -74,13 +74,13 @@ class Placer:
             self._tiers.touch(key)
         if not context.lineage.is_held_by(len(match.rows), match.partial is not None):
             context.lineage = context.lineage.anew(len(match.rows))
-            context.lost_lineage = True
-        context.trusted = True
-        context.computed = match.num_tokens
-        context.sealed = len(match.rows)
-        context.open_hint = match.partial.key if match.partial is not None else None
-        context.open_place = len(match.rows)
-        context.continues_raw = match.partial is not None and (match.partial.kept_raw or not match.partial.is_open)
+            context.reuse.lost_lineage = True
+        context.rows.is_trusted = True
+        context.rows.computed = match.num_tokens
+        context.rows.sealed = len(match.rows)
+        context.reuse.open_hint = match.partial.key if match.partial is not None else None
+        context.reuse.open_place = len(match.rows)
+        context.rows.continues_raw = match.partial is not None and (match.partial.kept_raw or not match.partial.is_open)
         if self._reuse:
             prompt_blocks = context.prompt_tokens // BLOCK_TOKENS
             for key in context.chain()[len(match.rows) : prompt_blocks]:

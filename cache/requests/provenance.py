@@ -1,14 +1,15 @@
 """Explains why the tokens of a prompt were cached or were not."""
 
-from cache.blocks.context import ExpiredContext, RunningContext, SessionContext
+from cache.blocks.context import ExpiredContext, SessionContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.table import CacheTable, common_prefix
 from cache.blocks.truncate import map_offset
+from cache.requests.context import RequestContext
 from cache.stats import MissReason, TokensBySource
 
 
 def report_prompt(
-    context: RunningContext,
+    context: RequestContext,
     session: SessionContext | None,
     table: CacheTable,
     *,
@@ -18,13 +19,13 @@ def report_prompt(
     """Explain the prompt of a request that was just admitted for the first time. session: as its last turn left it.
     expired: what is known of the session if its time to live was over."""
     prompt = context.prompt_tokens
-    tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
+    tiers = {tier: min(count, prompt) for tier, count in context.sources.by_tier.items()} if reuse else {}
     cached = sum(tiers.values())
     shared, seen = _shared_history(context, session, table)
-    shared, seen = (min(map_offset(end, context.cuts), prompt) for end in (shared, seen))
+    shared, seen = (min(map_offset(end, context.cuts.ranges), prompt) for end in (shared, seen))
     had = 0
     if reuse and session is None and expired is not None and _goes_on(context, expired):
-        had = min(map_offset(expired.num_tokens, context.cuts), prompt)
+        had = min(map_offset(expired.num_tokens, context.cuts.ranges), prompt)
     history = max(shared, cached, had)
     reasons: dict[MissReason, int] = {}
     if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
@@ -45,31 +46,31 @@ def report_prompt(
         disk_tokens=tiers.get("disk", 0),
         redis_tokens=tiers.get("redis", 0),
         miss_reasons=dict(reasons.items()),
-        truncated_tokens=sum(b - a for a, b in context.cuts),
-        shifted_tokens=min(context.shifted_tokens, cached),
-        coded_tokens=min(context.coded_tokens, cached),
-        recalled_tokens=context.recalled_tokens,
+        truncated_tokens=sum(b - a for a, b in context.cuts.ranges),
+        shifted_tokens=min(context.cuts.shifted_tokens, cached),
+        coded_tokens=min(context.sources.coded_tokens, cached),
+        recalled_tokens=context.cuts.recalled_tokens,
     )
 
 
-def _why_lost(context: RunningContext, reuse: bool, lost: int) -> MissReason:
+def _why_lost(context: RequestContext, reuse: bool, lost: int) -> MissReason:
     if not reuse:
         return "disabled"
-    if context.miss_reason is not None:
-        return context.miss_reason
-    if context.cuts and (context.moved_behind or (context.cut_now and lost < BLOCK_TOKENS)):
+    if context.reuse.miss_reason is not None:
+        return context.reuse.miss_reason
+    if context.cuts.ranges and (context.cuts.moves_history or (context.cuts.is_new and lost < BLOCK_TOKENS)):
         return "truncated"
-    return "lineage_reset" if context.lost_lineage else "evicted"
+    return "lineage_reset" if context.reuse.lost_lineage else "evicted"
 
 
-def _goes_on(context: RunningContext, expired: ExpiredContext) -> bool:
+def _goes_on(context: RequestContext, expired: ExpiredContext) -> bool:
     keys = context.conversation_keys()
     return len(keys) >= expired.num_blocks and keys[expired.num_blocks - 1] == expired.last_key
 
 
-def _holds_last(context: RunningContext, table: CacheTable) -> bool:
+def _holds_last(context: RequestContext, table: CacheTable) -> bool:
     """Whether the last token of a prompt is stored too, in any session. All its other tokens were found."""
-    if context.cuts:
+    if context.cuts.ranges:
         return False
     block = (context.prompt_tokens - 1) // BLOCK_TOKENS
     tokens = context.token_ids[block * BLOCK_TOKENS : context.prompt_tokens]
@@ -77,7 +78,7 @@ def _holds_last(context: RunningContext, table: CacheTable) -> bool:
     return found is not None and found[1] == len(tokens)
 
 
-def _shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
+def _shared_history(context: RequestContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
     """Return (leading tokens that the conversation shares with the session's after its last turn, tokens of the
     session's), both with nothing cut. Where they part in the middle of a full block, its tokens count only while it is
     stored, because the session knows only its key."""
@@ -89,7 +90,7 @@ def _shared_history(context: RunningContext, session: SessionContext | None, tab
         if before != key:
             break
         shared += BLOCK_TOKENS
-    rest = context.stream[shared : shared + BLOCK_TOKENS]
+    rest = context.cuts.stream[shared : shared + BLOCK_TOKENS]
     seen = session.num_tokens + session.truncated_tokens
     if shared == len(known) * BLOCK_TOKENS:
         shared += common_prefix(session.open_tokens, rest, BLOCK_TOKENS)

@@ -1,8 +1,11 @@
 """Makes what a running context has computed findable, while it runs and when it gives its pages back."""
 
-from cache.blocks.context import PARKED, RunningContext
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from array import array
+
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
+from cache.blocks.rows import PARKED
 from cache.blocks.table import BlockRow
+from cache.requests.context import RequestContext
 from cache.requests.loading import Loads
 from cache.requests.parking import Parking
 from cache.requests.running import Requests
@@ -34,61 +37,92 @@ class Publisher:
         self._page_size = tiers.hbm.page_size
         self._reuse = reuse
 
-    def publish(self, context: RunningContext) -> None:
+    def publish(self, context: RequestContext) -> None:
         """Make blocks that are full now findable, and those that were copied findable where they are now."""
-        for block, (key, page) in context.published.items():
+        for block, (key, page) in context.rows.moved.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
-        context.published = {}
-        full = context.computed // BLOCK_TOKENS
+        context.rows.moved = {}
+        full = context.rows.computed // BLOCK_TOKENS
         keys = context.chain()
-        for block in range(context.sealed, full):
+        for block in range(context.rows.sealed, full):
             key = keys[block]
             self._siblings.settle(key, context.request_id)
             self._publish_full(context, block)
-        context.sealed = full
+        context.rows.sealed = full
 
-    def _publish_full(self, context: RunningContext, block: int) -> None:
+    def _publish_full(self, context: RequestContext, block: int) -> None:
         """Make a full block findable, and seal the slot it was saved to."""
         first = block * BLOCK_TOKENS
         key = context.keys[block]
-        row = self._hbm.row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
-        if context.trusted:
+        row = self._row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
+        if context.rows.is_trusted:
             self._publish(context, row)
             self._replace_unreadable(context, key)
-        self._saver.seal(context, block, row if context.trusted else None, BLOCK_TOKENS)
+        self._saver.seal(context, block, row if context.rows.is_trusted else None, BLOCK_TOKENS)
 
-    def _replace_unreadable(self, context: RunningContext, key: BlockKey) -> None:
+    def _row(
+        self, context: RequestContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
+    ) -> BlockRow:
+        """Return the row of a block that a running context has computed, or has moved behind a cut."""
+        first, lineage = block * BLOCK_TOKENS, context.lineage
+        parent = lineage.parent(block)
+        if lineage.is_moved(block):
+            # Contexts that begin like this one but never had what was cut must not find it, not even its first rows. No
+            # block chains on this key, so it is found under its own alone.
+            parent = context.domain.child(key, ())
+        return BlockRow(
+            key=key,
+            parent=parent,
+            token_ids=array("I", tokens),
+            size_bytes=len(tokens) * self._hbm.bytes_per_token,
+            session_id=session_id,
+            page=context.rows.pages[first // self._page_size],
+            offset=first % self._page_size,
+            position=first,
+            origin=first,
+            place=block,
+            kept_raw=(
+                parent == context.domain.root
+                or is_exact(context.session[1])
+                or block < context.reuse.open_place  # it was not computed for this context
+                or (block == context.reuse.open_place and context.rows.continues_raw)
+                or lineage.is_moved(block)
+            ),
+            owners=(context.session,),
+        )
+
+    def _replace_unreadable(self, context: RequestContext, key: BlockKey) -> None:
         """A block whose copy the disk could not read has been computed. It is written anew, or a bad sector would cost
         every later turn the same."""
         known = self._table.get(key)
-        if context.unread.get(key) == "io" and known is not None and not known.in_dram:
-            del context.unread[key]
+        if context.reuse.unread.get(key) == "io" and known is not None and not known.in_dram:
+            del context.reuse.unread[key]
             self._tiers.disk.drop(known)
 
-    def _publish(self, context: RunningContext, row: BlockRow) -> None:
-        context.owned[row.key] = None
+    def _publish(self, context: RequestContext, row: BlockRow) -> None:
+        context.rows.published[row.key] = None
         self._hbm.publish(row)
 
-    def release(self, context: RunningContext) -> BlockKey | None:
+    def release(self, context: RequestContext) -> BlockKey | None:
         """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
         Returns the open block's key."""
         open_key = None
-        loading = self._loads.leave(context)
+        loading = self._loads.release(context)
         if self._reuse:
             self._siblings.give_up(context)
         if self._reuse and not loading:
-            full, rows = divmod(context.computed, BLOCK_TOKENS)
-            tokens = context.token_ids[full * BLOCK_TOKENS : context.computed]
-            if rows and full == context.sealed:
+            full, rows = divmod(context.rows.computed, BLOCK_TOKENS)
+            tokens = context.token_ids[full * BLOCK_TOKENS : context.rows.computed]
+            if rows and full == context.rows.sealed:
                 open_key = context.domain.open_block(context.lineage.parent(full), tokens, context.session_id)
-                row = self._hbm.row(context, full, open_key, tokens, context.session_id)
-                if context.trusted:
+                row = self._row(context, full, open_key, tokens, context.session_id)
+                if context.rows.is_trusted:
                     self._publish(context, row)
-                self._saver.seal(context, full, row if context.trusted else None, rows)
+                self._saver.seal(context, full, row if context.rows.is_trusted else None, rows)
             for block in reversed(range(full)):
                 known = self._table.get(context.keys[block])
                 here = known is not None and block * BLOCK_TOKENS == self._hbm.position_of(known, block)
-                is_parked = context.pages[block * BLOCK_TOKENS // self._page_size] == PARKED
+                is_parked = context.rows.pages[block * BLOCK_TOKENS // self._page_size] == PARKED
                 if not is_parked and (known is None or (known.page is None and here)):
                     # The copy that was found under this key has left HBM. Without this one, those after it are lost.
                     self._publish_full(context, block)
@@ -97,31 +131,31 @@ class Publisher:
             for block in range(full):
                 self._saver.save_late(context, block)  # from the head on, so that what is saved is a prefix
         self._saver.abandon(context)
-        context.published, context.job = {}, None
+        context.rows.moved = {}
         self._let_go(context)
         return open_key
 
-    def _let_go(self, context: RunningContext) -> None:
-        for page in context.pages:
+    def _let_go(self, context: RequestContext) -> None:
+        for page in context.rows.pages:
             if page != PARKED:
                 self._pages.unpin(page)
         self._parking.leave(context)
 
-    def preempt(self, context: RunningContext) -> None:
+    def preempt(self, context: RequestContext) -> None:
         """Give a request's room back and keep what it computed findable, its open block too: if it is resumed early it
         computes nothing again."""
-        context.open_hint, context.open_place = self.release(context), context.computed // BLOCK_TOKENS
-        context.reached = max(context.reached, context.computed)
-        context.pages, context.computed, context.sealed = [], 0, 0
+        context.reuse.open_hint, context.reuse.open_place = self.release(context), context.rows.computed // BLOCK_TOKENS
+        context.rows.reached = max(context.rows.reached, context.rows.computed)
+        context.rows.give_back()
         self._running.gave_way()
 
-    def void(self, context: RunningContext) -> None:
+    def void(self, context: RequestContext) -> None:
         """Give a request's room back and publish nothing of it: its load has failed, or takes too long."""
-        context.computed = context.sealed * BLOCK_TOKENS
+        context.rows.computed = context.rows.sealed * BLOCK_TOKENS
         self._siblings.give_up(context)
         self._loads.outlive(context)
         self._saver.abandon(context)
         self._let_go(context)
-        context.published, context.job = {}, None
-        context.pages, context.computed, context.sealed = [], 0, 0
+        context.rows.moved = {}
+        context.rows.give_back()
         self._running.gave_way()

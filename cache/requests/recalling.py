@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from cache.blocks.context import MAX_DROPPED, RunningContext
+from cache.blocks.context import MAX_DROPPED
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import CacheTable
 from cache.blocks.truncate import (
@@ -17,6 +17,7 @@ from cache.blocks.truncate import (
     unmap_offset,
 )
 from cache.policies.keep.recall import choose
+from cache.requests.context import RequestContext
 from cache.requests.keeping import Keeper
 
 _SHARE = 4  # one in so many tokens of the window may be recalled for a message
@@ -32,24 +33,24 @@ class Recaller:
         self._keeper = keeper
         self._most = most_recalled(window)
 
-    def note_dropped(self, context: RunningContext, cuts: Sequence[Range]) -> None:
+    def note_dropped(self, context: RequestContext, cuts: Sequence[Range]) -> None:
         """Remember which computed blocks a cut is about to drop. cuts: ranges of the context."""
-        computed = context.keys[: context.open_place]
+        computed = context.keys[: context.reuse.open_place]
         for start in blocks_of(cuts):
-            place = unmap_offset(start, context.cuts) // BLOCK_TOKENS
-            context.recalled.discard(place)
+            place = unmap_offset(start, context.cuts.ranges) // BLOCK_TOKENS
+            context.cuts.recalled.discard(place)
             if start // BLOCK_TOKENS < len(computed):
-                context.dropped[place] = computed[start // BLOCK_TOKENS]
-        for block in sorted(context.dropped)[: max(0, len(context.dropped) - MAX_DROPPED)]:
-            del context.dropped[block]
+                context.cuts.dropped[place] = computed[start // BLOCK_TOKENS]
+        for block in sorted(context.cuts.dropped)[: max(0, len(context.cuts.dropped) - MAX_DROPPED)]:
+            del context.cuts.dropped[block]
 
-    def recall(self, context: RunningContext, newest: int) -> None:
+    def recall(self, context: RequestContext, newest: int) -> None:
         """Bring back the dropped blocks that the newest message is about, if there are any. newest: where it begins in
         the conversation."""
         candidates = self._candidates(context)
         if not candidates:
             return
-        stream, computed = context.stream, context.open_place * BLOCK_TOKENS
+        stream, computed = context.cuts.stream, context.reuse.open_place * BLOCK_TOKENS
         kept = [context.token_ids[start : start + BLOCK_TOKENS] for start in range(0, computed, BLOCK_TOKENS)]
         dropped = [(b, stream[b * BLOCK_TOKENS : (b + 1) * BLOCK_TOKENS]) for b in candidates]
         places, spared = choose(dropped, kept, stream[newest:], self._most)
@@ -58,70 +59,70 @@ class Recaller:
         if count:
             self._exchange(context, places[:count], victims[:count])
 
-    def unreadable(self, context: RunningContext) -> list[Range]:
+    def unreadable(self, context: RequestContext) -> list[Range]:
         """Return the ranges of a context that were recalled and are not stored any more, or could not be read."""
         lost = []
-        for block in sorted(context.recalled):
-            start = map_offset(block * BLOCK_TOKENS, context.cuts)
+        for block in sorted(context.cuts.recalled):
+            start = map_offset(block * BLOCK_TOKENS, context.cuts.ranges)
             place = start // BLOCK_TOKENS
-            if place >= context.open_place:
+            if place >= context.reuse.open_place:
                 continue
             row = self._table.get(context.keys[place])
-            if row is None or row.is_nowhere or row.key in context.unread:
+            if row is None or row.is_nowhere or row.key in context.reuse.unread:
                 lost.append((start, start + BLOCK_TOKENS))
         return merge_cuts([], lost)
 
-    def _candidates(self, context: RunningContext) -> list[int]:
+    def _candidates(self, context: RequestContext) -> list[int]:
         """Return the dropped blocks that are stored and would stand among computed ones, ascending. What the client
         dropped itself is left out."""
-        own = subtract(context.cuts, context.client_cuts)
+        own = subtract(context.cuts.ranges, context.cuts.by_client)
         ends = [end for _, end in own]
-        known = unmap_offset(context.open_place * BLOCK_TOKENS, context.cuts)
+        known = unmap_offset(context.reuse.open_place * BLOCK_TOKENS, context.cuts.ranges)
         found = []
-        for block, key in sorted(context.dropped.items()):
+        for block, key in sorted(context.cuts.dropped.items()):
             start = block * BLOCK_TOKENS
             place = bisect_right(ends, start)
             row = self._table.get(key)
             if row is None or not row.is_saved or start >= known or place == len(own) or start < own[place][0]:
                 continue
-            if row.token_ids.tolist() == context.stream[start : start + BLOCK_TOKENS]:
+            if row.token_ids.tolist() == context.cuts.stream[start : start + BLOCK_TOKENS]:
                 found.append(block)
         return found
 
-    def _victims(self, context: RunningContext, newest: int, spared: Sequence[bool]) -> list[int]:
+    def _victims(self, context: RequestContext, newest: int, spared: Sequence[bool]) -> list[int]:
         """Return the blocks of the context that may leave for others, as they are counted in the context: those that
         were recalled for earlier messages first, then what is wanted least."""
-        rules, cuts = context.rules, context.cuts
+        rules, cuts = context.cuts.rules, context.cuts.ranges
         marked = [(map_offset(a, cuts), map_offset(b, cuts)) for a, b in rules.important]
         newest = map_offset(newest, cuts)
-        limit = min(newest, context.open_place * BLOCK_TOKENS)
+        limit = min(newest, context.reuse.open_place * BLOCK_TOKENS)
         starts = list(blocks_of(may_leave(map_offset(rules.keep_first, cuts), limit, marked)))
         scores = self._keeper.scores_of(context, newest)(starts) or range(len(starts))
-        recalled = {map_offset(block * BLOCK_TOKENS, cuts) for block in context.recalled}
+        recalled = {map_offset(block * BLOCK_TOKENS, cuts) for block in context.cuts.recalled}
         order = sorted(zip(starts, scores, strict=True), key=lambda pair: (pair[0] not in recalled, pair[1], pair[0]))
         return [start // BLOCK_TOKENS for start, _ in order if not spared[start // BLOCK_TOKENS]]
 
     @staticmethod
-    def _exchange(context: RunningContext, places: Sequence[int], victims: Sequence[int]) -> None:
+    def _exchange(context: RequestContext, places: Sequence[int], victims: Sequence[int]) -> None:
         """Put dropped blocks, by their places in the conversation, where others were, by their places in the
         context."""
         blocks: dict[int, BlockKey] = {}
-        for place, key in enumerate(context.keys[: context.open_place]):
-            blocks[unmap_offset(place * BLOCK_TOKENS, context.cuts) // BLOCK_TOKENS] = key
+        for place, key in enumerate(context.keys[: context.reuse.open_place]):
+            blocks[unmap_offset(place * BLOCK_TOKENS, context.cuts.ranges) // BLOCK_TOKENS] = key
         before = list(blocks)
         leaving = {before[place]: blocks.pop(before[place]) for place in victims}
-        blocks.update((place, context.dropped.pop(place)) for place in places)
-        context.dropped.update(leaving)
-        context.recalled = (context.recalled - leaving.keys()) | set(places)
-        context.recalled_tokens = len(places) * BLOCK_TOKENS
+        blocks.update((place, context.cuts.dropped.pop(place)) for place in places)
+        context.cuts.dropped.update(leaving)
+        context.cuts.recalled = (context.cuts.recalled - leaving.keys()) | set(places)
+        context.cuts.recalled_tokens = len(places) * BLOCK_TOKENS
         after = sorted(blocks)
         same = next(n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-        context.lineage = context.lineage.rejoined([blocks[block] for block in after], same, context.open_hint)
+        context.lineage = context.lineage.rejoined([blocks[block] for block in after], same, context.reuse.open_hint)
         ranges = [(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS) for block in leaving]
         back = [(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS) for block in places]
-        context.cuts = subtract(merge_cuts([], [*context.cuts, *ranges]), back)
-        context.token_ids[:] = apply_cuts(context.stream, context.cuts)
-        context.cut_now, context.remembered = True, None
+        context.cuts.ranges = subtract(merge_cuts([], [*context.cuts.ranges, *ranges]), back)
+        context.token_ids[:] = apply_cuts(context.cuts.stream, context.cuts.ranges)
+        context.cuts.is_new, context.reuse.remembered = True, None
 
 
 def most_recalled(window: int) -> int:

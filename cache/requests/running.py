@@ -1,23 +1,23 @@
 """Finds the contexts of waiting and running requests, by request and by session."""
 
-from cache.blocks.context import RunningContext
 from cache.blocks.table import SessionName
+from cache.requests.context import RequestContext
 
 
-class Requests(dict[str, RunningContext]):
+class Requests(dict[str, RequestContext]):
     """Maps request id -> context. Only `begin` and `end` change it. Single-threaded, part of the CacheManager."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changes = 0  # number of times a request came, ended or gave its pages back
-        self._of_session: dict[SessionName, dict[str, RunningContext]] = {}
+        self._of_session: dict[SessionName, dict[str, RequestContext]] = {}
 
-    def begin(self, context: RunningContext) -> None:
+    def begin(self, context: RequestContext) -> None:
         self.changes += 1
         self[context.request_id] = context
         self._of_session.setdefault(context.session, {})[context.request_id] = context
 
-    def end(self, request_id: str) -> RunningContext:
+    def end(self, request_id: str) -> RequestContext:
         """Remove and return the context of a request. Raises KeyError on an unknown one."""
         context = self.pop(request_id)
         self.changes += 1
@@ -36,10 +36,10 @@ class Requests(dict[str, RunningContext]):
         contexts = self._of_session.get(session)
         if contexts is not None:
             for context in contexts.values():  # a third of the time of `any`
-                if context.pages:
+                if context.rows.pages:
                     return True
         return False
 
-    def of(self, session: SessionName) -> list[RunningContext]:
+    def of(self, session: SessionName) -> list[RequestContext]:
         """Return a session's contexts, the oldest first."""
         return list(self._of_session.get(session, {}).values())

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow
 from cache.moves import CapturePiece, FillFromPage
+from cache.requests.context import RequestContext
 from cache.tiers.hbm import MAX_HOPS
 from cache.tiers.hierarchy import Hierarchy
 
@@ -21,33 +21,35 @@ class Saver:
         # Blocks for which there was no slot, the longest waiting first. Some may have left HBM since.
         self.put_off: dict[BlockKey, None] = {}
 
-    def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
+    def capture(self, context: RequestContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
         from `batch_row` on."""
         if not self._dram.is_on:
             return []
         if num_tokens == 1:  # the usual case, for every sequence in every step
-            block, place = divmod(context.computed, BLOCK_TOKENS)
-            if (known := context.slots.get(block)) is not None:
+            block, place = divmod(context.rows.computed, BLOCK_TOKENS)
+            if (known := context.saving.slots.get(block)) is not None:
                 return [CapturePiece(batch_row, known, place, 1)]
         pieces = []
-        end = context.computed + num_tokens
-        for block in range(context.computed // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
+        end = context.rows.computed + num_tokens
+        for block in range(context.rows.computed // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
             first = block * BLOCK_TOKENS
-            start, stop = max(context.computed, first), min(end, first + BLOCK_TOKENS)
-            slot = context.slots.get(block)
-            if slot is None and block not in context.unsaved:
+            start, stop = max(context.rows.computed, first), min(end, first + BLOCK_TOKENS)
+            slot = context.saving.slots.get(block)
+            if slot is None and block not in context.saving.unsaved:
                 slot = self._begin_save(context, block, start - first)
             if slot is not None:
-                pieces.append(CapturePiece(batch_row + start - context.computed, slot, start - first, stop - start))
+                pieces.append(
+                    CapturePiece(batch_row + start - context.rows.computed, slot, start - first, stop - start)
+                )
         return pieces
 
-    def _begin_save(self, context: RunningContext, block: int, rows_before: int) -> int | None:
+    def _begin_save(self, context: RequestContext, block: int, rows_before: int) -> int | None:
         """Take a slot for a block that is being computed, and order the rows it has already to be saved there. None:
         the block is not saved while it is computed."""
-        older = self._table.get(context.open_hint) if context.open_hint is not None else None
+        older = self._table.get(context.reuse.open_hint) if context.reuse.open_hint is not None else None
         if rows_before and self._only_as_computed and self._source(older) is None:
-            context.unsaved.add(block)
+            context.saving.unsaved.add(block)
             return None
         slot = self._dram.take_slot(None)
         if slot is not None and rows_before and self._only_as_computed and self._source(older) is None:
@@ -55,9 +57,9 @@ class Saver:
             self._dram.give_back(slot)
             slot = None
         if slot is None:
-            context.unsaved.add(block)
+            context.saving.unsaved.add(block)
             return None
-        context.slots[block] = slot
+        context.saving.slots[block] = slot
         if rows_before:
             if (source := self._source(older)) is not None:
                 self._dram.fill_from_slot(source, slot, rows_before)
@@ -71,16 +73,16 @@ class Saver:
             return None
         return self._dram.slot_of(older) if self._only_as_computed else older.slot
 
-    def _fill_from_page(self, context: RunningContext, block: int, slot: int, first: int, num_rows: int) -> None:
+    def _fill_from_page(self, context: RequestContext, block: int, slot: int, first: int, num_rows: int) -> None:
         row = block * BLOCK_TOKENS + first
-        page = context.pages[row // self._page_size]
+        page = context.rows.pages[row // self._page_size]
         self._dram.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
-    def seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
+    def seal(self, context: RequestContext, block: int, row: BlockRow | None, num_rows: int) -> None:
         """Seal the slot of a block that is complete, or as complete as it gets. row: what will be found; None:
         nothing."""
-        context.unsaved.discard(block)
-        slot = context.slots.pop(block, None)
+        context.saving.unsaved.discard(block)
+        slot = context.saving.slots.pop(block, None)
         if slot is None:
             if row is not None and self._dram.is_on:
                 self._save_later(row.key)
@@ -89,10 +91,10 @@ class Saver:
         wanted = row is not None and not self._dram.is_saving(row.key) and (known is None or known.slot is None)
         self._dram.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
-    def save_late(self, context: RunningContext, block: int) -> None:
+    def save_late(self, context: RequestContext, block: int) -> None:
         """Save a block that found no slot while it was computed out of its page: now if there is a slot, else later."""
         row = self._table.get(context.keys[block])
-        if row is None or not self._dram.is_on or not context.trusted or not self._is_wanted(row):
+        if row is None or not self._dram.is_on or not context.rows.is_trusted or not self._is_wanted(row):
             return
         slot = self._dram.take_slot(context.session)
         if slot is None:
@@ -130,8 +132,8 @@ class Saver:
         self._dram.fill_from_page(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
         self._dram.seal(slot, replace(row, hops=row.hops + 1), num_rows)
 
-    def abandon(self, context: RunningContext) -> None:
+    def abandon(self, context: RequestContext) -> None:
         """Give back the slots of blocks that were not completed."""
-        for slot in context.slots.values():
+        for slot in context.saving.slots.values():
             self._dram.seal(slot, None, 0)
-        context.slots, context.unsaved = {}, set()
+        context.saving.slots, context.saving.unsaved = {}, set()

@@ -1,7 +1,7 @@
 """Lets many requests wait for one computation or load of a block."""
 
-from cache.blocks.context import RunningContext
 from cache.blocks.keys import BlockKey
+from cache.requests.context import RequestContext
 from cache.tiers.hierarchy import Hierarchy
 
 
@@ -21,16 +21,16 @@ class Siblings:
         if self.coming.get(key) == request_id:
             del self.coming[key]
 
-    def give_up(self, context: RunningContext) -> None:
+    def give_up(self, context: RequestContext) -> None:
         """Note that a request brings no block any more."""
         for key in context.chain():
             self.settle(key, context.request_id)
 
-    def waits(self, context: RunningContext) -> bool:
+    def waits(self, context: RequestContext) -> bool:
         """Whether the next block that a request needs is on its way, by another request or by a fetch."""
-        if context.awaited is not None and self._is_coming(context.awaited, context):
+        if context.waiting.block is not None and self._is_coming(context.waiting.block, context):
             return True  # asked of every waiter in every step: do not walk the prompt again for nothing
-        context.awaited = None
+        context.waiting.block = None
         coming, row_of = self.coming, self._table.get
         is_saving, is_fetching = self._dram.is_saving, self._fetches.is_fetching
         for block, key in enumerate(context.chain()):
@@ -41,17 +41,17 @@ class Siblings:
                 and self._is_coming(key, context)
                 and (row is None or not self._hbm.is_ready(row, block))
             ):
-                context.awaited = key
+                context.waiting.block = key
                 return True
             if row is None:
                 return False
         return False
 
-    def _is_coming(self, key: BlockKey, context: RunningContext) -> bool:
+    def _is_coming(self, key: BlockKey, context: RequestContext) -> bool:
         if self.coming.get(key, context.request_id) != context.request_id:
             return True
         if self._fetches.is_fetching(key):
-            return not context.skips_disk
+            return not context.reuse.skips_disk
         row = self._table.get(key)
         # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
         return row is not None and not row.is_saved and self._dram.is_saving(key) and row.page is None

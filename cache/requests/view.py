@@ -40,7 +40,7 @@ class SchedulerView:
 
     def residency(self, request_id: str) -> ResidencyValue:
         context = self._running[request_id]
-        if context.pages:
+        if context.rows.pages:
             return self._matcher.on_the_way(context, self._loads.to_come(context), self._loads.stall_s(context))
         return self._matcher.residency(context)
 
@@ -73,27 +73,29 @@ class SchedulerView:
         context = self._running[request_id]
         if self._parking.is_on and self._parking.concerns(context, num_tokens):
             return self._parking.grow(context, num_tokens)
-        return self._hbm.grow(context, num_tokens)
+        return self._hbm.grow(context.rows, num_tokens)
 
     def without_room(self, request_ids: Iterable[str]) -> list[str]:
         running, page_size = self._running, self._hbm.page_size
         return [
             request_id
             for request_id in request_ids
-            if (context := running[request_id]).computed >= len(context.pages) * page_size
+            if (rows := running[request_id].rows).computed >= len(rows.pages) * page_size
         ]
 
     def room_is_coming(self) -> bool:
         return self._loads.frees_room() or self._parking.waits
 
     def expect(self, request_id: str, score: int) -> None:
-        self._scores.set(self._running[request_id], score)
+        context = self._running[request_id]
+        hint = context.reuse.open_hint
+        self._scores.set(request_id, score, [*context.chain(), *([hint] if hint is not None else [])] if score else [])
 
     def preempt(self, request_id: str) -> None:
         self._publisher.preempt(self._running[request_id])
 
     def withdraw(self, request_id: str) -> None:
         context = self._running[request_id]
-        before = context.reached, context.open_hint, context.open_place
+        before = context.rows.reached, context.reuse.open_hint, context.reuse.open_place
         self._publisher.preempt(context)
-        context.reached, context.open_hint, context.open_place = before
+        context.rows.reached, context.reuse.open_hint, context.reuse.open_place = before

@@ -1,12 +1,11 @@
 """Keeps account of HBM: its pages, what lies in them, and which of them a context gets. Touches no bytes."""
 
-from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.context import PARKED, RunningContext
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.match import Match
+from cache.blocks.rows import PARKED, ContextRows
 from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable
 from cache.moves import BlockLoad, CopyRows
@@ -69,7 +68,7 @@ class HbmPool:
     ) -> None:
         """has_slots: blocks are saved below, so that a block that leaves need not be lost."""
         self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
-        self._bytes_per_token = bytes_per_token
+        self.bytes_per_token = bytes_per_token
         self._naive_positions = naive_positions
         self._stats = stats
         self._scores = scores
@@ -130,11 +129,16 @@ class HbmPool:
     # --- giving a context its pages -----------------------------------------------------------------------------------
 
     def place(
-        self, context: RunningContext, match: Match, pages_needed: int, parked: Collection[int] | None = None
+        self,
+        rows: ContextRows,
+        match: Match,
+        pages_needed: int,
+        num_tokens: int,
+        parked: Collection[int] | None = None,
     ) -> Placement | None:
         """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. None if there
-        is no room, which changes nothing. parked: of a context that HBM cannot hold, the numbers of pages that it does
-        without."""
+        is no room, which changes nothing. num_tokens: of the whole context, whose later pages should lie in a row with
+        these. parked: of a context that HBM cannot hold, the numbers of pages that it does without."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
         per_page, num_parked = self.page_size // BLOCK_TOKENS, len(parked or ())
@@ -151,7 +155,7 @@ class HbmPool:
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
-        run = max(pages_needed, self.num_pages(len(context.token_ids)))  # so that pages of later steps lie behind it
+        run = max(pages_needed, self.num_pages(num_tokens))  # so that pages of later steps lie behind it
         if parked is not None:
             run = pages_needed
         if not held and pages_needed - num_parked <= self.pages.num_free + self.pages.num_cached:
@@ -160,11 +164,11 @@ class HbmPool:
         if placement is not None:
             for index, (group, claim) in enumerate(zip(groups, claimed, strict=True)):
                 if claim is None:
-                    claim = self.pages.take(last_page(context), run - len(context.pages))
+                    claim = self.pages.take(rows.last_page, run - len(rows.pages))
                     self._bring(group, index * per_page, claim, placement)
-                context.pages.append(claim)
-            while len(context.pages) < pages_needed:
-                context.pages.append(self.pages.take(last_page(context), run - len(context.pages)))
+                rows.pages.append(claim)
+            while len(rows.pages) < pages_needed:
+                rows.pages.append(self.pages.take(rows.last_page, run - len(rows.pages)))
             if match.partial is not None and match.partial.is_open and claimed[-1] is not None:
                 placement.taken_over = match.partial.key  # the context appends to it where it lies
         for page in sources if placement is not None else (*sources, *held):
@@ -192,15 +196,15 @@ class HbmPool:
                     load = BlockLoad(row.key, used, None, row.extent, page, offset, position, redis)
                 placement.loads.append(load)
 
-    def grow(self, context: RunningContext, num_tokens: int) -> bool:
+    def grow(self, rows: ContextRows, num_tokens: int) -> bool:
         """Give a context room for so many more rows. Returns False if there is none, which changes nothing."""
-        missing = self.num_pages(context.computed + num_tokens) - len(context.pages)
+        missing = self.num_pages(rows.computed + num_tokens) - len(rows.pages)
         if missing <= 0:
             return True
         if not self.make_room(missing):
             return False
         for done in range(missing):
-            context.pages.append(self.pages.take(last_page(context), missing - done))
+            rows.pages.append(self.pages.take(rows.last_page, missing - done))
         return True
 
     def borrow(self, num_pages: int) -> list[int] | None:
@@ -318,41 +322,6 @@ class HbmPool:
             known.kept_raw |= row.kept_raw
             known.decoded = row.decoded
             self.settle(row.key, row.page, row.offset, row.position, hop=False)
-
-    def row(
-        self, context: RunningContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
-    ) -> BlockRow:
-        """Return the row of a block that a running context has computed, or has moved behind a cut."""
-        first, lineage = block * BLOCK_TOKENS, context.lineage
-        parent = lineage.parent(block)
-        if lineage.is_moved(block):
-            # Contexts that begin like this one but never had what was cut must not find it, not even its first rows. No
-            # block chains on this key, so it is found under its own alone.
-            parent = context.domain.child(key, ())
-        return BlockRow(
-            key=key,
-            parent=parent,
-            token_ids=array("I", tokens),
-            size_bytes=len(tokens) * self._bytes_per_token,
-            session_id=session_id,
-            page=context.pages[first // self.page_size],
-            offset=first % self.page_size,
-            position=first,
-            origin=first,
-            place=block,
-            kept_raw=(
-                parent == context.domain.root
-                or is_exact(context.session[1])
-                or block < context.open_place  # it was not computed for this context
-                or (block == context.open_place and context.continues_raw)
-                or lineage.is_moved(block)
-            ),
-            owners=(context.session,),
-        )
-
-
-def last_page(context: RunningContext) -> int | None:
-    return context.pages[-1] if context.pages and context.pages[-1] != PARKED else None
 
 
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.blocks.context import PARKED, RunningContext
+from cache.blocks.rows import PARKED
 from cache.manager import CacheManager
 from cache.moves import CapturePiece
+from cache.requests.context import RequestContext
 from cache.transfer.capture import Captured, CaptureSink
 from cache.transfer.device_streams import Fence
 from cache.transfer.transfer import Transfer
@@ -159,7 +160,7 @@ class StepCompute:
         on_host = self.runner.takes_host_batches and self._parked is None
         device = torch.device("cpu") if on_host else self._device
         batch = build_batch(items, self.tables, self._cache.page_size, device)
-        jobs = {i.request_id: job for i in items if (job := self._cache.requests.context(i.request_id).job) is not None}
+        jobs = {i.request_id: load.job for i in items if (load := self._cache.requests.context(i.request_id).load)}
         arrival = None
         if jobs:
             arrival = Arrival(
@@ -272,7 +273,7 @@ class StepCompute:
             token_ids=sequence.token_ids[first : first + chunk.num_tokens] + draft,
             first_row=first,
             # Tables hold valid numbers; nobody looks up a page that is parked.
-            pages=[max(0, page) for page in context.pages] if has_parked(context) else context.pages,
+            pages=[max(0, page) for page in context.rows.pages] if has_parked(context) else context.rows.pages,
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
             draft_rows=len(draft),
@@ -281,13 +282,13 @@ class StepCompute:
             and chunk.num_tokens == 1
             and not draft
             and sequence.output_tokens > 0  # not the last token of a prompt
-            and context.job is None  # what is still being loaded may come to nothing, with what was chosen of it
+            and context.load is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
         )
 
 
-def has_parked(context: RunningContext) -> bool:
-    return bool(context.in_slots) and PARKED in context.pages
+def has_parked(context: RequestContext) -> bool:
+    return bool(context.saving.parked) and PARKED in context.rows.pages
 
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:

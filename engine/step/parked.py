@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.rows import PARKED
 from cache.moves import BlockLoad
+from cache.requests.context import RequestContext
 from cache.transfer.slot_reader import SlotReader
 from cache.transfer.transfer import Transfer
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -63,7 +64,7 @@ class ParkedAttention:
         self._reading_of: dict[int, _Reading] = {}  # by the slot of each query row
         self._lost: dict[str, dict[BlockKey, None]] = {}
 
-    def begin(self, meta: AttentionMeta, contexts: Mapping[int, RunningContext]) -> None:
+    def begin(self, meta: AttentionMeta, contexts: Mapping[int, RequestContext]) -> None:
         """A step begins. contexts: of the sequences with parked blocks."""
         self._reading_of, self._lost = {}, {}
         bounds = meta.query_start.tolist()
@@ -78,12 +79,12 @@ class ParkedAttention:
         lost, self._lost, self._reading_of = self._lost, {}, {}
         return {request_id: list(keys) for request_id, keys in lost.items()}
 
-    def _pieces_below(self, context: RunningContext) -> Iterator[_Piece]:
+    def _pieces_below(self, context: RequestContext) -> Iterator[_Piece]:
         """Split the parked blocks into as many at a time as the ring takes."""
         per_page = self._page_size // BLOCK_TOKENS
         parked = [
             block
-            for index, page in enumerate(context.pages)
+            for index, page in enumerate(context.rows.pages)
             if page == PARKED
             for block in range(index * per_page, (index + 1) * per_page)
         ]
@@ -93,13 +94,13 @@ class ParkedAttention:
             places = [divmod(number, per_page) for number in range(len(blocks))]
             loads = [
                 BlockLoad(
-                    context.in_slots[block].key,
+                    context.saving.parked[block].key,
                     BLOCK_TOKENS,
-                    context.in_slots[block].slot,
+                    context.saving.parked[block].slot,
                     None,
                     self._ring[page],
                     place * BLOCK_TOKENS,
-                    context.in_slots[block].position,
+                    context.saving.parked[block].position,
                 )
                 for block, (page, place) in zip(blocks, places, strict=True)
             ]
@@ -107,13 +108,13 @@ class ParkedAttention:
             reader = self._transfer.reader_of(loads)
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
-    def _pieces_here(self, context: RunningContext, num_rows: int) -> Iterator[_Piece]:
+    def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
         """Split what has pages likewise, so that no more memory is needed for it."""
         size, used = self._page_size, -(-num_rows // self._page_size)
-        here = [index for index, page in enumerate(context.pages[:used]) if page != PARKED]
+        here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):
             indices = here[start : start + len(self._ring)]
-            firsts = [context.pages[index] * size for index in indices]
+            firsts = [context.rows.pages[index] * size for index in indices]
             yield self._piece([index * size for index in indices], firsts, size, num_rows, None)
 
     def _piece(

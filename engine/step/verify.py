@@ -88,7 +88,7 @@ class Verifier:
         verdict, sequence = self.verdict, choice.sequence
         if verdict is None or verdict.is_condemned:
             return False
-        found = self._divergence(sequence.token_ids, self._cache.requests.context(sequence.request_id).pages)
+        found = self._divergence(sequence.token_ids, self._cache.requests.context(sequence.request_id).rows.pages)
         if found is None:
             return False
         self.compared += 1

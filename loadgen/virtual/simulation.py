@@ -219,7 +219,7 @@ class Simulation:
             context = chunk.sequence.computed_tokens
             work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
         seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
-        jobs = [job for c in chunks if (job := self.cache.requests.context(c.sequence.request_id).job) is not None]
+        jobs = [load.job for c in chunks if (load := self.cache.requests.context(c.sequence.request_id).load)]
         loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
         # Layer by layer: the last layer's computation follows the last layer's arrival.
         end_s = max(self.now + seconds, loaded_s + seconds / self.machine.num_layers)
@@ -378,9 +378,9 @@ class Simulation:
         for sequence, _ in self._live.values():
             context = self.cache.requests.context(sequence.request_id)
             if sequence.state is SequenceState.RUNNING:
-                self._check(bool(context.pages), "somebody runs without pages")
-                self._check(context.computed == sequence.computed_tokens, "scheduler and cache disagree")
-            elif context.pages:
+                self._check(bool(context.rows.pages), "somebody runs without pages")
+                self._check(context.rows.computed == sequence.computed_tokens, "scheduler and cache disagree")
+            elif context.rows.pages:
                 self._check(self.scheduler.has_early_load(sequence), "somebody waits with pages, and not for its load")
         if isinstance(self._queue, ShuffledWindow):
             size = self._queue.size

@@ -10,8 +10,8 @@ detected.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
+from cache.blocks.rows import PARKED
 from cache.blocks.stored import ExtentInfo, SessionRecord, is_coded
 from cache.blocks.table import BlockRow
 from cache.blocks.truncate import CutRules
@@ -41,6 +41,7 @@ from cache.moves import (
 from cache.options import CacheOptions, Truncation
 from cache.policies import POLICIES
 from cache.rates import Rates
+from cache.requests.context import LoadState, RequestContext
 from cache.requests.opening import ClientCut
 from scheduler.line import Line
 
@@ -156,7 +157,7 @@ class PoolModel:
         self.encodes: deque[EncodeBlocks] = deque()
         self.encoded: set[BlockKey] = set()
         self.events: deque[Event] = deque()
-        self.contexts: dict[str, RunningContext] = {}  # the open requests
+        self.contexts: dict[str, RequestContext] = {}  # the open requests
         self.fails: Callable[[object], str | None] = lambda order: None  # an order -> why it fails
         self.deleted: list[str] = []
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -236,8 +237,8 @@ class PoolModel:
         context = self.contexts[request_id]
         size = self.manager.page_size
         pieces = self.manager.requests.capture(request_id, num_tokens, 0)
-        first = context.computed
-        step = [self.rows[context.pages[p // size] * size + p % size][0] for p in range(first, first + num_tokens)]
+        first = context.rows.computed
+        step = [self.rows[context.rows.pages[p // size] * size + p % size][0] for p in range(first, first + num_tokens)]
         self.move()
         if pieces:
             self.saves.append((step, pieces))
@@ -246,30 +247,30 @@ class PoolModel:
     def forward(self, request_id: str, num_tokens: int) -> None:
         self.move()
         context = self.contexts[request_id]
-        while context.job is not None and any(load.job_id == context.job for load in self.loads):
+        while context.load is not None and any(load.job_id == context.load.job for load in self.loads):
             self.run_load()  # the layers wait for what is on its way
         tokens, size = context.token_ids, self.manager.page_size
         self._learn(context.domain, tokens)
-        assert context.computed + num_tokens <= len(tokens)
+        assert context.rows.computed + num_tokens <= len(tokens)
         values = [value for value, _ in self._computed(context)]
         state = self._root(context.domain)
         for value in values:
             state = self._next(state, value)
-        for place in range(context.computed, context.computed + num_tokens):
+        for place in range(context.rows.computed, context.rows.computed + num_tokens):
             value = self._value(state, tokens[place], self._root(context.domain))
-            self.rows[context.pages[place // size] * size + place % size] = (value, place)
+            self.rows[context.rows.pages[place // size] * size + place % size] = (value, place)
             values.append(value)
             state = self._next(state, value)
         if GARBAGE not in values and EMPTY not in values:  # else its load has failed, and nothing will be published
             self._name(context, values)
 
-    def _computed(self, context: RunningContext) -> list[tuple[int, int]]:
+    def _computed(self, context: RequestContext) -> list[tuple[int, int]]:
         """The rows that a context has computed, in pages or parked: (number, position)."""
         size, found = self.manager.page_size, []
-        for place in range(context.computed):
-            page, (block, offset) = context.pages[place // size], divmod(place, BLOCK_TOKENS)
+        for place in range(context.rows.computed):
+            page, (block, offset) = context.rows.pages[place // size], divmod(place, BLOCK_TOKENS)
             if page == PARKED:
-                where = context.in_slots[block]
+                where = context.saving.parked[block]
                 found.append((self.slots[where.slot][offset], where.position + offset))
             else:
                 found.append(self.rows[page * size + place % size])
@@ -503,7 +504,7 @@ class PoolModel:
             state = self._next(state, rows[-1])
         return rows
 
-    def _name(self, context: RunningContext, values: list[int]) -> None:
+    def _name(self, context: RequestContext, values: list[int]) -> None:
         """What was computed under the names of a context's blocks. A name that is a chain from the root says all that a
         row depends on; behind a cut it may depend on whether an open block was still there."""
         keys = context.chain()
@@ -537,29 +538,29 @@ class PoolModel:
         self._check_disk()
         self._check_in_flight()
 
-    def _check_context(self, context: RunningContext) -> None:
+    def _check_context(self, context: RequestContext) -> None:
         """Every computed row holds its own token behind its own prefix, and what comes next can be written safely."""
         size = self.manager.page_size
-        if not context.pages:
-            assert context.computed == 0
+        if not context.rows.pages:
+            assert context.rows.computed == 0
             self.check_match(context)
             return
-        assert context.computed <= len(context.pages) * size
-        if context.job is None:
+        assert context.rows.computed <= len(context.rows.pages) * size
+        if context.load is None or context.load.state is LoadState.OUTLIVED:
             held = self._computed(context)
             values = [value for value, _ in held]
-            assert [position for _, position in held] == list(range(context.computed))
-            assert [self._token_of[value] for value in values] == context.token_ids[: context.computed], context
+            assert [position for _, position in held] == list(range(context.rows.computed))
+            assert [self._token_of[value] for value in values] == context.token_ids[: context.rows.computed], context
             assert {self._root_of[value] for value in values} <= {self._root(context.domain)}
-            if not context.cuts:
-                assert values == self.pure(context.domain, context.token_ids)[: context.computed], context
+            if not context.cuts.ranges:
+                assert values == self.pure(context.domain, context.token_ids)[: context.rows.computed], context
             self._name(context, values)
-        pages = [page for page in context.pages if page != PARKED]
+        pages = [page for page in context.rows.pages if page != PARKED]
         assert len(set(pages)) == len(pages)
         published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.tiers.table if row.page is not None}
         saved_from = [page for pages, _ in self.manager.tiers.dram._sources.values() for page in pages]
-        for place in range(context.computed // BLOCK_TOKENS, len(context.pages) * size // BLOCK_TOKENS):
-            page = context.pages[place * BLOCK_TOKENS // size]
+        for place in range(context.rows.computed // BLOCK_TOKENS, len(context.rows.pages) * size // BLOCK_TOKENS):
+            page = context.rows.pages[place * BLOCK_TOKENS // size]
             block = place * BLOCK_TOKENS % size // BLOCK_TOKENS
             loading = sum(load.page == page for job in self.manager._loads.under_way.values() for load in job.blocks)
             saving = saved_from.count(page)
@@ -568,11 +569,11 @@ class PoolModel:
             )
             assert (page, block) not in published, "a block is findable where rows will be written"
 
-    def check_match(self, context: RunningContext) -> None:
+    def check_match(self, context: RequestContext) -> None:
         """What is remembered of a waiting context, if it still counts, is what is found anew."""
-        matcher, reason = self.manager.view._matcher, context.miss_reason
+        matcher, reason = self.manager.view._matcher, context.reuse.miss_reason
         assert matcher.match(context) == matcher._match_anew(context, matcher._basis(context))
-        context.miss_reason = reason
+        context.reuse.miss_reason = reason
 
     def _check_blocks(self) -> None:
         """Every block that can be found holds what its name says, in every tier that it is said to be in."""
@@ -622,7 +623,7 @@ class PoolModel:
         manager, pages = self.manager, self.manager.tiers.pages
         pins, residents = [0] * pages.num_pages, [0] * pages.num_pages
         for context in self.contexts.values():
-            for page in context.pages:
+            for page in context.rows.pages:
                 pins[page] += page != PARKED
         for load in manager._loads.under_way.values():
             for block in load.blocks:
@@ -650,7 +651,7 @@ class PoolModel:
         manager, dram = self.manager, self.manager.tiers.dram
         coding = manager.tiers.coded
         resident = [row.slot for row in manager.tiers.table if row.slot is not None]
-        filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
+        filling = [slot for context in self.contexts.values() for slot in context.saving.slots.values()]
         filling += [ticket.slot for ticket in dram._tickets.values()]
         filling += [slot for slot, is_coded in self._fetched_to() if not is_coded]
         loading = [block for load in manager._loads.under_way.values() for block in load.blocks if not block.is_coded]
@@ -664,7 +665,7 @@ class PoolModel:
             if block.extent is None:
                 pins[block.slot] += 1
         for context in self.contexts.values():
-            for pinned in context.in_slots.values():
+            for pinned in context.saving.parked.values():
                 pins[pinned.slot] += 1
         for order in manager.tiers.encoder._under_way.values():
             for _, slot, _ in order.blocks:
@@ -742,8 +743,8 @@ class PoolModel:
             if key in loading:
                 continue
             context = self.contexts[owner]
-            assert context.pages
-            assert key in context.chain()[context.computed // BLOCK_TOKENS :]
+            assert context.rows.pages
+            assert key in context.chain()[context.rows.computed // BLOCK_TOKENS :]
 
     def rows_of(self, key: BlockKey) -> BlockRow | None:
         return self.manager.tiers.table.get(key)

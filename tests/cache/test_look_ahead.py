@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import look_ahead as ahead
+from cache.blocks.rows import ContextRows
 from cache.look_ahead import LookAhead, prefetch_window
 from cache.requests.running import Requests
 from cache.returns.regulars import Regulars
@@ -71,8 +72,7 @@ class World:
         row = stored(request_id, tier=tier)
         self.running[request_id] = SimpleNamespace(
             session=session,
-            pages=[],
-            computed=0,
+            rows=ContextRows(),
             token_ids=[0] * tokens,
             chain=lambda: [] if request_id in self.fetched else [row],
         )
@@ -247,10 +247,10 @@ def test_where_sessions_take_turns_the_next_is_fetched_for_while_others_decode()
     world = World()
     rotation(world, "a", "b", "c", "d")
     world.request("r", "d")
-    world.running["r"].computed = 20
+    world.running["r"].rows.computed = 20
     world.plan([])
     assert world.fetched == [], "not beside a prompt"
-    world.running["r"].computed = 31
+    world.running["r"].rows.computed = 31
     for _ in range(3):
         world.plan([])
     assert world.fetched == ["a"]
@@ -313,7 +313,7 @@ def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_witho
         if case == "runs":
             world.request("r", "a")
             world.running.of = lambda name: ["r"]
-            world.running["r"].computed = 31
+            world.running["r"].rows.computed = 31
         elif case == "gone":
             world.contexts.clear()
         elif case == "in HBM":

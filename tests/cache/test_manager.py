@@ -90,7 +90,7 @@ class Conversations(RuleBasedStateMachine):
                 assert not alone, "a request that fits into HBM waits for ever"
                 continue
             assert 0 <= cached <= resident < len(context.token_ids)
-            assert len(context.pages) * self.page_size >= min(len(context.token_ids), cached + chunk)
+            assert len(context.rows.pages) * self.page_size >= min(len(context.token_ids), cached + chunk)
             if request_id not in self.reported:
                 self.report(request_id, cached)
 
@@ -110,11 +110,11 @@ class Conversations(RuleBasedStateMachine):
         """A chunk of a prompt; a step that decodes, once all is computed."""
         request_id = self.chosen(self.running, which)[0]
         context = self.model.contexts[request_id]
-        if context.computed == len(context.token_ids):
+        if context.rows.computed == len(context.token_ids):
             if len(context.token_ids) == self.manager.tiers.pages.num_pages * self.page_size:
                 return
             context.token_ids.append(self.opened % 2)
-        chunk = min(chunk, len(context.token_ids) - context.computed)
+        chunk = min(chunk, len(context.token_ids) - context.rows.computed)
         before = self.snapshot()
         if self.manager.view.grow(request_id, chunk):
             self.model.step(request_id, chunk)
@@ -162,11 +162,11 @@ class Conversations(RuleBasedStateMachine):
 
     @property
     def waiting(self):
-        return [name for name, context in self.model.contexts.items() if not context.pages]
+        return [name for name, context in self.model.contexts.items() if not context.rows.pages]
 
     @property
     def running(self):
-        return [name for name, context in self.model.contexts.items() if context.pages]
+        return [name for name, context in self.model.contexts.items() if context.rows.pages]
 
     @staticmethod
     def chosen(names, which, count=1):
@@ -176,7 +176,9 @@ class Conversations(RuleBasedStateMachine):
     def snapshot(self):
         manager, pages = self.manager, self.manager.tiers.pages
         claims = [(pages.pins(p), pages.residents(p), pages.is_free(p)) for p in range(pages.num_pages)]
-        contexts = [(c.request_id, list(c.pages), c.computed, c.sealed) for c in self.model.contexts.values()]
+        contexts = [
+            (c.request_id, list(c.rows.pages), c.rows.computed, c.rows.sealed) for c in self.model.contexts.values()
+        ]
         order = manager.tiers.hbm.policy.victims(len(manager.tiers.table), ())
         return (
             claims,
@@ -394,7 +396,7 @@ def test_a_whole_page_is_shared_not_copied():
     assert model.manager.view.admit("a", 64) == 0
     model.step("a", 64)
     assert model.manager.view.admit("b", 1) == 64
-    assert model.contexts["b"].pages[0] == model.contexts["a"].pages[0]
+    assert model.contexts["b"].rows.pages[0] == model.contexts["a"].rows.pages[0]
     assert model.manager.tiers.pages.num_pinned == 2
     model.check()
 
@@ -588,7 +590,7 @@ def test_sessions_are_forgotten_after_their_time_and_beyond_their_number():
     for now, session in ((0.0, "a"), (1.0, "b"), (5.0, "a"), (6.0, "c")):
         model.open("r", range(40), session=session)
         model.manager.view.admit("r", 40 - model.manager.view.resident_tokens("r"))
-        model.step("r", 40 - model.contexts["r"].computed)
+        model.step("r", 40 - model.contexts["r"].rows.computed)
         model.close("r", now=now)
     assert len(model.manager.sessions.contexts) == 2  # "b" was used longest ago
     assert model.manager.sessions.sweep(14.9) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from cache.blocks.context import PARKED
+from cache.blocks.rows import PARKED
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -232,7 +232,7 @@ class Driver:
     def check(self) -> None:
         """Every page is what the tables say it is, and the gauges count them so."""
         pages = self.cache.tiers.pages
-        running = [page for context in self.cache._running.values() for page in context.pages if page != PARKED]
+        running = [page for context in self.cache._running.values() for page in context.rows.pages if page != PARKED]
         running += [block.page for load in self.cache._loads.under_way.values() for block in load.blocks]
         running += [page for held, _ in self.cache.tiers.dram._sources.values() for page in held]
         resident = {row.page for row in self.cache.tiers.table if row.page is not None}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cache.blocks.context import PARKED, RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.rows import PARKED
+from cache.requests.context import RequestContext
 from engine.model.loading import ModelRefused
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import VOCAB, random_ids, save_tiny
@@ -58,12 +59,12 @@ def expected(ample: Driver, prompt: list[int], tokens: int = 6) -> list[int]:
     return ask(ample, prompt, session=f"{next(_ids)}", tokens=tokens).token_ids
 
 
-def context_of(driver: Driver, request_id: str) -> RunningContext:
+def context_of(driver: Driver, request_id: str) -> RequestContext:
     return driver.cache.requests.context(f"{request_id}/0")
 
 
-def run_until_parked(driver: Driver, request_id: str, num_pages: int) -> RunningContext:
-    while context_of(driver, request_id).pages.count(PARKED) < num_pages:
+def run_until_parked(driver: Driver, request_id: str, num_pages: int) -> RequestContext:
+    while context_of(driver, request_id).rows.pages.count(PARKED) < num_pages:
         driver.step()
     return context_of(driver, request_id)
 
@@ -96,7 +97,7 @@ def test_half_of_hbm_is_left_to_others(ample: Driver, small: Driver) -> None:
     beside = small.submit("short", short, max_tokens=30, ignore_eos=True)
     while small.engine.has_work():
         small.step()
-        assert len(context.pages) - context.pages.count(PARKED) <= 4
+        assert len(context.rows.pages) - context.rows.pages.count(PARKED) <= 4
     assert answer.token_ids == expected(ample, long)
     assert beside.token_ids == expected(ample, short, 30)
     assert beside.timings[-1] is not None
@@ -147,7 +148,7 @@ def test_an_aborted_request_leaves_what_it_has_computed(ample: Driver, small: Dr
     small.submit("gone", prompt, session="s", max_tokens=50, ignore_eos=True)
     while small.state("gone") != "decoding":
         small.step()
-    assert context_of(small, "gone").pages.count(PARKED)
+    assert context_of(small, "gone").rows.pages.count(PARKED)
     small.engine.abort("gone")
     small.run()
     assert pinned_slots(small) == 0
@@ -218,8 +219,8 @@ def test_a_damaged_slot_is_computed_again(ample: Driver, small: Driver) -> None:
     while small.state("hurt") != "decoding":
         small.step()
     context = context_of(small, "hurt")
-    parked = [block for block in context.in_slots if context.pages[block] == PARKED]
-    damage(small, context.in_slots[parked[1]].slot)
+    parked = [block for block in context.saving.parked if context.rows.pages[block] == PARKED]
+    damage(small, context.saving.parked[parked[1]].slot)
     small.step()
     assert small.state("hurt") == "waiting", "to begin anew"
     small.run()

@@ -73,7 +73,7 @@ class Server:
         assert schedule.chunks or schedule.preempted, "nothing moves"
         for chunk in schedule.chunks:
             request_id = chunk.sequence.request_id
-            assert chunk.sequence.computed_tokens == self.model.contexts[request_id].computed
+            assert chunk.sequence.computed_tokens == self.model.contexts[request_id].rows.computed
             if request_id not in self.reported:
                 self.reported.add(request_id)
                 report = manager.requests.report(request_id)
@@ -102,7 +102,7 @@ class Server:
     def check(self) -> None:
         self.model.check()
         running = {sequence.request_id for sequence in self.scheduler.running}
-        assert running == {name for name, context in self.model.contexts.items() if context.pages}
+        assert running == {name for name, context in self.model.contexts.items() if context.rows.pages}
         assert running | set(self.scheduler.upcoming().members) == set(self.live)
 
 

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.context import Lineage, SessionContext, digest_of
+from cache.blocks.context import SessionContext, digest_of
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from cache.blocks.lineage import Lineage
 
 DOMAIN = KeyDomain(secret=b"s", fingerprint=b"f", tenant="t", salt="")
 TOKENS = list(range(10 * BLOCK_TOKENS))

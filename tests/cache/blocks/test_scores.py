@@ -117,7 +117,7 @@ def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dr
         missing = max(0, size - free)
         more, evicted = model.manager.stats.evicted_blocks - evicted, model.manager.stats.evicted_blocks
         if dram:
-            taken = model.contexts[f"new{number}"].pages
+            taken = model.contexts[f"new{number}"].rows.pages
             half_in_a_row = longest_run(taken) >= -(-size // 2)
             assert missing <= more <= (max(missing, size + kept_free - free) if half_in_a_row else missing)
         else:
@@ -138,7 +138,7 @@ def test_a_new_context_lies_in_a_row_for_the_price_of_a_page():
     model.open("new", tokens(9, 96), session="new")
     assert model.manager.view.admit("new", 96) == 0
     # The oldest session lies in pages 0 and 1. Three blocks may leave, so that half of the pages stays free.
-    assert model.contexts["new"].pages == [1, 2, 3]
+    assert model.contexts["new"].rows.pages == [1, 2, 3]
     assert model.manager.stats.evicted_blocks == before + 1
 
 
@@ -184,7 +184,7 @@ def test_a_pool_that_stays_full_does_not_fall_to_pieces():
         model.open(f"new{number}", [100 + number, *tokens(number, size - 1)], session=f"s{number}")
         assert model.manager.view.admit(f"new{number}", size) == 0
         model.step(f"new{number}", size)
-        taken = model.contexts[f"new{number}"].pages
+        taken = model.contexts[f"new{number}"].rows.pages
         pieces.append(1 + sum(page != before + 1 for before, page in pairwise(taken)))
         model.close(f"new{number}")
         model.settle()

@@ -29,7 +29,7 @@ def overflow(scorer, *, seen=None, dram_slots=64):
         allowed=True, keep_first=BLOCK_TOKENS, message_starts=(0, 70, 320, len(TEXT)), important=((80, 90),)
     )
     context = list(world.open("longer", [*TEXT, *MORE], rules=rules))
-    cuts = world.contexts["longer"].cuts
+    cuts = world.contexts["longer"].cuts.ranges
     pending = len(context) - world.manager.view.resident_tokens("longer")
     assert world.manager.view.admit("longer", pending) == len(context) - pending
     assert world.step("longer", pending)
@@ -72,5 +72,5 @@ def test_attention_is_a_mean_in_which_the_present_counts_half():
     for seen in ([0.5, 0.5], [1.0, 0.0]):
         world.manager.requests.attended("r", seen)
     context = world.contexts["r"]
-    assert [context.attention[key] for key in context.chain()] == [1.5, 0.5]
+    assert [context.cuts.attention[key] for key in context.chain()] == [1.5, 0.5]
     world.close("r", 0)

@@ -83,6 +83,6 @@ def test_behind_a_cut_a_copy_that_could_not_be_read_is_not_asked_for_again_eithe
     assert not load(model, "r", "deadline")
     assert model.manager.view.resident_tokens("r") == 0
     assert load(model, "r", "deadline")
-    assert model.contexts["r"].lost_lineage
+    assert model.contexts["r"].reuse.lost_lineage
     assert before.items() <= addresses(model).items()
     model.close("r")

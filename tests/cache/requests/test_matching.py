@@ -46,7 +46,7 @@ def test_what_a_disk_did_not_give_is_used_where_dram_has_it_and_what_cannot_be_d
     model.open("second", [*text, *tokens(3, 30)], session="s", rules=NO_CUTS)
     context, table = model.contexts["second"], model.manager.tiers.table
     assert all(table.get(key).in_dram and table.get(key).page is None for key in context.keys[:6])
-    context.unread = dict.fromkeys(context.keys[:6], why)
+    context.reuse.unread = dict.fromkeys(context.keys[:6], why)
     assert len(model.manager.view._matcher.match(context).found.used) == used
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.context import PARKED
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.rows import PARKED
 from cache.requests.parking import chunk_pages
 from tests.cache.pool_model import PoolModel, make_manager
 
@@ -25,8 +25,8 @@ def make(**options: int | bool) -> PoolModel:
 def go_on(model: PoolModel, request_id: str, most: int) -> bool:
     """Compute a chunk of a request, after giving it room. Returns False if it has to wait."""
     view, context = model.manager.view, model.contexts[request_id]
-    if context.pages:
-        count = min(most, len(context.token_ids) - context.computed)
+    if context.rows.pages:
+        count = min(most, len(context.token_ids) - context.rows.computed)
         if not view.grow(request_id, count):
             return False
     else:
@@ -42,7 +42,7 @@ def go_on(model: PoolModel, request_id: str, most: int) -> bool:
 def finish(model: PoolModel, request_id: str, most: int) -> None:
     context = model.contexts[request_id]
     for _ in range(100):
-        if context.pages and context.computed == len(context.token_ids):
+        if context.rows.pages and context.rows.computed == len(context.token_ids):
             return
         if not go_on(model, request_id, most):
             model.settle()
@@ -70,7 +70,7 @@ def test_every_row_is_there_whatever_happens(data: st.DataObject, page_size: int
     context = model.contexts["large"]
     for number in range(data.draw(st.integers(5, 25))):
         match data.draw(st.sampled_from(["go on"] * 5 + ["settle", "save", "beside", "preempt", "lost", "again"])):
-            case "go on" if not context.pages or context.computed < len(context.token_ids):
+            case "go on" if not context.rows.pages or context.rows.computed < len(context.token_ids):
                 if not go_on(model, "large", data.draw(st.integers(1, most))):
                     model.settle()
             case "settle":
@@ -80,10 +80,10 @@ def test_every_row_is_there_whatever_happens(data: st.DataObject, page_size: int
                 model.hear()
             case "beside":
                 beside(model, number)
-            case "preempt" if context.pages:
+            case "preempt" if context.rows.pages:
                 view.preempt("large")
-            case "lost" if PARKED in context.pages:
-                where = data.draw(st.sampled_from(list(context.in_slots.values())))
+            case "lost" if PARKED in context.rows.pages:
+                where = data.draw(st.sampled_from(list(context.saving.parked.values())))
                 model.manager.lost("large", [where.key])
                 assert model.void_failed() == ["large"]
             case "again":
@@ -103,12 +103,12 @@ def test_the_newest_blocks_have_pages() -> None:
     model = make()
     model.open("large", tokens(1, 400))
     context = model.contexts["large"]
-    while context.computed < 400:
+    while context.rows.computed < 400:
         assert go_on(model, "large", BLOCK_TOKENS)
         model.settle()
-    assert context.pages[:9] == [PARKED] * 9
-    assert PARKED not in context.pages[9:]
-    assert len(context.pages[9:]) == MOST
+    assert context.rows.pages[:9] == [PARKED] * 9
+    assert PARKED not in context.rows.pages[9:]
+    assert len(context.rows.pages[9:]) == MOST
 
 
 def test_a_returning_context_is_parked_from_the_start() -> None:
@@ -119,7 +119,7 @@ def test_a_returning_context_is_parked_from_the_start() -> None:
     model.settle()
     model.open("second", [*text, *tokens(2, 20)])
     assert model.manager.view.admit("second", 20) == 400
-    assert model.contexts["second"].pages.count(PARKED) == 10, "of 14, the last for what is new"
+    assert model.contexts["second"].rows.pages.count(PARKED) == 10, "of 14, the last for what is new"
     model.settle()
     model.check()
 
@@ -149,7 +149,7 @@ def test_one_large_context_has_room_at_a_time() -> None:
         model.open(name, tokens(1 if name == "first" else 2, 300), session=name)
     finish(model, "first", BLOCK_TOKENS)
     assert model.manager.view.admit("second", BLOCK_TOKENS) is None
-    assert model.contexts["second"].slots == {}
+    assert model.contexts["second"].saving.slots == {}
     model.close("first")
     assert model.manager.view.admit("second", BLOCK_TOKENS) is not None
 

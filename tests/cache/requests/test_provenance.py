@@ -10,7 +10,7 @@ def test_a_turn_that_ended_before_it_reached_its_cut_leaves_a_session_that_can_b
     text = tokens(1, 300)
     rules = CutRules(allowed=True, keep_first=64, message_starts=(0, 64, 128, 200), important=())
     model.open("left", text, rules=rules)
-    assert model.contexts["left"].cuts[0][0] >= 64
+    assert model.contexts["left"].cuts.ranges[0][0] >= 64
     assert model.manager.view.admit("left", 4) == 0
     assert model.step("left", 4)
     model.close("left", 4)

@@ -16,7 +16,7 @@ def test_a_block_that_a_cut_has_kept_is_not_found_by_who_never_had_what_was_cut(
     model.run("first", text)
     model.open("second", [*text, *tokens(2, 100)], rules=RULES)
     context = model.contexts["second"]
-    ((_, first),), kept = context.cuts, context.chain()[0]
+    ((_, first),), kept = context.cuts.ranges, context.chain()[0]
     assert context.lineage.joint == 2
     pending = len(context.token_ids) - manager.view.resident_tokens("second")
     assert manager.view.admit("second", pending) == 200 - first

@@ -64,7 +64,7 @@ class Chat:
         """A whole turn. Returns its report, with the cached tokens among it."""
         name = self.open(said)
         self.compute(name)
-        assert apply_cuts(self.text, self.context.cuts) == self.context.token_ids
+        assert apply_cuts(self.text, self.context.cuts.ranges) == self.context.token_ids
         report = self.world.manager.requests.report(name)
         for token in answer:
             assert self.world.manager.view.grow(name, 1)
@@ -85,7 +85,7 @@ class Chat:
 def test_what_a_message_is_about_comes_back_and_nothing_is_computed_again():
     chat = Chat(make_world(), keep_first=BLOCK_TOKENS)
     chat.fill(8)
-    assert chat.context.cuts
+    assert chat.context.cuts.ranges
     report = chat.say(message(1, about=[101]))
     assert report.recalled_tokens == 4 * BLOCK_TOKENS, "a quarter of the window"
     assert 101 in chat.context.token_ids[:-64]
@@ -97,12 +97,14 @@ def test_what_a_message_is_about_comes_back_and_nothing_is_computed_again():
 def test_a_context_keeps_its_length_and_loses_what_is_wanted_least():
     chat = Chat(make_world())
     chat.fill(8)
-    length, cuts = len(chat.context.token_ids), chat.context.cuts
+    length, cuts = len(chat.context.token_ids), chat.context.cuts.ranges
     report = chat.say(message(1, about=[101]))
     assert len(chat.context.token_ids) == length + 2 * BLOCK_TOKENS
     assert report.truncated_tokens == sum(b - a for a, b in cuts)
     kept = [
-        start for start in range(0, len(chat.text) - 64, 32) if not any(a <= start < b for a, b in chat.context.cuts)
+        start
+        for start in range(0, len(chat.text) - 64, 32)
+        if not any(a <= start < b for a, b in chat.context.cuts.ranges)
     ]
     before = [start for start in range(0, len(chat.text) - 64, 32) if not any(a <= start < b for a, b in cuts)]
     assert set(kept) - set(before) == {64, 96, 128, 160}, "the block that has it, and those around it"
@@ -113,12 +115,12 @@ def test_the_next_message_gives_back_what_the_last_one_had_recalled():
     chat = Chat(make_world())
     chat.fill(8)
     chat.say(message(1, about=[101]))
-    first, cuts = set(chat.context.recalled), chat.context.cuts
+    first, cuts = set(chat.context.cuts.recalled), chat.context.cuts.ranges
     chat.say(message(2, about=[103]))
     assert 103 in chat.context.token_ids[:-64]
-    assert not first & chat.context.recalled
+    assert not first & chat.context.cuts.recalled
     kept = {*range(len(chat.text) // BLOCK_TOKENS)} - {start // BLOCK_TOKENS for start in blocks_of(cuts)} - first
-    assert not kept & {start // BLOCK_TOKENS for start in blocks_of(chat.context.cuts)}, "nothing else has left"
+    assert not kept & {start // BLOCK_TOKENS for start in blocks_of(chat.context.cuts.ranges)}, "nothing else has left"
 
 
 @pytest.mark.parametrize("about", [(), (999,), (106,)])
@@ -128,7 +130,7 @@ def test_a_message_about_nothing_that_was_dropped_changes_nothing(about):
     for each in (chat, plain):
         each.fill(8)
     assert chat.say(message(1, about=about)) == plain.say(message(1, about=about))
-    assert chat.context.cuts == plain.context.cuts
+    assert chat.context.cuts.ranges == plain.context.cuts.ranges
     assert chat.context.chain() == plain.context.chain()
 
 
@@ -143,12 +145,12 @@ def test_off_nothing_is_noted():
 def test_what_is_marked_and_what_the_message_is_about_too_does_not_leave():
     chat = Chat(make_world())
     chat.fill(8)
-    left = next(start for start in range(0, len(chat.text), 32) if start >= chat.context.cuts[-1][1])
+    left = next(start for start in range(0, len(chat.text), 32) if start >= chat.context.cuts.ranges[-1][1])
     chat.important = ((left, left + 10),)
     marked = chat.text[left : left + BLOCK_TOKENS]
     chat.say(message(1, about=[101]))
-    assert chat.context.recalled_tokens
-    place = left - sum(b - a for a, b in chat.context.cuts if b <= left)
+    assert chat.context.cuts.recalled_tokens
+    place = left - sum(b - a for a, b in chat.context.cuts.ranges if b <= left)
     assert chat.context.token_ids[place : place + BLOCK_TOKENS] == marked
 
 
@@ -192,7 +194,7 @@ def test_what_cannot_be_read_leaves_the_context_again(reason):
     assert next(failing, False) is False, "the load has failed"
     assert report.recalled_tokens == 3 * BLOCK_TOKENS
     assert len(chat.context.token_ids) == length + BLOCK_TOKENS
-    assert report.truncated_tokens == sum(b - a for a, b in chat.context.cuts)
+    assert report.truncated_tokens == sum(b - a for a, b in chat.context.cuts.ranges)
     assert report.computed_tokens <= 3 * BLOCK_TOKENS, "nothing that was kept"
 
 
@@ -204,8 +206,8 @@ def test_what_the_client_dropped_itself_stays_out():
     rules = CutRules(True, 0, tuple(start - 256 for start in chat.starts if start >= 256), ())
     chat.world.open("shifted", (stream + said)[256:], session="s", rules=rules, reserve=8, client_cut=cut)
     context = chat.world.contexts["shifted"]
-    assert context.client_cuts == context.cuts == [(0, 256)]
-    assert context.recalled_tokens == 0
+    assert context.cuts.by_client == context.cuts.ranges == [(0, 256)]
+    assert context.cuts.recalled_tokens == 0
     chat.world.close("shifted", 0)
 
 
@@ -244,11 +246,11 @@ def chatter(seed, *, scorer, window, dram, disk, failing, coded):
 
 
 def is_sound(context):
-    assert all(a % BLOCK_TOKENS == b % BLOCK_TOKENS == 0 for a, b in context.cuts)
-    assert all(before[1] < after[0] for before, after in pairwise(context.cuts))
-    assert apply_cuts(context.conversation, context.cuts) == context.token_ids
-    assert not any(a <= place * BLOCK_TOKENS < b for place in context.recalled for a, b in context.cuts)
-    assert set(context.dropped) <= {start // BLOCK_TOKENS for start in blocks_of(context.cuts)}
+    assert all(a % BLOCK_TOKENS == b % BLOCK_TOKENS == 0 for a, b in context.cuts.ranges)
+    assert all(before[1] < after[0] for before, after in pairwise(context.cuts.ranges))
+    assert apply_cuts(context.conversation, context.cuts.ranges) == context.token_ids
+    assert not any(a <= place * BLOCK_TOKENS < b for place in context.cuts.recalled for a, b in context.cuts.ranges)
+    assert set(context.cuts.dropped) <= {start // BLOCK_TOKENS for start in blocks_of(context.cuts.ranges)}
 
 
 @settings(max_examples=60)

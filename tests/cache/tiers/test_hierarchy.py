@@ -198,7 +198,7 @@ class Hierarchy(RuleBasedStateMachine):
         alone = not self.running and not self.manager.num_leases
         cached = self.manager.view.admit(request_id, min(len(context.token_ids) - resident, chunk))
         if cached is None:
-            assert not context.pages
+            assert not context.rows.pages
             assert not alone, "a request that fits into HBM waits for ever"
             return
         assert 0 <= cached <= resident < len(context.token_ids)
@@ -218,25 +218,25 @@ class Hierarchy(RuleBasedStateMachine):
         request_id = self.chosen(self.running, which)
         context = self.model.contexts[request_id]
         for _ in range(times):
-            if context.computed == len(context.token_ids):
+            if context.rows.computed == len(context.token_ids):
                 context.token_ids.append(self.opened % 2)
             if len(context.token_ids) >= self.window:
                 self.overflow(request_id)
                 return
-            num_tokens = min(chunk, len(context.token_ids) - context.computed)
+            num_tokens = min(chunk, len(context.token_ids) - context.rows.computed)
             if not self.manager.view.grow(request_id, num_tokens):
-                assert self.manager.num_leases > len(context.pages), "a request that fits into HBM cannot go on"
+                assert self.manager.num_leases > len(context.rows.pages), "a request that fits into HBM cannot go on"
                 return
             if not self.model.step(request_id, num_tokens):
                 return
-            seen = [self.rng.random() for _ in range(-(-context.computed // BLOCK_TOKENS))]
+            seen = [self.rng.random() for _ in range(-(-context.rows.computed // BLOCK_TOKENS))]
             self.manager.requests.attended(request_id, [share / sum(seen) for share in seen])
 
     def overflow(self, request_id):
         """As the engine does when a sampled token fills the window."""
         context = self.model.contexts[request_id]
         before = list(context.token_ids)
-        if not context.rules.allowed:
+        if not context.cuts.rules.allowed:
             return self.model.close(request_id, now=self.now)
         try:
             dropped = self.manager.requests.truncate(request_id)
@@ -265,8 +265,8 @@ class Hierarchy(RuleBasedStateMachine):
 
     def remember(self, context):
         """The conversation as its client has it: what was cut is still there."""
-        generated = len(context.token_ids) + sum(b - a for a, b in context.cuts) - len(context.stream)
-        full = context.stream + (context.token_ids[-generated:] if generated > 0 else [])
+        generated = len(context.token_ids) + sum(b - a for a, b in context.cuts.ranges) - len(context.cuts.stream)
+        full = context.cuts.stream + (context.token_ids[-generated:] if generated > 0 else [])
         texts = self.texts[context.session_id]
         self.texts[context.session_id] = [*texts[-9:], full]
 
@@ -337,11 +337,11 @@ class Hierarchy(RuleBasedStateMachine):
 
     @property
     def waiting(self):
-        return [name for name, context in self.model.contexts.items() if not context.pages]
+        return [name for name, context in self.model.contexts.items() if not context.rows.pages]
 
     @property
     def running(self):
-        return [name for name, context in self.model.contexts.items() if context.pages]
+        return [name for name, context in self.model.contexts.items() if context.rows.pages]
 
     @staticmethod
     def chosen(names, which):

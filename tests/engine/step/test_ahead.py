@@ -46,7 +46,9 @@ def submit(driver: Driver, histories: list[Answer]) -> list[Answer]:
 
 def ahead(driver: Driver) -> list[str]:
     """Return who waits and has pages."""
-    return [name for name in driver.engine._scheduler.upcoming().members if driver.cache.requests.context(name).pages]
+    return [
+        name for name in driver.engine._scheduler.upcoming().members if driver.cache.requests.context(name).rows.pages
+    ]
 
 
 def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: Any, tmp_path: Path) -> None:
@@ -55,13 +57,13 @@ def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: A
     driver.step()
     assert ahead(driver) == ["r1/0"]
     driver.step()
-    job = driver.cache.requests.context("r1/0").job
-    assert job is not None
-    assert driver.engine._transfer.wait_layer(job, 0, 10.0)
+    load = driver.cache.requests.context("r1/0").load
+    assert load is not None
+    assert driver.engine._transfer.wait_layer(load.job, 0, 10.0)
     for _ in range(5):
         driver.step()
     assert driver.state("r1") == "waiting"
-    assert driver.engine._transfer.layers_arrived(job) == 1, "the second layer waits for its turn"
+    assert driver.engine._transfer.layers_arrived(load.job) == 1, "the second layer waits for its turn"
     driver.run()
     for history, answer in zip(histories, answers, strict=True):
         assert_greedy(vanilla, answer)

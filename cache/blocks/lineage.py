@@ -1,0 +1,88 @@
+"""Names the blocks of a context: a chain of keys, which a cut bends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from cache.blocks.truncate import Range
+
+
+@dataclass(slots=True)
+class Lineage:
+    """The keys of a context's full blocks, in order. Until something is cut, they are one chain from the domain's root.
+    The first block computed after a cut depends on exactly which blocks remain before it, so its key chains on all of
+    their keys; this block is the `joint`."""
+
+    domain: KeyDomain
+    keys: list[BlockKey] = field(default_factory=list)
+    plain: int = 0  # number of leading keys that chain from the root; used only if there is a joint
+    joint: int | None = None  # index of the block whose key chains on all blocks before it
+    joint_parent: BlockKey | None = None
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Add the keys of all full blocks of `token_ids`, which begins with the blocks already known. Returns all
+        keys."""
+        for block in range(len(self.keys), len(token_ids) // BLOCK_TOKENS):
+            start = block * BLOCK_TOKENS
+            self.keys.append(self.domain.child(self.parent(block), token_ids[start : start + BLOCK_TOKENS]))
+        return self.keys
+
+    def parent(self, block: int) -> BlockKey:
+        """Return the key on which the key of `block` chains. `block` is a known one or the next one."""
+        if block == self.joint:
+            assert self.joint_parent is not None
+            return self.joint_parent
+        return self.keys[block - 1] if block else self.domain.root
+
+    def is_moved(self, block: int) -> bool:
+        """Whether a known block was computed behind other blocks than those before it now, which a cut has dropped."""
+        return self.joint is not None and self.plain <= block < self.joint
+
+    def first(self, count: int) -> "Lineage":
+        """Return the lineage of a context that shares the first `count` blocks with this one and then continues by
+        itself."""
+        if self.joint is not None and count >= self.joint:
+            return Lineage(self.domain, self.keys[:count], self.plain, self.joint, self.joint_parent)
+        return self.anew(count)
+
+    def anew(self, count: int) -> "Lineage":
+        """Return the lineage of a context that keeps at most the first `count` blocks and computes the rest after them
+        anew."""
+        keys, plain = self.keys[:count], self.num_plain
+        if count <= plain:
+            return Lineage(self.domain, keys)
+        return Lineage(self.domain, keys, plain, count, self.domain.lineage(keys))
+
+    def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
+        """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: the
+        key of an open block after the last full one that stays; the block it grows into was begun in the longer
+        context."""
+        keys, start = [], 0
+        for a, b in cuts:
+            keys += self.keys[start : a // BLOCK_TOKENS]
+            start = b // BLOCK_TOKENS
+        keys += self.keys[start:]
+        return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
+
+    def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
+        """Return the lineage of a context of these blocks, of which only the first `same` are where they were. tail: as
+        in `without`."""
+        plain = min(self.num_plain, same)
+        if tail is not None:
+            return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))
+        if len(keys) <= plain:
+            return Lineage(self.domain, keys)
+        return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
+
+    def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
+        """Whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open one) may
+        use this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
+        if self.joint is None or num_blocks > self.joint:
+            return True
+        if num_blocks < self.joint:
+            return False
+        return has_tail or self.joint_parent == self.domain.lineage(self.keys[: self.joint])
+
+    @property
+    def num_plain(self) -> int:
+        return len(self.keys) if self.joint is None else self.plain
