@@ -22,7 +22,7 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-$(EXTRAS)
+STAMP := $(VENV)/.reprise-llm-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry fuzz check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
@@ -36,18 +36,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (the first time takes a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt torch==2.13.0
+# Until 0.2 the distribution was called `reprise`. If it stayed, the folders could also be imported without `reprise.`;
+# if it were removed after the installation, the program would go with it.
+	@$(BIN)/python -m pip uninstall --quiet --quiet --yes reprise
+	@rm -rf reprise.egg-info
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m model.smollm2 || echo "going on with the bundled demonstration; \`make model\` tries again"
+	@$(BIN)/python -m reprise.model.smollm2 || echo "going on with the bundled demonstration; \`make model\` tries again"
 	@touch $@
 
 model: setup  ## SmolLM2-135M-Instruct, where `make setup` could not bring it
-	@$(BIN)/python -m model.smollm2
+	@$(BIN)/python -m reprise.model.smollm2
 
 serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(BIN)/python -m kernels.cpu.compile_all
+	@$(BIN)/python -m reprise.kernels.cpu.compile_all
 	@$(BIN)/python -m pytest -m 'not gpu and not api and not slow' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
 
 coverage: setup  ## branches that the tests have not run, in all processes; fails where a folder has less than 90 %
@@ -99,7 +103,7 @@ check: setup  ## formatting, lint, types, import rules, documents
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/python -m pytest tests/test_imports.py tests/test_docs.py
+	@$(BIN)/python -m pytest tests/test_imports.py tests/test_one_name.py tests/test_docs.py
 	@$(MAKE) --no-print-directory docs
 	@echo "check: ok"
 
@@ -123,7 +127,7 @@ bench-quick: setup  ## a small form of each benchmark beside the committed resul
 	@$(BIN)/python -m benchmarks.harness.quick $(if $(wildcard $(DATA)/dialogues),--data '$(DATA)') $(ARGS)
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
-	@$(BIN)/python -m loadgen.virtual.simulation $(ARGS)
+	@$(BIN)/python -m reprise.loadgen.virtual.simulation $(ARGS)
 
 figures: setup  ## the papers' figures from the simulator, and all pictures of docs/ from the committed results
 	@$(BIN)/python -m benchmarks.paper.figures $(ARGS)

@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
-from engine.process.client import EngineUnavailable
-from fleet.protocol import OVERLOADED_HEADER
+from reprise.engine.process.client import EngineUnavailable
+from reprise.fleet.protocol import OVERLOADED_HEADER
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 

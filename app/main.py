@@ -11,37 +11,37 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from app.api import openapi
-from app.api.responses.response_service import Responses, Store
-from app.conversations.redis_store import RedisStore
-from app.conversations.response_store import ResponseStore
-from app.conversations.text_thread import TextThread
-from app.conversations.transcripts import Transcripts
-from app.errors import install_handlers
-from app.fleet.holdings import HeldInFleet
-from app.fleet.metrics import ReplicaCollector
-from app.fleet.replica import Replica
-from app.http.cors import cors_options
-from app.http.middleware import Authentication, RequestContext
-from app.observe.answer_log import AnswerLog
-from app.observe.live import Live
-from app.observe.logs import EngineOutput
-from app.observe.metrics import Metrics, RedisCollector
-from app.observe.tracing import NoTracer, OtelTracer, make_tracer
-from app.settings.settings import Settings
-from app.state_dir import SecretKeeper, load_tenant_secret, weakness
-from app.tenancy.configured_keys import follow_keys_file, make_keyring
-from app.tenancy.keyring import Keyring
-from app.tenancy.places import Places
-from app.tenancy.quotas import HeldHere, Holdings, Quotas
-from app.turn.observer import Observers, TurnObserver
-from app.turn.ports import EnginePort
-from app.turn.readiness import Readiness
-from app.turn.service import TurnService
-from app.turn.sessions import SessionCommands
-from app.version import version
-from engine.process.client import EngineClient
-from fleet.protocol import fleet_key
+from reprise.app.api import openapi
+from reprise.app.api.responses.response_service import Responses, Store
+from reprise.app.conversations.redis_store import RedisStore
+from reprise.app.conversations.response_store import ResponseStore
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.conversations.transcripts import Transcripts
+from reprise.app.errors import install_handlers
+from reprise.app.fleet.holdings import HeldInFleet
+from reprise.app.fleet.metrics import ReplicaCollector
+from reprise.app.fleet.replica import Replica
+from reprise.app.http.cors import cors_options
+from reprise.app.http.middleware import Authentication, RequestContext
+from reprise.app.observe.answer_log import AnswerLog
+from reprise.app.observe.live import Live
+from reprise.app.observe.logs import EngineOutput
+from reprise.app.observe.metrics import Metrics, RedisCollector
+from reprise.app.observe.tracing import NoTracer, OtelTracer, make_tracer
+from reprise.app.settings.settings import Settings
+from reprise.app.state_dir import SecretKeeper, load_tenant_secret, weakness
+from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
+from reprise.app.tenancy.keyring import Keyring
+from reprise.app.tenancy.places import Places
+from reprise.app.tenancy.quotas import HeldHere, Holdings, Quotas
+from reprise.app.turn.observer import Observers, TurnObserver
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.service import TurnService
+from reprise.app.turn.sessions import SessionCommands
+from reprise.app.version import version
+from reprise.engine.process.client import EngineClient
+from reprise.fleet.protocol import fleet_key
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,6 @@ from importlib import metadata
 
 def version() -> str:
     try:
-        return metadata.version("reprise")
+        return metadata.version("reprise-llm")
     except metadata.PackageNotFoundError:
         return "0+source"  # run from a checkout that is not installed

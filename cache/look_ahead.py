@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import BlockRow, SessionName
-from cache.rates import Rates
-from cache.requests.running import Requests
-from cache.sessions import SessionStore
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.table import BlockRow, SessionName
+from reprise.cache.rates import Rates
+from reprise.cache.requests.running import Requests
+from reprise.cache.sessions import SessionStore
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 _TRY_AGAIN_S = 0.05  # after this, a session that found no room is tried again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
@@ -38,7 +38,7 @@ class LineChange(Protocol):
 
 class WaitingLine(Protocol):
     """The waiting line, as the scheduler hands it over: a value that never changes, and knows what has changed since an
-    earlier one. `scheduler.line.Line` implements it."""
+    earlier one. `reprise.scheduler.line.Line` implements it."""
 
     @property
     def version(self) -> int:

@@ -14,9 +14,9 @@ A context of 140 tokens in pages of two blocks, and which class knows what of it
 
 from collections.abc import Callable, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.look_ahead import LookAhead, WaitingLine
-from cache.moves import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.look_ahead import LookAhead, WaitingLine
+from reprise.cache.moves import (
     Deleted,
     Encoded,
     Event,
@@ -34,26 +34,26 @@ from cache.moves import (
     Uploaded,
     Written,
 )
-from cache.options import CacheOptions
-from cache.policies.eviction_policy import PolicyFactory
-from cache.policies.keep import BLOCK_SCORERS
-from cache.rates import LoadProgress, Rates
-from cache.requests.keeping import Keeper, LikenessOf
-from cache.requests.lifecycle import Lifecycle
-from cache.requests.loading import Loads
-from cache.requests.matching import Matcher
-from cache.requests.opening import ContextOpener, DomainOf
-from cache.requests.parking import Parking
-from cache.requests.placing import Placer
-from cache.requests.publishing import Publisher
-from cache.requests.recalling import Recaller
-from cache.requests.running import Requests
-from cache.requests.saving import Saver
-from cache.requests.siblings import Siblings
-from cache.requests.view import SchedulerView
-from cache.sessions import SessionStore
-from cache.stats import CacheGauges, CacheStats
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.options import CacheOptions
+from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.rates import LoadProgress, Rates
+from reprise.cache.requests.keeping import Keeper, LikenessOf
+from reprise.cache.requests.lifecycle import Lifecycle
+from reprise.cache.requests.loading import Loads
+from reprise.cache.requests.matching import Matcher
+from reprise.cache.requests.opening import ContextOpener, DomainOf
+from reprise.cache.requests.parking import Parking
+from reprise.cache.requests.placing import Placer
+from reprise.cache.requests.publishing import Publisher
+from reprise.cache.requests.recalling import Recaller
+from reprise.cache.requests.running import Requests
+from reprise.cache.requests.saving import Saver
+from reprise.cache.requests.siblings import Siblings
+from reprise.cache.requests.view import SchedulerView
+from reprise.cache.sessions import SessionStore
+from reprise.cache.stats import CacheGauges, CacheStats
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class CacheManager:

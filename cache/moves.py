@@ -1,11 +1,11 @@
 """The moves that the cache orders, its outbox of them, and the events that report their end. Plain values:
-`cache.transfer.transfer` carries the moves out; the simulator only counts them."""
+`reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
 
 # --- moves inside HBM: carried out in order, before the step that reads them ------------------------------------------
 

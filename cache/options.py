@@ -10,7 +10,7 @@ class Truncation:
     window: int  # tokens a context may have
     ratio: float  # of the window, dropped at an overflow
     mode: str  # decoupled | recompute | naive
-    block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
+    block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # whether what was dropped comes back where a new message is about it
 
 
@@ -30,7 +30,7 @@ class CacheOptions:
     coded_block_bytes: int = 0  # of a block that a codec has made smaller; 0: nothing is coded
     coded_slots: int = 0  # of DRAM, for such blocks
     redis_bytes: int = 0  # that Redis may keep for all servers together
-    head_key: bytes = b""  # signs heads of sessions (`cache.blocks.head`); empty: no KV is kept in Redis
+    head_key: bytes = b""  # signs heads of sessions (`reprise.cache.blocks.head`); empty: no KV is kept in Redis
     hbm_high_water: float  # the share of the pages above which what nobody needs leaves,
     hbm_low_water: float  # and the share down to which it does
     dram_free_buffer: float  # the share of `dram_slots` kept free where a disk has the blocks too

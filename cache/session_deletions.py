@@ -5,11 +5,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cache.blocks.context import ExpiredContext, SessionContext
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, SessionName
-from cache.requests.running import Requests
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.context import ExpiredContext, SessionContext
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, SessionName
+from reprise.cache.requests.running import Requests
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 @dataclass(slots=True)

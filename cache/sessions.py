@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from cache.blocks.context import SessionContext, digest_of
-from cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact, tokens_of
-from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
-from cache.blocks.table import BlockRow, SessionName
-from cache.options import CacheOptions
-from cache.requests.context import RequestContext
-from cache.requests.opening import DomainOf
-from cache.requests.running import Requests
-from cache.session_deletions import SessionDeletions
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.context import SessionContext, digest_of
+from reprise.cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact, tokens_of
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
+from reprise.cache.blocks.table import BlockRow, SessionName
+from reprise.cache.options import CacheOptions
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.opening import DomainOf
+from reprise.cache.requests.running import Requests
+from reprise.cache.session_deletions import SessionDeletions
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond each, and a step waits
 

@@ -69,8 +69,8 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidencyValue(NamedTuple):
-    """Where a request's tokens are right now; `scheduler.ports.Residency` says what the fields mean. A tuple, which is
-    made four times as fast: several are asked for in every step."""
+    """Where a request's tokens are right now; `reprise.scheduler.ports.Residency` says what the fields mean. A tuple,
+    which is made four times as fast: several are asked for in every step."""
 
     hbm_tokens: int
     lower_tokens: dict[str, int]

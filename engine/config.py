@@ -1,7 +1,8 @@
 """What the engine is told at its start: the sections of the settings that it needs, under the settings' own names.
 
-`app.settings` makes it, and has every default. Sizes are bytes and times are seconds here, so those fields have other
-units, and names, than their settings. Zero and None mean automatic: `engine.build.engine` resolves them, once.
+`reprise.app.settings` makes it, and has every default. Sizes are bytes and times are seconds here, so those fields have
+other units, and names, than their settings. Zero and None mean automatic: `reprise.engine.build.engine` resolves them,
+once.
 """
 
 import msgspec
@@ -19,13 +20,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 INT8_SCALE_BYTES = 2
-"""What a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8; `kernels.int8_rows`, which this
-repeats, needs torch."""
+"""What a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8; `reprise.kernels.int8_rows`, which
+this repeats, needs torch."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: str  # attentionstore | prefix | recompute
-    policy: str  # a key of cache.policies.POLICIES
+    policy: str  # a key of reprise.cache.policies.POLICIES
     granularity: str  # session | block
     ttl_s: float
     max_sessions: int
@@ -48,7 +49,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str  # auto | disabled: what a request that says nothing gets
     truncation_mode: str  # decoupled | recompute | naive
     truncation_ratio: float  # of the window, dropped at an overflow
-    block_scorer: str = "oldest"  # a key of cache.policies.keep.BLOCK_SCORERS
+    block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # bring back what was dropped where the newest message is about it
     codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
     codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
@@ -77,7 +78,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decoding reads of long contexts."""
 
-    name: str = "none"  # a key of kernels.selectors.SELECTORS
+    name: str = "none"  # a key of reprise.kernels.selectors.SELECTORS
     min_context: int = 2048  # tokens; shorter contexts are read whole
     share: float = 0.1  # of a context's rows that are read
 

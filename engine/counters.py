@@ -4,15 +4,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from cache.manager import CacheManager
-from cache.transfer.transfer import Transfer
-from engine.messages import SchedulerState, Stats, WaitingInfo
-from engine.model.offload.weight_stream import WeightStream
-from engine.step.drafter import DraftCounters
-from engine.step.verify import Verifier
-from scheduler.queues.window import ShuffledWindow
-from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence
+from reprise.cache.manager import CacheManager
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.messages import SchedulerState, Stats, WaitingInfo
+from reprise.engine.model.offload.weight_stream import WeightStream
+from reprise.engine.step.drafter import DraftCounters
+from reprise.engine.step.verify import Verifier
+from reprise.scheduler.queues.window import ShuffledWindow
+from reprise.scheduler.scheduler import Scheduler
+from reprise.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cache.blocks.truncate import DoesNotFit
-from cache.manager import CacheManager
-from cache.moves import CopyRows, Transferred
-from cache.storage.first_touch import FirstTouch
-from cache.transfer.transfer import Transfer
-from engine.counters import Counters, collect
-from engine.messages import (
+from reprise.cache.blocks.truncate import DoesNotFit
+from reprise.cache.manager import CacheManager
+from reprise.cache.moves import CopyRows, Transferred
+from reprise.cache.storage.first_touch import FirstTouch
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.counters import Counters, collect
+from reprise.engine.messages import (
     Adopt,
     Head,
     ModelInfo,
@@ -26,17 +26,17 @@ from engine.messages import (
     Timings,
     TokenLogprob,
 )
-from engine.session_directory import SessionDirectory
-from engine.step.choices import RunningChoice, RunningChoices
-from engine.step.compute import Computed, StepClock, StepCompute
-from engine.step.drafter import Drafter
-from engine.step.held_moves import HeldMoves
-from engine.step.intake import Intake
-from engine.step.sampler import BadLogits, Sampled, Sampler
-from engine.step.verify import Verifier
-from scheduler.budgets.budget import StepWork
-from scheduler.schedule import Schedule
-from scheduler.scheduler import Scheduler
+from reprise.engine.session_directory import SessionDirectory
+from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.engine.step.compute import Computed, StepClock, StepCompute
+from reprise.engine.step.drafter import Drafter
+from reprise.engine.step.held_moves import HeldMoves
+from reprise.engine.step.intake import Intake
+from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
+from reprise.engine.step.verify import Verifier
+from reprise.scheduler.budgets.budget import StepWork
+from reprise.scheduler.schedule import Schedule
+from reprise.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
 
 class Engine:
-    """Single-threaded: `engine.process.loop` calls it from its loop. `now` is a monotonic clock in seconds.
+    """Single-threaded: `reprise.engine.process.loop` calls it from its loop. `now` is a monotonic clock in seconds.
 
     Whatever goes wrong in a step, what was committed before it stays right: tokens are counted as computed only after
     the forward pass that writes their KV was launched, and whatever reads that KV comes behind it. Where a device fails

@@ -5,13 +5,13 @@ Token ids and small structs only: never tensors, never pickle. Every message is 
 
 import msgspec
 
-from cache.blocks.keys import given_salt as given_salt  # the app has these from here
-from cache.blocks.keys import is_exact as is_exact
-from cache.blocks.keys import salt_of as salt_of
-from cache.stats import MISS_REASONS as MISS_REASONS
-from cache.stats import TokensBySource as TokensBySource
-from engine.config import EngineConfig
-from scheduler.sequence import SamplingParams as SamplingParams
+from reprise.cache.blocks.keys import given_salt as given_salt  # the app has these from here
+from reprise.cache.blocks.keys import is_exact as is_exact
+from reprise.cache.blocks.keys import salt_of as salt_of
+from reprise.cache.stats import MISS_REASONS as MISS_REASONS
+from reprise.cache.stats import TokensBySource as TokensBySource
+from reprise.engine.config import EngineConfig
+from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
 WIRE_VERSION = 12
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -330,7 +330,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     aborted: int
     tier_bytes: dict[str, int] = {}  # dram, disk, redis if it is used -> bytes in use
     tier_capacity: dict[str, int] = {}
-    moved_bytes: dict[str, int] = {}  # direction (`cache.moves.Transferred`) -> bytes
+    moved_bytes: dict[str, int] = {}  # direction (`reprise.cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
     load_wait_seconds: float = 0.0  # of load time that no computation hid
     weight_bytes: int = 0  # of weights that were copied from DRAM to HBM

@@ -3,11 +3,11 @@
 import heapq
 from collections.abc import Iterator
 
-from cache.blocks.context import SessionContext
-from cache.blocks.head import BadHead
-from cache.blocks.table import SessionName
-from cache.sessions import SessionStore
-from engine.messages import Adopt, Head, SessionInfo, SessionReply, SessionRequest
+from reprise.cache.blocks.context import SessionContext
+from reprise.cache.blocks.head import BadHead
+from reprise.cache.blocks.table import SessionName
+from reprise.cache.sessions import SessionStore
+from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, SessionRequest
 
 
 class SessionDirectory:

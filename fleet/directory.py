@@ -4,9 +4,9 @@ A session has one record. The replica that claims it gets an epoch and may commi
 commits are refused. Everything else in the fleet is a cache of what the record names, so a stale entry costs a load and
 never an answer. Whatever has to happen at once is one script, in scripts/. One Redis, not a cluster, with `noeviction`.
 
-Nothing that Redis says is believed: replies are bounded while they are read (`app.conversations.redis_reply`), and
-heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a stopped
-Redis is the same as none. One that fails again and again is left alone for a second.
+Nothing that Redis says is believed: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
+and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
+stopped Redis is the same as none. One that fails again and again is left alone for a second.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.conversations.breaker import Breaker, State
-from fleet import keys
-from fleet.keys import BadSeal, Keys, SessionKeys, SessionName, acknowledgements
-from fleet.records import (
+from reprise.app.conversations.breaker import Breaker, State
+from reprise.fleet import keys
+from reprise.fleet.keys import BadSeal, Keys, SessionKeys, SessionName, acknowledgements
+from reprise.fleet.records import (
     MAX_BEAT_BYTES,
     MAX_CHAINS,
     MAX_HEAD_BYTES,
@@ -108,7 +108,7 @@ class Directory:
         from redis.backoff import NoBackoff
         from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-        from app.conversations.redis_reply import BoundedParser
+        from reprise.app.conversations.redis_reply import BoundedParser
 
         self.keys = Keys(secret)
         self.born = ""  # of the last answered beat
@@ -222,7 +222,7 @@ class Directory:
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
         """Return what is known of the session that has the first known chain, the deepest first. chains: digests of
-        `fleet.identify`. Asks twice."""
+        `reprise.fleet.identify`. Asks twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]

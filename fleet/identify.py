@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from app.conversations.digests import canonical, digest
-from app.schemas.fields import SESSION_ID
-from engine.messages import salt_of
+from reprise.app.conversations.digests import canonical, digest
+from reprise.app.schemas.fields import SESSION_ID
+from reprise.engine.messages import salt_of
 
 CHAIN_HEADER = "x-reprise-chain"  # digest of the request's messages, in hex
 SESSION_HEADER = "x-reprise-session"  # id of the session that the directory knows for them
@@ -122,8 +122,8 @@ def conversation_of(body: TurnBody) -> Conversation:
 
 
 def session_id_of(body: TurnBody, header: str | None) -> str | None:
-    """Return the client's name for its conversation, if it gives one, by the rules of `app.turn.prepare`. What the
-    replica will refuse may be returned too. header: of `SESSION_HEADERS`, the first that was sent."""
+    """Return the client's name for its conversation, if it gives one, by the rules of `reprise.app.turn.prepare`. What
+    the replica will refuse may be returned too. header: of `SESSION_HEADERS`, the first that was sent."""
     conversation = body.conversation.get("id") if isinstance(body.conversation, dict) else body.conversation
     for given in (body.session_id, header, conversation):
         if isinstance(given, str) and given:

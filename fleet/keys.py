@@ -81,7 +81,7 @@ class Keys:
 
     def chain(self, tenant: str, digest: bytes) -> str:
         """Return the key under which a conversation is found that ends in a known answer. digest: of its messages, see
-        `fleet.identify`."""
+        `reprise.fleet.identify`."""
         return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
 
     def bucket(self, tenant: str, kind: str) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.messages import ModelInfo, Stats
-from fleet.routing import Beat
+from reprise.engine.messages import ModelInfo, Stats
+from reprise.fleet.routing import Beat
 
 FULL = 0.9  # of a tier's capacity; below it nothing has to leave
 ROOMY_S = 1e9  # how long a session stays in a tier that is not full

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.records import Heartbeat, Roll
-from fleet.routing import STALE_S, Beat, FleetView
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.records import Heartbeat, Roll
+from reprise.fleet.routing import STALE_S, Beat, FleetView
 
 BEAT_S = 1.0  # between two beats of a replica, and between two looks at them
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from app.conversations.database import Database
+from reprise.app.conversations.database import Database
 
 _SCHEMA = """
 CREATE TABLE waiting (name BLOB PRIMARY KEY, entry BLOB NOT NULL, place INTEGER NOT NULL);
@@ -25,7 +25,7 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     salt: str
     fingerprint: str
-    since: int  # see `fleet.records.Commit`
+    since: int  # see `reprise.fleet.records.Commit`
     base_turn: int
     exported: int  # id of the recorded answer up to which the directory has all
     tokens: int

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fleet.directory import Directory
-from fleet.members import Members
-from fleet.records import Heartbeat
+from reprise.fleet.directory import Directory
+from reprise.fleet.members import Members
+from reprise.fleet.records import Heartbeat
 
 MAX_SHOWN = 1000  # replicas
 _REDIS = "redis"

@@ -1,7 +1,7 @@
 """Has Ray Serve place, restart, roll and scale replicas. Each of Serve's replicas owns one `reprise serve` process.
 
     reprise fleet up --replicas 2
-    serve run fleet.ray_app:app replicas=2 --route-prefix ''
+    serve run reprise.fleet.ray_app:app replicas=2 --route-prefix ''
 
 Ray is not on the way of a request: Serve's proxy is off, gateways find the servers in the fleet's Redis. What clients
 send never gets to Ray, so nothing of it is pickled. The servers read their settings from the environment of the machine
@@ -21,9 +21,9 @@ from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from app.settings.settings import Settings, load_settings
-from fleet.scaling import WINDOW_S
-from fleet.supervise.owned_server import OwnedServer, drain_s
+from reprise.app.settings.settings import Settings, load_settings
+from reprise.fleet.scaling import WINDOW_S
+from reprise.fleet.supervise.owned_server import OwnedServer, drain_s
 
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
@@ -32,8 +32,8 @@ DEPLOYMENT = "Replica"
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
-    """What the application is built of: `serve run fleet.ray_app:app replicas=4`, or `args` in a file for `serve
-    deploy`."""
+    """What the application is built of: `serve run reprise.fleet.ray_app:app replicas=4`, or `args` in a file for
+    `serve deploy`."""
 
     replicas: int = Field(2, ge=1, le=1000, description="that run at least")
     most_replicas: int | None = Field(None, ge=1, le=1000, description="that run at most; none: their number is fixed")
@@ -99,7 +99,7 @@ def app(options: Options) -> serve.Application:
                 downscale_delay_s=options.downscale_delay_s,
                 look_back_period_s=WINDOW_S,
                 policy=AutoscalingPolicy(
-                    policy_function="fleet.supervise.policy:Policy",
+                    policy_function="reprise.fleet.supervise.policy:Policy",
                     policy_kwargs={"ttft_target_s": options.ttft_target_s},
                 ),
             )

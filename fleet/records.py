@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from fleet import routing
-from fleet.keys import SessionName
+from reprise.fleet import routing
+from reprise.fleet.keys import SessionName
 
 MAX_BEAT_BYTES = 16 << 10
 MAX_HEAD_BYTES = 1 << 20
@@ -121,7 +121,7 @@ class Commit:
     ttl_s: float | None = None  # after the last use; None: it is pinned
     head: bytes = b""  # b"" leaves the one that is there
     rows: Mapping[bytes, bytes] = field(default_factory=dict)  # digest of an answer -> its transcript row
-    chains: tuple[bytes, ...] = ()  # digests of `fleet.identify` under which clients will ask
+    chains: tuple[bytes, ...] = ()  # digests of `reprise.fleet.identify` under which clients will ask
 
 
 class Outcome(StrEnum):

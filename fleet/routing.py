@@ -48,7 +48,7 @@ class Beat:
     redis_wait_s: float = 0.0  # until a load from Redis that is ordered now would begin
     dram_kept_s: float = 0.0  # a session that was used less long ago is expected to be in DRAM or HBM
     disk_kept_s: float = 0.0  # likewise, on disk
-    busy: float = 0.0  # share of the last seconds in which it computed prompts; for `fleet.scaling`
+    busy: float = 0.0  # share of the last seconds in which it computed prompts; for `reprise.fleet.scaling`
     draining: bool = False
 
     def compute_s(self, num_tokens: int, context_len: int) -> float:

@@ -18,7 +18,7 @@ import secrets
 from hashlib import sha256
 from pathlib import Path
 
-from app.tenancy.key_file import add_key
+from reprise.app.tenancy.key_file import add_key
 
 PRIVATE, FOR_GROUP = 0o600, 0o640
 TENANT_SECRET, KEYS = "tenant_secret", "keys.toml"

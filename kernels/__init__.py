@@ -1,7 +1,8 @@
 """Kernels: tensors in, tensors out. Imports nothing from the other packages.
 
-transformers probes for a distribution called `kernels` and parses its version, so `__version__` names one that is too
-old for transformers to use. `engine` also turns the probe off with transformers' own switch.
+From a checkout's root `import kernels` finds this folder, and transformers does import a package of that name, the
+hub's. It reads `__version__`, so this one says it is too old to be used. `engine` also turns the probe off with
+transformers' own switch. Raise nothing here: transformers does not expect it.
 """
 
 __version__ = "0.2.0"

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages
-from kernels.checksums import checksums
-from kernels.cpu.available import decode_kernels, load_kernels, use_torch_threads
-from kernels.triton_kernels import triton_copies
-from kernels.views import as_bf16, as_bits, as_stream
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.checksums import checksums
+from reprise.kernels.cpu.available import decode_kernels, load_kernels, use_torch_threads
+from reprise.kernels.triton_kernels import triton_copies
+from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kernels.cpu.available import load_kernels
+from reprise.kernels.cpu.available import load_kernels
 
 Sums = NDArray[np.uint64]
 _MOST_THREADS = 4

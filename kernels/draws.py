@@ -1,5 +1,6 @@
-"""Surveys rows of logits for a draw: which tokens are likely, and who wins the race of `engine.step.sampler` among
-tokens of what probability. Torch's operations, on CPU and CUDA; `kernels.triton_draws` does it in one kernel.
+"""Surveys rows of logits for a draw: which tokens are likely, and who wins the race of `reprise.engine.step.sampler`
+among tokens of what probability. Torch's operations, on CPU and CUDA; `reprise.kernels.triton_draws` does it in one
+kernel.
 
 Asynchronous on CUDA, on the current stream.
 """
@@ -32,8 +33,8 @@ class Survey:
 
 
 def waits(starts: Tensor, ids: Tensor) -> Tensor:
-    """Return what `engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word of Philox at the position
-    of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
+    """Return what `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word of Philox at the
+    position of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
     words = (ids + 1) * _STEP + starts
     for shift, factor in _FACTORS:
         words = (words ^ _shifted(words, shift)) * factor

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.int8_rows import pack_rows, unpack_rows
 
 
 def write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:

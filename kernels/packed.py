@@ -1,7 +1,7 @@
 """The layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low, for each group of inputs.
 
 A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
-in the order in which `kernels.cpu.blocks` reads them, which documents it.
+in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.
 """
 
 from dataclasses import dataclass

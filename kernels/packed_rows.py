@@ -1,7 +1,7 @@
 """Packed weights as kernels on CUDA read them: each output's codes in one row of bytes, its inputs in order.
 
-`kernels.packed` has the layout of files, that of the kernels for CPUs; this one is made of it at load. A number is
-`scale * code + low`, rounded to the model's dtype before any product. So a product of few rows, which unpacks in
+`reprise.kernels.packed` has the layout of files, that of the kernels for CPUs; this one is made of it at load. A number
+is `scale * code + low`, rounded to the model's dtype before any product. So a product of few rows, which unpacks in
 registers, and one of many, which unpacks into memory first, multiply the same numbers.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.packed import GROUP, ZERO, Bits, PackedWeight, unpack_codes
+from reprise.kernels.packed import GROUP, ZERO, Bits, PackedWeight, unpack_codes
 
 # Inputs of a group whose codes of 4 bits are the low halves of its bytes; those of the others are the high halves.
 HALF = GROUP // 2

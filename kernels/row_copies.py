@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.available import announce_compiling
-from kernels.triton_kernels import triton_copies
+from reprise.kernels.cpu.available import announce_compiling
+from reprise.kernels.triton_kernels import triton_copies
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def save_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.save`, or None if it cannot run. The first call compiles."""
+    """Return `reprise.kernels.cpu.save`, or None if it cannot run. The first call compiles."""
     try:
         announce_compiling()
-        module = importlib.import_module("kernels.cpu.save")
+        module = importlib.import_module("reprise.kernels.cpu.save")
         module.self_test()
     except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("saving without compiled kernels: %s", error)

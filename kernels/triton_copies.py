@@ -17,7 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.triton_rows import turned
+from reprise.kernels.triton_rows import turned
 
 _PROGRAMS = 64  # at once, each with four warps: half of an H100's processors have one
 _LINES = 64  # heads of rows that a program copies at once
@@ -115,8 +115,8 @@ def write_blocks(
     """Write blocks of one layer into its pages, rotating their keys; asynchronous, on the current stream.
 
     segments: contiguous, of the pools' dtype, on their device or page-locked; blocks int64 [blocks, 4] on the pools'
-    device, as `kernels.block_writer.BlockWriter.write` has them and has verified them; cos, sin: contiguous, of the
-    pools' dtype, [positions, R] on their device. Each head of the pools is dense."""
+    device, as `reprise.kernels.block_writer.BlockWriter.write` has them and has verified them; cos, sin: contiguous, of
+    the pools' dtype, [positions, R] on their device. Each head of the pools is dense."""
     heads, k_dim = k_pool.shape[2:]
     v_dim, half = v_pool.shape[3], cos.shape[1] // 2
     num_items = len(blocks) * triton.cdiv(block_rows * heads, _LINES)

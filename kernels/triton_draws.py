@@ -1,4 +1,4 @@
-"""`kernels.draws.survey` as one Triton kernel, which reads the logits twice and writes no more than it returns.
+"""`reprise.kernels.draws.survey` as one Triton kernel, which reads the logits twice and writes no more than it returns.
 Importing it needs Triton. CUDA, on the current stream; with TRITON_INTERPRET=1 in the environment before the import it
 runs on CPU tensors in Triton's interpreter.
 """
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.draws import FLOORS, MOST_LIKELY, NO_KEY, Survey
+from reprise.kernels.draws import FLOORS, MOST_LIKELY, NO_KEY, Survey
 
 _TILE = 2048
 _FIRST, _SECOND, _LAST = (tl.constexpr(floor) for floor in FLOORS)
@@ -16,7 +16,7 @@ _FIRST, _SECOND, _LAST = (tl.constexpr(floor) for floor in FLOORS)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _waits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """See `kernels.draws.waits`."""
+    """See `reprise.kernels.draws.waits`."""
     words = (ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + start
     words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
     words = (words ^ (words >> 27)) * 0x94D049BB133111EB
@@ -100,7 +100,7 @@ def _survey(
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """See `kernels.draws.survey`; logits contiguous."""
+    """See `reprise.kernels.draws.survey`; logits contiguous."""
     rows, vocab = logits.shape
     levels = len(FLOORS)
     found = Survey(

@@ -7,32 +7,32 @@ from types import ModuleType
 
 @functools.cache
 def triton_copies() -> ModuleType | None:
-    """Return `kernels.triton_copies`, or None without Triton."""
-    return _imported("kernels.triton_copies")
+    """Return `reprise.kernels.triton_copies`, or None without Triton."""
+    return _imported("reprise.kernels.triton_copies")
 
 
 @functools.cache
 def triton_rows() -> ModuleType | None:
-    """Return `kernels.triton_rows`, or None without Triton."""
-    return _imported("kernels.triton_rows")
+    """Return `reprise.kernels.triton_rows`, or None without Triton."""
+    return _imported("reprise.kernels.triton_rows")
 
 
 @functools.cache
 def triton_draws() -> ModuleType | None:
-    """Return `kernels.triton_draws`, or None without Triton."""
-    return _imported("kernels.triton_draws")
+    """Return `reprise.kernels.triton_draws`, or None without Triton."""
+    return _imported("reprise.kernels.triton_draws")
 
 
 @functools.cache
 def triton_packed() -> ModuleType | None:
-    """Return `kernels.triton_packed`, or None without Triton."""
-    return _imported("kernels.triton_packed")
+    """Return `reprise.kernels.triton_packed`, or None without Triton."""
+    return _imported("reprise.kernels.triton_packed")
 
 
 @functools.cache
 def triton_transform() -> ModuleType | None:
-    """Return `kernels.triton_transform`, or None without Triton."""
-    return _imported("kernels.triton_transform")
+    """Return `reprise.kernels.triton_transform`, or None without Triton."""
+    return _imported("reprise.kernels.triton_transform")
 
 
 def _imported(name: str) -> ModuleType | None:

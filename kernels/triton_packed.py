@@ -1,5 +1,5 @@
 """Products with weights of 4 or 8 bits, and such weights unpacked. Importing it needs Triton. CUDA, on the current
-stream. `kernels.packed_rows` has the layout, and torch's way to unpack, which these agree with to the bit.
+stream. `reprise.kernels.packed_rows` has the layout, and torch's way to unpack, which these agree with to the bit.
 
 A step that decodes waits for the weights that it reads, so a product of few rows reads codes and unpacks them in
 registers. Every program has some outputs; where these are too few to keep the device busy, several programs share them
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.packed import ZERO
-from kernels.packed_rows import PackedRows
+from reprise.kernels.packed import ZERO
+from reprise.kernels.packed_rows import PackedRows
 
 MOST_ROWS = 64  # of `product`; more are faster with an unpacked weight
 _OUTPUTS = 64  # that one program computes

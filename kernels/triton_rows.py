@@ -269,8 +269,8 @@ def gated(both: Tensor) -> Tensor:
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what `engine.model.hf_model.turn_halves` returns, to the bit. x [tokens, heads, dims], its last axis
-    dense; cos, sin [tokens, R], of x's dtype, their last axis dense and their strides equal."""
+    """Return what `reprise.engine.model.hf_model.turn_halves` returns, to the bit. x [tokens, heads, dims], its last
+    axis dense; cos, sin [tokens, R], of x's dtype, their last axis dense and their strides equal."""
     tokens, heads, dims = x.shape
     half = cos.shape[1] // 2
     out = x.new_empty(tokens, heads, dims)

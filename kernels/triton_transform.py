@@ -1,5 +1,5 @@
-"""Decodes the numbers of transform coding on CUDA. Importing it needs Triton. `kernels.cpu.transform` documents a
-segment and decodes it on processors; numbers are the same.
+"""Decodes the numbers of transform coding on CUDA. Importing it needs Triton. `reprise.kernels.cpu.transform` documents
+a segment and decodes it on processors; numbers are the same.
 
 A stream can only be read from its begin: each state says which word comes next. So a program reads some blocks' streams
 component by component, a number of each lane at a time, and what takes long is that each step waits for the one before:
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.cpu import transform_format as form
+from reprise.kernels.cpu import transform_format as form
 
 _BLOCKS = 4  # of one program: with their lanes as many threads as a warp has
 _LANES, _GROUPS, _ROWS = (tl.constexpr(number) for number in (form.LANES, form.GROUPS, form.ROWS))

@@ -11,7 +11,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from loadgen.load_options import (
+from reprise.loadgen.load_options import (
     CostOptions,
     LengthOptions,
     MeasureOptions,
@@ -20,12 +20,12 @@ from loadgen.load_options import (
     WorkloadOptions,
     run_options,
 )
-from loadgen.measure import load_run
-from loadgen.measure.progress_line import ProgressLine, progress
-from loadgen.measure.sender import Target, TurnResult
-from loadgen.options import grouped
-from loadgen.report import html_page, tables
-from loadgen.workloads.workload import Conversation
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.measure.progress_line import ProgressLine, progress
+from reprise.loadgen.measure.sender import Target, TurnResult
+from reprise.loadgen.options import grouped
+from reprise.loadgen.report import html_page, tables
+from reprise.loadgen.workloads.workload import Conversation
 
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, cast, get_args
 
 from typer import Option
 
-from loadgen.measure import load_run
-from loadgen.measure.sender import Loop
-from loadgen.measure.summary import Prices, Slo
-from loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.measure.sender import Loop
+from reprise.loadgen.measure.summary import Prices, Slo
+from reprise.loadgen.workloads.synthetic import Distribution
 
 
 @dataclass(frozen=True, slots=True)

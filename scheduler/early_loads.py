@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler.forecast import Forecast
-from scheduler.ports import CacheView
-from scheduler.sequence import Sequence
+from reprise.scheduler.forecast import Forecast
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.sequence import Sequence
 
 _ON_TIME_S, _ON_TIME_SHARE = 0.05, 0.25  # so far from its turn, or by such a part of itself, a load may end
 

@@ -4,8 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Items
 
-from scheduler.predictor import LengthPredictor
-from scheduler.sequence import Sequence
+from reprise.scheduler.predictor import LengthPredictor
+from reprise.scheduler.sequence import Sequence
 
 _ASK_AGAIN = 16  # tokens after which the rest of an answer is predicted anew, or, if that is more,
 _ASK_LATER = 4  # tokens at least: who is to end any moment, as told, is not asked at each of them

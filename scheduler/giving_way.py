@@ -1,14 +1,14 @@
 """Room for a tenant who has nothing running: a request of a tenant with several gives way."""
 
-from scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
-from scheduler.budgets.step_budgets import StepBudgets
-from scheduler.limits import SchedulerLimits
-from scheduler.ports import CacheView
-from scheduler.running_batch import RunningBatch
-from scheduler.schedule import StepDraft
-from scheduler.sequence import Sequence
-from scheduler.tenants import Tenants
-from scheduler.waiting import Waiting
+from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
+from reprise.scheduler.budgets.step_budgets import StepBudgets
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.running_batch import RunningBatch
+from reprise.scheduler.schedule import StepDraft
+from reprise.scheduler.sequence import Sequence
+from reprise.scheduler.tenants import Tenants
+from reprise.scheduler.waiting import Waiting
 
 _STRETCH = 1.5  # of the usual length, for a step that ends a starved prompt by itself: another would cost as much
 

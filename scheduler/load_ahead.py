@@ -1,14 +1,14 @@
 """When the KV of those next in line starts to come: CaR's prefetch timer, for the read buffer of AttentionStore."""
 
-from scheduler import timer
-from scheduler.early_loads import EarlyLoads
-from scheduler.forecast import Forecast
-from scheduler.limits import SchedulerLimits
-from scheduler.ports import CacheView
-from scheduler.queues.priority import Standings, standing
-from scheduler.running_batch import RunningBatch
-from scheduler.sequence import Sequence
-from scheduler.waiting import Waiting
+from reprise.scheduler import timer
+from reprise.scheduler.early_loads import EarlyLoads
+from reprise.scheduler.forecast import Forecast
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.queues.priority import Standings, standing
+from reprise.scheduler.running_batch import RunningBatch
+from reprise.scheduler.sequence import Sequence
+from reprise.scheduler.waiting import Waiting
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 256  # and so many tokens of theirs, one request at least, are looked up again in a step

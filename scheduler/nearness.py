@@ -1,9 +1,9 @@
 """How near each request is to needing its KV, as the cache is told (CaR §III-B-3)."""
 
-from scheduler.ports import CacheView
-from scheduler.running_batch import RunningBatch
-from scheduler.sequence import Sequence
-from scheduler.waiting import Waiting
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.running_batch import RunningBatch
+from reprise.scheduler.sequence import Sequence
+from reprise.scheduler.waiting import Waiting
 
 
 class Nearness:

@@ -1,4 +1,5 @@
-"""Says what the scheduler asks of the cache. `cache.requests.view.SchedulerView` answers it; in tests a fake does."""
+"""Says what the scheduler asks of the cache. `reprise.cache.requests.view.SchedulerView` answers it; in tests a fake
+does."""
 
 from collections.abc import Collection, Iterable
 from typing import Protocol

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from scheduler.sequence import Sequence
+from reprise.scheduler.sequence import Sequence
 
 _STEP = math.log(1.1)  # between buckets: lengths spread over orders of magnitude
 _FADE = 0.98  # of the evidence after one more answer: about the last fifty count

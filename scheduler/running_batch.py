@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Container
 
-from scheduler.budgets.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
-from scheduler.early_loads import EarlyLoads
-from scheduler.forecast import Forecast
-from scheduler.limits import SchedulerLimits
-from scheduler.ports import CacheView
-from scheduler.schedule import Chunk, StepDraft
-from scheduler.sequence import Sequence, SequenceState
-from scheduler.tenants import Tenants
-from scheduler.waiting import Waiting
+from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
+from reprise.scheduler.early_loads import EarlyLoads
+from reprise.scheduler.forecast import Forecast
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.schedule import Chunk, StepDraft
+from reprise.scheduler.sequence import Sequence, SequenceState
+from reprise.scheduler.tenants import Tenants
+from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:

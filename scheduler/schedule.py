@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.budgets.budget import StepBudget, StepWork
-from scheduler.sequence import Sequence
+from reprise.scheduler.budgets.budget import StepBudget, StepWork
+from reprise.scheduler.sequence import Sequence
 
 
 class Chunk(NamedTuple):

@@ -2,23 +2,23 @@
 
 from collections import Counter
 
-from scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
-from scheduler.budgets.step_budgets import StepBudgets
-from scheduler.early_loads import EarlyLoads
-from scheduler.forecast import Forecast
-from scheduler.giving_way import GivingWay
-from scheduler.limits import SchedulerLimits
-from scheduler.line import Line
-from scheduler.load_ahead import LoadAhead
-from scheduler.nearness import Nearness
-from scheduler.ports import CacheView
-from scheduler.predictor import LengthPredictor
-from scheduler.queues.waiting_queue import WaitingQueue
-from scheduler.running_batch import RunningBatch
-from scheduler.schedule import Schedule, StepDraft, work_of
-from scheduler.sequence import Sequence, SequenceState
-from scheduler.tenants import Tenants
-from scheduler.waiting import Waiting
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
+from reprise.scheduler.budgets.step_budgets import StepBudgets
+from reprise.scheduler.early_loads import EarlyLoads
+from reprise.scheduler.forecast import Forecast
+from reprise.scheduler.giving_way import GivingWay
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.line import Line
+from reprise.scheduler.load_ahead import LoadAhead
+from reprise.scheduler.nearness import Nearness
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.predictor import LengthPredictor
+from reprise.scheduler.queues.waiting_queue import WaitingQueue
+from reprise.scheduler.running_batch import RunningBatch
+from reprise.scheduler.schedule import Schedule, StepDraft, work_of
+from reprise.scheduler.sequence import Sequence, SequenceState
+from reprise.scheduler.tenants import Tenants
+from reprise.scheduler.waiting import Waiting
 
 
 class QueueFull(Exception):

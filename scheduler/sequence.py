@@ -7,7 +7,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. Validated by `app.schemas.chat`; here every value is taken as in range."""
+    """How the next token is drawn. Validated by `reprise.app.schemas.chat`; here every value is taken as in range."""
 
     temperature: float  # 0 is greedy
     top_p: float  # 1 is off

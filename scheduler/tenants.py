@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 
-from scheduler.queues.waiting_queue import WaitingQueue
-from scheduler.sequence import Sequence
+from reprise.scheduler.queues.waiting_queue import WaitingQueue
+from reprise.scheduler.sequence import Sequence
 
 _LATELY_S = 10.0  # a tenant who came in these may come again at any moment
 

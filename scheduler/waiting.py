@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Container
 from itertools import chain, islice
 
-from scheduler.line import Line
-from scheduler.queues.waiting_queue import WaitingQueue
-from scheduler.sequence import Sequence
+from reprise.scheduler.line import Line
+from reprise.scheduler.queues.waiting_queue import WaitingQueue
+from reprise.scheduler.sequence import Sequence
 
 
 class Waiting:

@@ -9,12 +9,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Whatever `make setup` has brought: tests speak with the tiny model unless they name another.
 os.environ["REPRISE_MODEL__SOURCE"] = "bundled"
 
+from tests.one_name import bare, refuse_bare_names, twice
+
+refuse_bare_names()
+
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from scheduler.sequence import SamplingParams, Sequence
+from reprise.scheduler.sequence import SamplingParams, Sequence
 
 collect_ignore = ["clients"]  # these have an environment of their own: `make test-clients`
 
@@ -22,6 +27,13 @@ collect_ignore = ["clients"]  # these have an environment of their own: `make te
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_name() -> Iterator[None]:
+    """At the end of a process that ran tests, no file of ours is loaded under two names, and none under a bare one."""
+    yield
+    assert twice() == bare() == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

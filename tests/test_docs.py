@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from cache.stats import MISS_REASONS
+from reprise.cache.stats import MISS_REASONS
 from tools.reference import PAGES, with_tables
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
 WRITTEN += sorted((ROOT / "docs").rglob("*.md"))
-FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|fleet|kernels|loadgen|model|scheduler|tests|tools"
+FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|fleet|kernels|loadgen|model|reprise|scheduler|tests|tools"
 # Files and folders in backquotes, and those that begin a line of a drawing. NAME in capitals stands for any.
 NAMED = re.compile(rf"(?:`|^ *)((?:{FOLDERS})/[a-z0-9_./-]*)(?=[` :]|$)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
 CITED = re.compile(r'(?<!/)\b(docs/[a-z0-9_/-]+\.md)(?:,\s+"([^"]+)")?')  # a page, perhaps a heading in it
 MEMBER = re.compile(r"\b[A-Z]\w*[a-z]\w*\.[a-z_]\w+")  # Class.method or Class.field
-MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
+MODULE = re.compile(rf"python -m (?:reprise\.)?((?:{FOLDERS})(?:\.\w+)+)")
 
 
 def name_of(page: Path) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cache.storage.slab import Slab
-from engine.model.loading import ModelRefused
+from reprise.cache.storage.slab import Slab
+from reprise.engine.model.loading import ModelRefused
 from tests.cache.storage.disk_helpers import forge
 from tests.engine.build.test_tiers import SLOT, converse, reference, tiered
 from tests.engine.driver import Driver
@@ -334,7 +334,7 @@ def test_foreign_files_are_left_alone(path: Path, tmp_path: Path, expected: list
 
 def test_a_second_engine_is_told_that_the_directory_is_in_use(path: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.model.loading import ModelRefused\n"
+        "import sys; from pathlib import Path; from reprise.engine.model.loading import ModelRefused\n"
         "from tests.engine.build.test_tiers import tiered\n"
         "try: tiered(Path(sys.argv[1]), disk_bytes=1 << 28, disk_dir=sys.argv[2])\n"
         "except ModelRefused as error: print(error)\n"
@@ -579,8 +579,8 @@ def test_loads_that_are_never_in_time(
 ) -> None:
     """Every step gives up at once on what is not there; what comes is used all the same. gbps: of the link, slower than
     a busy machine computes where a step has to find something missing."""
-    monkeypatch.setattr("engine.step.arrival._PATIENCE_S", 0.0)
-    monkeypatch.setattr("engine.step.arrival._LONE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("reprise.engine.step.arrival._PATIENCE_S", 0.0)
+    monkeypatch.setattr("reprise.engine.step.arrival._LONE_PATIENCE_S", 0.0)
     tiers_below = {"disk_gbps": gbps} if tier == "disk" else {"dram_bytes": 100 * SLOT, "dram_gbps": gbps}
     driver = tiered(path, **{**DISK, **tiers_below}, disk_dir=str(tmp_path))
     voided: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests who may import whom, which parts stay pure, and that our package called `kernels` does not confuse
+"""Tests who may import whom, which parts stay pure, and that our folder called `kernels` does not confuse
 transformers.
 
 Imports are read from the syntax tree, wherever they stand in a file. What the tree does not show (a library that loads
@@ -9,8 +9,6 @@ import ast
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -151,11 +149,11 @@ def test_imports_inside_app_go_down():
 @pytest.mark.parametrize(
     ("name", "source", "complaints"),
     [
-        ("app.turn.service", "from app.observe.live import Live", 1),
-        ("app.turn.service", "def f():\n    import app.api.calls", 1),
-        ("app.text.template", "from app.tenancy import quotas", 1),
-        ("app.main", "from app.api import openapi\nfrom app.settings.settings import Settings", 0),
-        ("app.turn.service", "from app.turn import prepare\nfrom engine.messages import Submit", 0),
+        ("app.turn.service", "from reprise.app.observe.live import Live", 1),
+        ("app.turn.service", "def f():\n    import reprise.app.api.calls", 1),
+        ("app.text.template", "from reprise.app.tenancy import quotas", 1),
+        ("app.main", "from reprise.app.api import openapi\nfrom reprise.app.settings.settings import Settings", 0),
+        ("app.turn.service", "from reprise.app.turn import prepare\nfrom reprise.engine.messages import Submit", 0),
     ],
 )
 def test_an_import_that_climbs_is_found(name, source, complaints):
@@ -182,36 +180,36 @@ def test_nothing_runs_code_from_data():
 @pytest.mark.parametrize(
     ("name", "source", "complaints"),
     [
-        ("scheduler.x", "from cache import table", 1),
+        ("scheduler.x", "from reprise.cache import table", 1),
         ("scheduler.x", "import random\nfrom collections import deque", 0),
         ("scheduler.x", "def f():\n    import time", 1),
-        ("scheduler.x", "from scheduler import ports\nopen('x')", 1),
+        ("scheduler.x", "from reprise.scheduler import ports\nopen('x')", 1),
         ("scheduler.x", "import random\nrandom.shuffle(waiting)", 1),
         ("scheduler.x", "import random\nrng = random.Random(0)\nrng.shuffle(waiting)", 0),
-        ("cache.manager", "from kernels import kv_copy", 1),
-        ("cache.manager", "import scheduler.ports", 1),
-        ("cache.manager", "from cache.storage.slab import Slab", 1),
-        ("cache.transfer.loader", "from cache.storage.slab import Slab", 0),
-        ("cache.storage.extent_store", "import os\nimport torch\nfrom kernels import kv_copy", 0),
-        ("kernels.rope", "from cache.block import BLOCK_SIZE", 1),
+        ("cache.manager", "from reprise.kernels import kv_copy", 1),
+        ("cache.manager", "import reprise.scheduler.ports", 1),
+        ("cache.manager", "from reprise.cache.storage.slab import Slab", 1),
+        ("cache.transfer.loader", "from reprise.cache.storage.slab import Slab", 0),
+        ("cache.storage.extent_store", "import os\nimport torch\nfrom reprise.kernels import kv_copy", 0),
+        ("kernels.rope", "from reprise.cache.block import BLOCK_SIZE", 1),
         ("engine.process.client", "import torch.cuda", 1),
-        ("engine.model.hf_model", "import torch\nfrom app.settings import Settings", 1),
-        ("app.main", "from engine import messages\nfrom engine.process import client", 0),
-        ("app.main", "import engine.build", 1),
-        ("app.main", "def f():\n    import engine.build", 1),
-        ("app.cli.program", "def f():\n    import engine.build", 0),
-        ("app.cli.program", "import engine.build", 1),
-        ("fleet.routing", "from fleet import keys", 1),
+        ("engine.model.hf_model", "import torch\nfrom reprise.app.settings import Settings", 1),
+        ("app.main", "from reprise.engine import messages\nfrom reprise.engine.process import client", 0),
+        ("app.main", "import reprise.engine.build", 1),
+        ("app.main", "def f():\n    import reprise.engine.build", 1),
+        ("app.cli.program", "def f():\n    import reprise.engine.build", 0),
+        ("app.cli.program", "import reprise.engine.build", 1),
+        ("fleet.routing", "from reprise.fleet import keys", 1),
         ("fleet.scaling", "import time", 1),
         ("fleet.keys", "import hmac", 0),
-        ("fleet.gateway", "import asyncio\nfrom fleet import routing", 0),
+        ("fleet.gateway", "import asyncio\nfrom reprise.fleet import routing", 0),
         ("fleet.gateway", "import torch", 1),
-        ("engine.engine", "from fleet import routing", 1),
-        ("cache.manager", "from fleet import routing", 1),
-        ("loadgen.sim.fleet", "from fleet import routing", 0),
-        ("loadgen.sim.fleet", "from fleet import directory", 1),
-        ("loadgen.virtual.simulation", "from cache.manager import CacheManager\nimport time", 0),
-        ("loadgen.virtual.simulation", "from cache.storage.slab import Slab", 1),
+        ("engine.engine", "from reprise.fleet import routing", 1),
+        ("cache.manager", "from reprise.fleet import routing", 1),
+        ("loadgen.sim.fleet", "from reprise.fleet import routing", 0),
+        ("loadgen.sim.fleet", "from reprise.fleet import directory", 1),
+        ("loadgen.virtual.simulation", "from reprise.cache.manager import CacheManager\nimport time", 0),
+        ("loadgen.virtual.simulation", "from reprise.cache.storage.slab import Slab", 1),
         ("engine.model.hf_model", "import pickle", 1),
         ("engine.model.hf_model", "eval('1')", 1),
         ("engine.model.hf_model", "model.eval()", 0),
@@ -224,9 +222,9 @@ def test_the_rules_catch_what_they_should(name, source, complaints):
     assert len(forbidden_imports(module) + forbidden_calls(module)) == complaints
 
 
-def run_python(program: str, *arguments: str, python_path: tuple[Path, ...] = ()) -> str:
+def run_python(program: str, *arguments: str) -> str:
     """The standard output of a program run by a fresh interpreter that finds our packages first."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (*python_path, ROOT))}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=environment, capture_output=True, text=True, timeout=100, cwd="/",
@@ -242,7 +240,7 @@ def test_torch_free_modules_load_no_torch():
     program = """
 import importlib, sys
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    importlib.import_module("reprise." + name)
     if "torch" in sys.modules:
         print(name)
         break
@@ -250,26 +248,19 @@ for name in sys.argv[1:]:
     assert run_python(program, *names) == "", "this module is the first to load torch"
 
 
-def test_transformers_ignores_our_kernels_package(tmp_path):
-    """It probes for a distribution that brings a package `kernels`, takes ours, and must find it too old to use."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    # The metadata of an installed Reprise, so that the test says the same in a checkout that is not installed.
-    metadata = tmp_path / f"reprise-{version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reprise\nVersion: {version}\n")
-    (metadata / "top_level.txt").write_text("\n".join(ALLOWED) + "\n")
+def test_transformers_ignores_our_folder_called_kernels(tmp_path):
+    """In a checkout's root it takes our folder for the hub's package, and must find it too old to use."""
     program = """
-import importlib.metadata, sys
+import importlib, sys
 from pathlib import Path
 
-import kernels
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import import_utils
 
-assert set(importlib.metadata.packages_distributions()["kernels"]) == {"reprise"}
-assert importlib.metadata.version("reprise") == kernels.__version__
-assert import_utils._is_package_available("kernels", return_version=True) == (True, kernels.__version__)
+ours = importlib.import_module("kernels")
+assert Path(ours.__file__) == Path(sys.argv[2])
+assert import_utils._is_package_available("kernels", return_version=True) == (True, ours.__version__)
 assert not import_utils.is_kernels_available()
 
 config = LlamaConfig(
@@ -282,4 +273,4 @@ model = AutoModelForCausalLM.from_pretrained(directory)
 assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
 print("loaded")
 """
-    assert run_python(program, str(tmp_path), python_path=(tmp_path,)) == "loaded"
+    assert run_python(program, str(tmp_path), str(ROOT / "kernels/__init__.py")) == "loaded"

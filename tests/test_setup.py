@@ -129,8 +129,8 @@ def test_the_lock_has_our_versions_and_all_that_is_asked_for() -> None:
     locked = {package["name"]: package["version"] for package in packages}
     pins = constraints()
     assert {name: locked.get(name) for name in pins} == pins, "run `make lock`"
-    assert locked["reprise"] == project()["version"], "run `make lock`"
-    (ours,) = (package["metadata"]["requires-dist"] for package in packages if package["name"] == "reprise")
+    assert locked["reprise-llm"] == project()["version"], "run `make lock`"
+    (ours,) = (package["metadata"]["requires-dist"] for package in packages if package["name"] == "reprise-llm")
     asked = {(canonicalize_name(r.name), str(r.specifier)) for r in map(Requirement, requirements())}
     assert {(r["name"], str(Requirement(r["name"] + r["specifier"]).specifier)) for r in ours} == asked, (
         "run `make lock`"

@@ -53,7 +53,7 @@ def test_one_server_imports_no_redis_and_starts_no_thread_for_it(tmp_path: Path)
     assert APP >= threads(app) >= {"MainThread", "text"}
     assert ENGINE >= threads(engine) >= {"MainThread", "lifeline", "kv-load"}
     for process in (app, engine):
-        assert "engine.messages" in process["modules"], "it is a server's"
+        assert "reprise.engine.messages" in process["modules"], "it is a server's"
         roots = {name.partition(".")[0] for name in process["modules"]}
         assert not roots & {"redis", "ray"}
     assert not [name for name in engine["modules"] if name.partition(".")[0] == "fleet"]

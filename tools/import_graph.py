@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PREFIX = "reprise."  # of the names of modules; rules and reports call them by their folders
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             else:
                 continue
-            found += [Import(name, node.lineno, id(node) in lazy_nodes) for name in names]
+            found += [Import(name.removeprefix(PREFIX), node.lineno, id(node) in lazy_nodes) for name in names]
         return found
 
 

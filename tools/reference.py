@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from app.api.openapi import describe
-from app.settings.help import SECTIONS, choices, default
-from app.settings.settings import known_settings
+from reprise.app.api.openapi import describe
+from reprise.app.settings.help import SECTIONS, choices, default
+from reprise.app.settings.settings import known_settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (DOCS / "api.md", DOCS / "settings.md")

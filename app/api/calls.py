@@ -5,21 +5,21 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from app.errors import ApiError
-from app.http.body import RequestModel, parse_body, parse_data, read_body
-from app.http.event_stream import Deltas, EventStream, Frames
-from app.http.relay import is_relayed, resumption_of
-from app.schemas.fields import SESSION_HEADERS
-from app.settings.settings import Settings
-from app.turn.deadline import HEADER as TIMEOUT_HEADER
-from app.turn.ports import EnginePort
-from app.turn.prepare import Caller
-from app.turn.readiness import Readiness
-from app.turn.resume import Resumption, StreamNotes, cannot_resume
-from app.turn.service import TurnService
-from app.turn.sessions import SessionCommands
-from fleet.identify import CHAIN_HEADER, SESSION_HEADER
-from fleet.protocol import COUNTED_HEADER, MAX_ENVELOPE_BYTES, RESUME_HEADER
+from reprise.app.errors import ApiError
+from reprise.app.http.body import RequestModel, parse_body, parse_data, read_body
+from reprise.app.http.event_stream import Deltas, EventStream, Frames
+from reprise.app.http.relay import is_relayed, resumption_of
+from reprise.app.schemas.fields import SESSION_HEADERS
+from reprise.app.settings.settings import Settings
+from reprise.app.turn.deadline import HEADER as TIMEOUT_HEADER
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.prepare import Caller
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.resume import Resumption, StreamNotes, cannot_resume
+from reprise.app.turn.service import TurnService
+from reprise.app.turn.sessions import SessionCommands
+from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER
+from reprise.fleet.protocol import COUNTED_HEADER, MAX_ENVELOPE_BYTES, RESUME_HEADER
 
 T = TypeVar("T", bound=RequestModel)
 
@@ -97,7 +97,7 @@ def count_request(request: Request) -> None:
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return the parsed body and the headers that the answer must carry. Raises ApiError. 503 for an
     engine that is away and 429 for too many requests a minute come before the body is read, so that a client told to
-    retry does not upload first. A request that a gateway relays may resume an answer: see `app.http.relay`."""
+    retry does not upload first. A request that a gateway relays may resume an answer: see `reprise.app.http.relay`."""
     readiness_of(request).require()
     limits, key = settings_of(request).limits, request.app.state.fleet_key
     request.state.resumption = None

@@ -8,15 +8,15 @@ import msgspec
 from fastapi import APIRouter, Response
 from pydantic.json_schema import models_json_schema
 
-from app.api.chat import route as chat
-from app.api.completions import route as completions
-from app.api.messages import route as messages
-from app.api.operation import Model, Operation, operations_of
-from app.api.reprise import cache, events, fleet, models, ops, page, sessions, tokens
-from app.api.responses import conversations
-from app.api.responses import route as responses
-from app.schemas import answers
-from app.version import version
+from reprise.app.api.chat import route as chat
+from reprise.app.api.completions import route as completions
+from reprise.app.api.messages import route as messages
+from reprise.app.api.operation import Model, Operation, operations_of
+from reprise.app.api.reprise import cache, events, fleet, models, ops, page, sessions, tokens
+from reprise.app.api.responses import conversations
+from reprise.app.api.responses import route as responses
+from reprise.app.schemas import answers
+from reprise.app.version import version
 
 router = APIRouter()
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from app.settings.help import settings_of
-from app.settings.settings import GIB, Settings
-from engine.messages import given_salt, is_exact
+from reprise.app.settings.help import settings_of
+from reprise.app.settings.settings import GIB, Settings
+from reprise.engine.messages import given_salt, is_exact
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
@@ -28,14 +28,14 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
 class Problem(Protocol):
-    """Why a record cannot be used: the part of `cache.storage.errors.Problem` used here."""
+    """Why a record cannot be used: the part of `reprise.cache.storage.errors.Problem` used here."""
 
     @property
     def reason(self) -> str: ...
 
 
 class CheckedExtents(Protocol):
-    """The part of `cache.storage.extent_store.ExtentStore` used here."""
+    """The part of `reprise.cache.storage.extent_store.ExtentStore` used here."""
 
     @property
     def useless(self) -> Mapping[int, Problem]: ...
@@ -45,14 +45,14 @@ class CheckedExtents(Protocol):
 
 
 class Block(Protocol):
-    """The part of `cache.blocks.stored.StoredBlock` used here."""
+    """The part of `reprise.cache.blocks.stored.StoredBlock` used here."""
 
     @property
     def token_ids(self) -> bytes: ...
 
 
 class Session(Protocol):
-    """The part of `cache.blocks.stored.SessionRecord` used here."""
+    """The part of `reprise.cache.blocks.stored.SessionRecord` used here."""
 
     @property
     def tenant(self) -> str: ...
@@ -71,7 +71,7 @@ class Session(Protocol):
 
 
 class Extent(Protocol):
-    """The part of `cache.blocks.stored.ExtentInfo` used here."""
+    """The part of `reprise.cache.blocks.stored.ExtentInfo` used here."""
 
     @property
     def extent_id(self) -> int: ...
@@ -244,7 +244,7 @@ def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
 
 
 def _directory(context: typer.Context) -> Directory:
-    """Return the directory functions, passed in by `app.cli.program`, which alone imports the tiers."""
+    """Return the directory functions, passed in by `reprise.app.cli.program`, which alone imports the tiers."""
     directory: Directory = context.obj
     return directory
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from rich.table import Table
 
-from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape, weights_by_place
-from app.cli.finding import Finding, Level
-from app.cli.redis_findings import look_at_redis
-from app.settings.settings import GIB, MIB, Settings
-from app.state_dir import weakness
-from engine.build.resources import Memory, memory
-from engine.build.sizes import dram_warnings
-from model.directories import BUNDLED, SMOLLM2, is_there, source_of
+from reprise.app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape, weights_by_place
+from reprise.app.cli.finding import Finding, Level
+from reprise.app.cli.redis_findings import look_at_redis
+from reprise.app.settings.settings import GIB, MIB, Settings
+from reprise.app.state_dir import weakness
+from reprise.engine.build.resources import Memory, memory
+from reprise.engine.build.sizes import dram_warnings
+from reprise.model.directories import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
 # For a checkout. pip skips packages of the right version, and `make setup` skips what it has set up before.

@@ -5,10 +5,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.settings.settings import GIB, MIB, Settings
-from engine.build.resources import Memory, disk_room
-from engine.build.sizes import Sizes, automatic_sizes
-from engine.config import INT8_SCALE_BYTES, WEIGHT_BUFFERS
+from reprise.app.settings.settings import GIB, MIB, Settings
+from reprise.engine.build.resources import Memory, disk_room
+from reprise.engine.build.sizes import Sizes, automatic_sizes
+from reprise.engine.config import INT8_SCALE_BYTES, WEIGHT_BUFFERS
 
 # Bits of a number, with what scales and lows take: of embeddings and heads, and of layers.
 _PACKED_BITS = {"q8": (8.5, 8.5), "q4": (8.5, 5.0)}

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from app.settings.help import ServeCommand, settings_of
-from app.settings.settings import parse_flags, variable_of
+from reprise.app.settings.help import ServeCommand, settings_of
+from reprise.app.settings.settings import parse_flags, variable_of
 
 TIMEOUT_S = 10.0
 KEY_VARIABLE = "REPRISE_KEY"
@@ -51,7 +51,7 @@ def up(
     arguments = ["--host", settings.server.host, "--port", str(settings.server.port)]
     arguments += ["--config", str(config.absolute())] if config is not None else []
     try:
-        from fleet.supervise.local_fleet import FleetFailed, LocalFleet
+        from reprise.fleet.supervise.local_fleet import FleetFailed, LocalFleet
 
         fleet = LocalFleet(
             settings, replicas=replicas, most_replicas=most, ttft_target_s=ttft_target_s,
@@ -84,8 +84,8 @@ def deploy(
     """Have the Ray cluster that this machine is part of run servers. Returns when they take requests. Where they run
     already, nothing happens."""
     try:
-        from fleet import ray_app
-        from fleet.supervise.cluster import deploy as deploy_on_cluster
+        from reprise.fleet import ray_app
+        from reprise.fleet.supervise.cluster import deploy as deploy_on_cluster
     except ImportError as error:
         raise _end(f"{error}; install the extra: pip install '.[fleet]'") from None
     options = ray_app.Options(
@@ -155,9 +155,9 @@ def make_secrets(
     kv_host: Annotated[str, typer.Option("--kv", help="HOST:PORT of the KV's Redis.")] = "kv:6379",
 ) -> None:
     """Make the files that the members of a fleet share: its secret, keys, and the users of its two Redis servers."""
-    from app.tenancy.key_file import KeyFileError
-    from fleet.secrets import SecretsExist
-    from fleet.secrets import make_secrets as make
+    from reprise.app.tenancy.key_file import KeyFileError
+    from reprise.fleet.secrets import SecretsExist
+    from reprise.fleet.secrets import make_secrets as make
 
     try:
         made = make(directory.expanduser(), directory_host=directory_host, kv_host=kv_host)

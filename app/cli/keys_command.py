@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from app.tenancy.key_file import KeyFileError, add_key, remove_key
+from reprise.app.tenancy.key_file import KeyFileError, add_key, remove_key
 
 console = Console(stderr=True, highlight=False)
 SOON = "A server that runs knows it within a second."

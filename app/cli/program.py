@@ -13,23 +13,23 @@ import typer
 from fastapi import FastAPI
 from rich.console import Console
 
-from app.cli import cache_command as cache_cli
-from app.cli import doctor
-from app.cli import fleet_command as fleet_cli
-from app.cli import keys_command as keys_cli
-from app.cli.finding import Level
-from app.cli.ready_panel import panel
-from app.conversations.redis_store import RedisStoreUnavailable
-from app.http.server import HttpServer, log_failure
-from app.main import create_app
-from app.observe import logs
-from app.observe.tracing import TracingUnavailable
-from app.settings.help import ServeCommand, settings_of, tables
-from app.settings.settings import Settings
-from app.state_dir import DamagedSecret, read_tenant_secret
-from app.tenancy.key_file import KeyFileError
-from app.version import version
-from engine.messages import ModelInfo
+from reprise.app.cli import cache_command as cache_cli
+from reprise.app.cli import doctor
+from reprise.app.cli import fleet_command as fleet_cli
+from reprise.app.cli import keys_command as keys_cli
+from reprise.app.cli.finding import Level
+from reprise.app.cli.ready_panel import panel
+from reprise.app.conversations.redis_store import RedisStoreUnavailable
+from reprise.app.http.server import HttpServer, log_failure
+from reprise.app.main import create_app
+from reprise.app.observe import logs
+from reprise.app.observe.tracing import TracingUnavailable
+from reprise.app.settings.help import ServeCommand, settings_of, tables
+from reprise.app.settings.settings import Settings
+from reprise.app.state_dir import DamagedSecret, read_tenant_secret
+from reprise.app.tenancy.key_file import KeyFileError
+from reprise.app.version import version
+from reprise.engine.messages import ModelInfo
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def gateway(
 ) -> None:
     """Serve the replicas that fleet.redis_url names under one address: each turn goes where its conversation's KV lies,
     and an answer goes on elsewhere if its replica dies."""
-    from fleet.gateway.server import GatewayServer
+    from reprise.fleet.gateway.server import GatewayServer
 
     settings = settings_of(context, config, {"server.host": host, "server.port": port})
     logs.configure(settings.server.log_format)
@@ -127,7 +127,7 @@ def gateway(
 )
 def measure(context: typer.Context) -> None:
     """Measure any OpenAI-compatible server, and compare runs: `reprise load --help`."""
-    from loadgen.cli import main as load
+    from reprise.loadgen.cli import main as load
 
     load(context.args)
 
@@ -135,7 +135,7 @@ def measure(context: typer.Context) -> None:
 @cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def plan_storage(context: typer.Context) -> None:
     """DRAM and disk for a target hit rate, with TTFT and cost: `reprise plan --help`."""
-    from loadgen.plan.command import main as plan
+    from reprise.loadgen.plan.command import main as plan
 
     plan(context.args)
 
@@ -149,7 +149,7 @@ def examine(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
     """Check this machine against the settings of `serve`, and say how to fix problems."""
-    from cache.storage.directory_lock import used_by
+    from reprise.cache.storage.directory_lock import used_by
 
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     findings = doctor.examine(settings, used_by=used_by)
@@ -162,7 +162,7 @@ def examine(
 def simulate_policies(context: typer.Context) -> None:
     """Estimate what caching would save. With --trace, replays eviction policies on a recorded trace; otherwise
     simulates a whole server like those of the papers, comparing every policy with recomputation."""
-    from loadgen.simulate_command import main as simulate
+    from reprise.loadgen.simulate_command import main as simulate
 
     simulate(context.args)
 
@@ -173,8 +173,8 @@ def convert_gguf(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made; `reprise serve --model DIR` serves it.")],
 ) -> None:
     """Convert a GGUF file to a model directory: safetensors, tokenizer and configuration."""
-    from engine.gguf.convert import convert
-    from engine.gguf.reader import GgufRefused
+    from reprise.engine.gguf.convert import convert
+    from reprise.engine.gguf.reader import GgufRefused
 
     try:
         convert(file.expanduser(), directory.expanduser())
@@ -193,7 +193,7 @@ def list_settings() -> None:
 def _prepare(settings: Settings) -> FastAPI:
     """Create the app after checking everything that can be checked without loading a model. Ends the program if a check
     fails."""
-    from cache.storage.directory_lock import used_by
+    from reprise.cache.storage.directory_lock import used_by
 
     for finding in doctor.look_at_model(settings):
         if finding.level is Level.FAIL:
@@ -229,8 +229,8 @@ def _tell(problem: str) -> None:
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     """Yield the KV on disk, one fingerprint at a time. Ends the program if the directory cannot be used."""
-    from cache.storage.directory import stored_models
-    from cache.storage.extent_store import ExtentStore
+    from reprise.cache.storage.directory import stored_models
+    from reprise.cache.storage.extent_store import ExtentStore
 
     with _unused(settings):
         key = _record_key(settings)
@@ -257,8 +257,8 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
 
 def nameless_records(settings: Settings) -> list[cache_cli.Record]:
-    """See `cache.storage.directory`. Ends the program if the directory cannot be used."""
-    from cache.storage import directory as disk_files
+    """See `reprise.cache.storage.directory`. Ends the program if the directory cannot be used."""
+    from reprise.cache.storage import directory as disk_files
 
     with _unused(settings):
         return [*disk_files.nameless_records(settings.state_dir, _record_key(settings))]
@@ -266,15 +266,15 @@ def nameless_records(settings: Settings) -> list[cache_cli.Record]:
 
 def drop_record(record: cache_cli.Record) -> bool:
     """Delete one of these records. Returns whether it is gone."""
-    from cache.storage.directory import Foreign, drop_foreign
+    from reprise.cache.storage.directory import Foreign, drop_foreign
 
     return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)
 
 
 def _record_key(settings: Settings) -> bytes:
-    """See `cache.storage.extent_format`. Without an installation's secret, returns a key with which no record was
-    written."""
-    from cache.storage.extent_format import record_key
+    """See `reprise.cache.storage.extent_format`. Without an installation's secret, returns a key with which no record
+    was written."""
+    from reprise.cache.storage.extent_format import record_key
 
     return record_key(
         read_tenant_secret(settings.state_dir, settings.server.tenant_secret_file) or secrets.token_bytes(32)
@@ -284,8 +284,8 @@ def _record_key(settings: Settings) -> bytes:
 @contextmanager
 def _unused(settings: Settings) -> Iterator[None]:
     """Guard the use of the cache directory: end the program if it does not exist, is in use, or fails."""
-    from cache.storage.directory_lock import DirectoryLocked, used_by
-    from cache.storage.errors import TierFailed, TierFull
+    from reprise.cache.storage.directory_lock import DirectoryLocked, used_by
+    from reprise.cache.storage.errors import TierFailed, TierFull
 
     if not settings.state_dir.is_dir():
         raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")

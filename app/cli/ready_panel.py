@@ -5,10 +5,10 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
-from app.settings.settings import GIB, MIB, Settings
-from app.turn.sampling import OPENAI, SamplingDefaults
-from engine.build.resources import memory
-from engine.messages import ModelInfo
+from reprise.app.settings.settings import GIB, MIB, Settings
+from reprise.app.turn.sampling import OPENAI, SamplingDefaults
+from reprise.engine.build.resources import memory
+from reprise.engine.messages import ModelInfo
 
 ON_DEVICE = ("weights", "hbm")  # parts of the plan that use this machine's memory only if the model runs on it
 IN_MEMORY = (*ON_DEVICE, "weights_dram", "dram", "staging", "coding")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.cli.finding import Finding, Level
-from app.settings.settings import GIB, Settings
+from reprise.app.cli.finding import Finding, Level
+from reprise.app.settings.settings import GIB, Settings
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from array import array
 from dataclasses import dataclass
 
-from app.conversations.digests import digest, link
-from app.conversations.prepared_prompt import Base, PreparedPrompt, Shifted
-from app.conversations.rendered_chat import RenderedChat
-from app.conversations.splice import common_ids
-from app.conversations.transcript_store import History, RecordedAnswer
-from app.text.tokenizer import SHIELD, PromptTooLong
+from reprise.app.conversations.digests import digest, link
+from reprise.app.conversations.prepared_prompt import Base, PreparedPrompt, Shifted
+from reprise.app.conversations.rendered_chat import RenderedChat
+from reprise.app.conversations.splice import common_ids
+from reprise.app.conversations.transcript_store import History, RecordedAnswer
+from reprise.app.text.tokenizer import SHIELD, PromptTooLong
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ tenth of a microsecond; encoding and hashing it takes ten.
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from app.conversations.digests import Message
+from reprise.app.conversations.digests import Message
 
 Key = tuple[bytes, int, str, str]
 

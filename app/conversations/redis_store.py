@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from app.conversations.breaker import Breaker, State
-from app.conversations.response_store import (
+from reprise.app.conversations.breaker import Breaker, State
+from reprise.app.conversations.response_store import (
     MAX_CHAIN,
     MAX_ITEMS,
     SWEEP_BATCH,
@@ -27,8 +27,8 @@ from app.conversations.response_store import (
     StoredConversation,
     TooLong,
 )
-from app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
-from app.errors import ApiError, unavailable
+from reprise.app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
+from reprise.app.errors import ApiError, unavailable
 
 DEADLINE_S = 3.0  # for one operation, whatever the server or the network does
 SOCKET_S = 2.0
@@ -191,7 +191,7 @@ class RedisStore:
             from redis.backoff import NoBackoff
             from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
-            from app.conversations.redis_reply import BoundedParser
+            from reprise.app.conversations.redis_reply import BoundedParser
         except ImportError:
             raise RedisStoreUnavailable("cache.redis_url needs redis' client: pip install redis") from None
         self._failures = (RedisError, OSError, TimeoutError)

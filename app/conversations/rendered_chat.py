@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.conversations.digests import REASONING, Message, canonical, digest, without_reasoning
-from app.text.template import TemplateError
+from reprise.app.conversations.digests import REASONING, Message, canonical, digest, without_reasoning
+from reprise.app.text.template import TemplateError
 
 _GENERATED = frozenset(("content", "tool_calls", "function_call", *REASONING))
 
 
 class TextTokenizer(Protocol):
-    """The part of `app.text.tokenizer.ChatTokenizer` used here."""
+    """The part of `reprise.app.text.tokenizer.ChatTokenizer` used here."""
 
     special_ids: frozenset[int]
     template_digest: bytes

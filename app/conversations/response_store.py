@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.conversations.database import Database
+from reprise.app.conversations.database import Database
 
 SCHEMA_VERSION = 1
 MAX_CHAIN = 1024  # responses in a row, each going on from the one before

@@ -2,17 +2,17 @@
 
 Each rung takes the chat and a candidate and returns a `Splice`, or None where it does not apply. The text decides: what
 is spliced in must say, character by character, what the template renders now. (The exceptions are those that
-`app.conversations.transcripts` names.)
+`reprise.app.conversations.transcripts` names.)
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.conversations.digests import digest
-from app.conversations.rendered_chat import RenderedChat, TextTokenizer
-from app.conversations.transcript_store import RecordedAnswer
-from app.text.template import TemplateError
+from reprise.app.conversations.digests import digest
+from reprise.app.conversations.rendered_chat import RenderedChat, TextTokenizer
+from reprise.app.conversations.transcript_store import RecordedAnswer
+from reprise.app.text.template import TemplateError
 
 MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
 

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.conversations.response_store import MAX_ITEMS, Item, StoredConversation
+from reprise.app.conversations.response_store import MAX_ITEMS, Item, StoredConversation
 
 MAX_DEPTH = 250  # levels of nesting, more than a request may have
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.transcript_rows import Exported
-from app.conversations.transcripts import Transcripts
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.transcript_rows import Exported
+from reprise.app.conversations.transcripts import Transcripts
 
 SWEEP_S = 60.0
 LONG_CHARS = 1 << 18  # characters of all messages; fewer are tokenized in half a second at most
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class TextThread:
-    """Calls `app.conversations.transcripts.Transcripts` for the event loop, first in, first out: a prompt finds what
-    was recorded before it was prepared. Admission bounds how many prompts wait.
+    """Calls `reprise.app.conversations.transcripts.Transcripts` for the event loop, first in, first out: a prompt finds
+    what was recorded before it was prepared. Admission bounds how many prompts wait.
 
     Long prompts go through a second thread, one of each tenant at a time. So no short prompt waits for a long one, and
     no tenant's long one for all of another's."""

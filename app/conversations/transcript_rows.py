@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from app.conversations.digests import digest
+from reprise.app.conversations.digests import digest
 
 MAX_TEXT_BYTES = 4 << 20
 _ID_BYTES = 4
 
 
 class TranscriptRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The columns of an answer and its prompt; see `app.conversations.transcript_store`."""
+    """The columns of an answer and its prompt; see `reprise.app.conversations.transcript_store`."""
 
     chain: bytes
     bare: bytes

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from app.conversations.database import Database
-from app.conversations.digests import digest
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.transcript_rows import Exported, TranscriptRow, encode_row, readable
+from reprise.app.conversations.database import Database
+from reprise.app.conversations.digests import digest
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.transcript_rows import Exported, TranscriptRow, encode_row, readable
 
 log = logging.getLogger(__name__)
 

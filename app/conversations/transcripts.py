@@ -25,15 +25,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.conversations.digests import Message, canonical, digest, link, without_reasoning
-from app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
-from app.conversations.known_chains import RecentChains
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.rendered_chat import RenderedChat, TextTokenizer
-from app.conversations.splice import Candidate, common_chars, shifted, splice_of
-from app.conversations.transcript_rows import Exported
-from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
-from app.text.message_bounds import MessageBounds
+from reprise.app.conversations.digests import Message, canonical, digest, link, without_reasoning
+from reprise.app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
+from reprise.app.conversations.known_chains import RecentChains
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.rendered_chat import RenderedChat, TextTokenizer
+from reprise.app.conversations.splice import Candidate, common_chars, shifted, splice_of
+from reprise.app.conversations.transcript_rows import Exported
+from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
+from reprise.app.text.message_bounds import MessageBounds
 
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared

@@ -6,22 +6,22 @@ import logging
 import time
 from collections.abc import Callable
 
-from app.errors import ApiError
-from app.fleet.background import Background
-from app.fleet.commits import Commits
-from app.fleet.deletions import Deletions
-from app.fleet.held_sessions import HeldSessions
-from app.fleet.holdings import Spending
-from app.fleet.identity import Identity
-from app.observe.live import tiers_of
-from app.turn.ports import EnginePort
-from app.turn.readiness import Readiness, Status
-from app.version import version
-from engine.process.client import EngineFailed
-from fleet.directory import Directory, DirectoryUnavailable, Foreign
-from fleet.load import Before, counted, load_of
-from fleet.members import BEAT_S
-from fleet.records import Heard, Heartbeat
+from reprise.app.errors import ApiError
+from reprise.app.fleet.background import Background
+from reprise.app.fleet.commits import Commits
+from reprise.app.fleet.deletions import Deletions
+from reprise.app.fleet.held_sessions import HeldSessions
+from reprise.app.fleet.holdings import Spending
+from reprise.app.fleet.identity import Identity
+from reprise.app.observe.live import tiers_of
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.readiness import Readiness, Status
+from reprise.app.version import version
+from reprise.engine.process.client import EngineFailed
+from reprise.fleet.directory import Directory, DirectoryUnavailable, Foreign
+from reprise.fleet.load import Before, counted, load_of
+from reprise.fleet.members import BEAT_S
+from reprise.fleet.records import Heard, Heartbeat
 
 JOIN_S = 10.0  # longest wait for the directory before this server takes requests
 JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them

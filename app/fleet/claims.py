@@ -6,15 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from app.conversations.text_thread import TextThread
-from app.fleet.copies import Copies, scope_of
-from app.fleet.held_sessions import HeldSession, HeldSessions
-from app.turn.ports import EnginePort
-from app.turn.readiness import Readiness
-from engine.messages import Adopt
-from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.keys import SessionName
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.fleet.copies import Copies, scope_of
+from reprise.app.fleet.held_sessions import HeldSession, HeldSessions
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.readiness import Readiness
+from reprise.engine.messages import Adopt
+from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
 
 ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
 

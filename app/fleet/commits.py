@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from app.conversations.text_thread import TextThread
-from app.fleet.background import Background
-from app.fleet.copies import Copies, scope_of
-from app.fleet.held_sessions import HeldSession, HeldSessions
-from app.fleet.identity import Identity
-from app.fleet.outbox_thread import OutboxThread
-from app.turn.readiness import Readiness
-from engine.messages import Head
-from fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
-from fleet.keys import SessionName
-from fleet.outbox import Unsent
-from fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.fleet.background import Background
+from reprise.app.fleet.copies import Copies, scope_of
+from reprise.app.fleet.held_sessions import HeldSession, HeldSessions
+from reprise.app.fleet.identity import Identity
+from reprise.app.fleet.outbox_thread import OutboxThread
+from reprise.app.turn.readiness import Readiness
+from reprise.engine.messages import Head
+from reprise.fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
+from reprise.fleet.outbox import Unsent
+from reprise.fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome
 
 UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 

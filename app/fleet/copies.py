@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from app.conversations.text_thread import TextThread
-from app.errors import ApiError
-from app.fleet.held_sessions import HeldSessions
-from app.fleet.outbox_thread import OutboxThread
-from app.turn.sessions import SessionCommands
-from engine.messages import SessionInfo
-from fleet.keys import SessionName
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.errors import ApiError
+from reprise.app.fleet.held_sessions import HeldSessions
+from reprise.app.fleet.outbox_thread import OutboxThread
+from reprise.app.turn.sessions import SessionCommands
+from reprise.engine.messages import SessionInfo
+from reprise.fleet.keys import SessionName
 
 POLL_S = 0.1  # between two tries to delete a session of which a request runs
 LISTED = 200  # sessions in one answer of the engine

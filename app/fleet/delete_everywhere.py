@@ -2,9 +2,9 @@
 
 import asyncio
 
-from app.errors import ApiError, unavailable
-from app.fleet.copies import Copies
-from fleet.directory import Directory, DirectoryUnavailable
+from reprise.app.errors import ApiError, unavailable
+from reprise.app.fleet.copies import Copies
+from reprise.fleet.directory import Directory, DirectoryUnavailable
 
 POLL_S = 0.1  # between two looks whether the others have deleted a session
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.keys import SessionName
-from fleet.records import Forgotten, Heard
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
+from reprise.fleet.records import Forgotten, Heard
 
 MAX_REMEMBERED = 10_000  # deletions that are written again after a flush
 PROVEN_AT_ONCE = 256  # sessions of which one question asks

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fleet.keys import SessionName
+from reprise.fleet.keys import SessionName
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from app.tenancy.keyring import KeyLimits
-from app.tenancy.quotas import Holdings, excess
-from fleet.directory import Directory, DirectoryUnavailable
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.app.tenancy.quotas import Holdings, excess
+from reprise.fleet.directory import Directory, DirectoryUnavailable
 
 OLDEST_AT_ONCE = 16  # sessions
 MAX_LEAVING = 1024  # sessions that one check deletes

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.settings.settings import Settings
+from reprise.app.settings.settings import Settings
 
 NAME_BYTES = 8
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fleet.keys import SessionName
-from fleet.outbox import Outbox, Unsent
+from reprise.fleet.keys import SessionName
+from reprise.fleet.outbox import Outbox, Unsent
 
 T = TypeVar("T")
 
 
 class OutboxThread:
-    """Calls `fleet.outbox.Outbox` for the event loop, first in, first out."""
+    """Calls `reprise.fleet.outbox.Outbox` for the event loop, first in, first out."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

@@ -11,32 +11,32 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from app.conversations.text_thread import TextThread
-from app.fleet.background import Background
-from app.fleet.beats import Beats
-from app.fleet.claims import Claims
-from app.fleet.commits import Commits
-from app.fleet.copies import Copies
-from app.fleet.delete_everywhere import delete_everywhere
-from app.fleet.deletions import Deletions
-from app.fleet.held_sessions import HeldSessions
-from app.fleet.holdings import Spending
-from app.fleet.identity import Identity
-from app.fleet.outbox_thread import OutboxThread
-from app.fleet.turn_under_way import TurnUnderWay
-from app.settings.settings import Settings
-from app.tenancy.keyring import KeyLimits
-from app.turn.ports import EnginePort, TurnOfFleet
-from app.turn.readiness import Readiness
-from app.turn.sessions import SessionCommands
-from engine.messages import Head, ModelInfo
-from engine.process.client import EngineClient
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.keys import SessionName
-from fleet.members import BEAT_S, Members
-from fleet.outbox import Outbox
-from fleet.overview import overview
-from fleet.routing import FleetView
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.fleet.background import Background
+from reprise.app.fleet.beats import Beats
+from reprise.app.fleet.claims import Claims
+from reprise.app.fleet.commits import Commits
+from reprise.app.fleet.copies import Copies
+from reprise.app.fleet.delete_everywhere import delete_everywhere
+from reprise.app.fleet.deletions import Deletions
+from reprise.app.fleet.held_sessions import HeldSessions
+from reprise.app.fleet.holdings import Spending
+from reprise.app.fleet.identity import Identity
+from reprise.app.fleet.outbox_thread import OutboxThread
+from reprise.app.fleet.turn_under_way import TurnUnderWay
+from reprise.app.settings.settings import Settings
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.app.turn.ports import EnginePort, TurnOfFleet
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.sessions import SessionCommands
+from reprise.engine.messages import Head, ModelInfo
+from reprise.engine.process.client import EngineClient
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
+from reprise.fleet.members import BEAT_S, Members
+from reprise.fleet.outbox import Outbox
+from reprise.fleet.overview import overview
+from reprise.fleet.routing import FleetView
 
 LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from app.turn.ports import EndedChoice
-from fleet.identify import link_answer
-from fleet.keys import SessionName
+from reprise.app.turn.ports import EndedChoice
+from reprise.fleet.identify import link_answer
+from reprise.fleet.keys import SessionName
 
 
 class Home(Protocol):
@@ -35,7 +35,8 @@ class TurnUnderWay:
         ttl_s: float | None,
     ) -> None:
         """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then it goes on behind.
-        chain: of the request's messages, see `fleet.identify`; None: their next request does not find the session.
+        chain: of the request's messages, see `reprise.fleet.identify`; None: their next request does not find the
+        session.
         names: other digests that do. tokens: of its context."""
         if self._ended:
             return

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from app.errors import ApiError, ClientGone, from_validation, invalid
-from app.settings.settings import LimitSettings
+from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
+from reprise.app.settings.settings import LimitSettings
 
 MAX_NAMED_FIELDS = 10
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)

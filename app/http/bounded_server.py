@@ -6,8 +6,8 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http.connections import BoundedConnection, raise_file_limit
-from app.settings.settings import Settings
+from reprise.app.http.connections import BoundedConnection, raise_file_limit
+from reprise.app.settings.settings import Settings
 
 LAST_WORDS_S = 5.0  # after server.drain_s, for answers that are ended early and for the last bytes to be sent
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections

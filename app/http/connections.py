@@ -8,7 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from app.errors import ApiError, overloaded
+from reprise.app.errors import ApiError, overloaded
 
 SPARE_FILES = 64  # kept free for files that the server opens, and for connections that are accepted only to be refused
 

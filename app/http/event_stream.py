@@ -10,11 +10,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.errors import ApiError, ClientGone
-from app.turn.answer import Delta
-from app.turn.generation import Generation
-from app.turn.resume import Resumption, StreamNotes
-from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
+from reprise.app.errors import ApiError, ClientGone
+from reprise.app.turn.answer import Delta
+from reprise.app.turn.generation import Generation
+from reprise.app.turn.resume import Resumption, StreamNotes
+from reprise.fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -108,8 +108,8 @@ class EventStream(Response):
     An error before the first token is answered like any other error; a later one becomes the stream's last event. A
     slow client slows only itself: `send` waits, and the engine's outputs are merged meanwhile.
 
-    To a gateway, which relays it, the stream comes in the frames of `fleet.protocol`, with notes by which another
-    server can go on. One that resumes says only what its client has not had.
+    To a gateway, which relays it, the stream comes in the frames of `reprise.fleet.protocol`, with notes by which
+    another server can go on. One that resumes says only what its client has not had.
     """
 
     def __init__(

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import ApiError, ClientGone, internal_error
-from app.http.host_names import is_ours
-from app.observe import logs, tracing
-from app.tenancy.keyring import Keyring
+from reprise.app.errors import ApiError, ClientGone, internal_error
+from reprise.app.http.host_names import is_ours
+from reprise.app.observe import logs, tracing
+from reprise.app.tenancy.keyring import Keyring
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/", "/docs"})
 OPEN_BELOW = "/page/"  # the page's files, which hold no data; the requests that the page makes need a key

@@ -2,14 +2,14 @@
 
 from starlette.requests import Request
 
-from app.errors import ApiError
-from app.turn.resume import Resumption, cannot_resume
-from fleet.protocol import RELAY_HEADER, RESUME_HEADER, BadEnvelope, Forged, is_relay, unseal
+from reprise.app.errors import ApiError
+from reprise.app.turn.resume import Resumption, cannot_resume
+from reprise.fleet.protocol import RELAY_HEADER, RESUME_HEADER, BadEnvelope, Forged, is_relay, unseal
 
 
 def is_relayed(request: Request, key: bytes) -> bool:
-    """Whether a gateway relays this request. key: see `fleet.protocol.fleet_key`. Raises ApiError 403 if somebody else
-    asks to resume an answer."""
+    """Whether a gateway relays this request. key: see `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 if
+    somebody else asks to resume an answer."""
     value = request.headers.get(RELAY_HEADER)
     if value is not None and is_relay(key, value, path=request.url.path, request_id=request.state.request_id):
         return True

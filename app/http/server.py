@@ -9,13 +9,13 @@ from types import FrameType
 
 from fastapi import FastAPI
 
-from app.http.bounded_server import LAST_WORDS_S, BoundedServer
-from app.settings.settings import Settings
-from app.turn.ports import EnginePort
-from app.turn.readiness import Readiness
-from app.turn.service import TurnService
-from engine.messages import ModelInfo
-from engine.process.client import EngineFailed
+from reprise.app.http.bounded_server import LAST_WORDS_S, BoundedServer
+from reprise.app.settings.settings import Settings
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.service import TurnService
+from reprise.engine.messages import ModelInfo
+from reprise.engine.process.client import EngineFailed
 
 log = logging.getLogger(__name__)
 

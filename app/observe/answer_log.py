@@ -4,8 +4,8 @@ import logging
 import time
 from typing import Any
 
-from app.turn.kv_sources import source_fields
-from app.turn.observer import ObservedTurn, TurnObserver
+from reprise.app.turn.kv_sources import source_fields
+from reprise.app.turn.observer import ObservedTurn, TurnObserver
 
 log = logging.getLogger("reprise.answers")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.turn.kv_sources import SOURCES
-from engine.messages import DIVERGENCE_BOUNDS, MISS_REASONS, SchedulerState, Stats
+from reprise.app.turn.kv_sources import SOURCES
+from reprise.engine.messages import DIVERGENCE_BOUNDS, MISS_REASONS, SchedulerState, Stats
 
 if TYPE_CHECKING:
-    from app.turn.ports import EnginePort
+    from reprise.app.turn.ports import EnginePort
 
 DIRECTIONS = (
     "dram_to_hbm",

@@ -2,7 +2,7 @@
 first token.
 
 A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
-for those whom `app.tenancy.keyring.Keyring.is_admin` lets in.
+for those whom `reprise.app.tenancy.keyring.Keyring.is_admin` lets in.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from app.errors import too_many_watchers
-from app.turn.answer import Answer
-from app.turn.kv_sources import source_fields
-from app.turn.observer import ObservedTurn, TurnObserver
-from app.turn.ports import EnginePort, codec_in_use
-from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
-from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+from reprise.app.errors import too_many_watchers
+from reprise.app.turn.answer import Answer
+from reprise.app.turn.kv_sources import source_fields
+from reprise.app.turn.observer import ObservedTurn, TurnObserver
+from reprise.app.turn.ports import EnginePort, codec_in_use
+from reprise.engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
+from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
 PERIOD_S = 1.0  # as often as the engine reports
 IDLE_S = 15.0  # between two states where nothing happens

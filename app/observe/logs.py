@@ -19,7 +19,7 @@ MAX_LINE = 65_536  # of the engine's output: what is longer is cut into lines of
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request whose task this is
 
-# As `engine.process.loop` writes its lines.
+# As `reprise.engine.process.loop` writes its lines.
 _ENGINE_LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)"
 )

@@ -12,14 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from app.conversations.redis_store import RedisStore
-from app.errors import ApiError
-from app.observe.engine_metrics import EngineCollector, _labelled
-from app.turn.answer import Answer
-from app.turn.kv_sources import CACHED, SOURCES, tokens_by_source
-from app.turn.observer import ObservedTurn, TurnObserver
-from app.turn.ports import EnginePort
-from app.version import version
+from reprise.app.conversations.redis_store import RedisStore
+from reprise.app.errors import ApiError
+from reprise.app.observe.engine_metrics import EngineCollector, _labelled
+from reprise.app.turn.answer import Answer
+from reprise.app.turn.kv_sources import CACHED, SOURCES, tokens_by_source
+from reprise.app.turn.observer import ObservedTurn, TurnObserver
+from reprise.app.turn.ports import EnginePort
+from reprise.app.version import version
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)

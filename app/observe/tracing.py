@@ -9,9 +9,9 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from app.turn.answer import Answer
-from app.turn.kv_sources import source_fields
-from app.turn.observer import ObservedTurn, TurnObserver
+from reprise.app.turn.answer import Answer
+from reprise.app.turn.kv_sources import source_fields
+from reprise.app.turn.observer import ObservedTurn, TurnObserver
 
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
 

@@ -1,4 +1,4 @@
-"""The chat request: every field's type, range and size. `app.turn.generation` implements their meaning."""
+"""The chat request: every field's type, range and size. `reprise.app.turn.generation` implements their meaning."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,8 +13,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.schemas.fields import GenerationRequest, Part, TextPart, is_finite, joined_text, unsupported
-from app.schemas.tools import (
+from reprise.app.schemas.fields import GenerationRequest, Part, TextPart, is_finite, joined_text, unsupported
+from reprise.app.schemas.tools import (
     MAX_TOOLS,
     Choices,
     GivenSchema,

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.fields import GenerationRequest, TokenId
+from reprise.app.schemas.fields import GenerationRequest, TokenId
 
 MAX_PROMPTS = 256
 MAX_PROMPT_IDS = 1 << 21

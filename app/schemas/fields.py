@@ -8,7 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.messages import salt_of
+from reprise.engine.messages import salt_of
 
 MAX_TIMEOUT_S = 86_400.0
 # "." and ".." are excluded: clients remove them from URLs, so such a session could not be deleted.
@@ -21,7 +21,7 @@ MAX_SCHEMA_DEPTH = 32
 
 
 def unsupported(param: str, what: str) -> PydanticCustomError:
-    """Build an "unsupported" error. `app.errors` names `param`, relative to where the error was raised."""
+    """Build an "unsupported" error. `reprise.app.errors` names `param`, relative to where the error was raised."""
     return PydanticCustomError("unsupported", "{what} not supported by this server", {"param": param, "what": what})
 
 

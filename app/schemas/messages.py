@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from app.schemas.fields import MAX_TIMEOUT_S, JsonSchema, Part, SessionId, unsupported
-from app.schemas.tools import MAX_TOOLS, ToolName
+from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
+from reprise.app.schemas.fields import MAX_TIMEOUT_S, JsonSchema, Part, SessionId, unsupported
+from reprise.app.schemas.tools import MAX_TOOLS, ToolName
 
 MAX_BLOCKS = 1024
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from app.schemas.fields import (
+from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
+from reprise.app.schemas.fields import (
     MAX_TIMEOUT_S,
     CacheOptions,
     JsonSchema,
@@ -17,7 +17,7 @@ from app.schemas.fields import (
     joined_text,
     unsupported,
 )
-from app.schemas.tools import MAX_ARGUMENT_CHARS, MAX_TOOLS, ToolName
+from reprise.app.schemas.tools import MAX_ARGUMENT_CHARS, MAX_TOOLS, ToolName
 
 MAX_ITEMS = MAX_MESSAGES
 _TEXT_KINDS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})

@@ -5,10 +5,10 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.chat import Messages, TemplateArgs
-from app.schemas.completions import MAX_PROMPT_IDS
-from app.schemas.fields import Part, TokenId
-from app.schemas.tools import MAX_TOOLS, Tool
+from reprise.app.schemas.chat import Messages, TemplateArgs
+from reprise.app.schemas.completions import MAX_PROMPT_IDS
+from reprise.app.schemas.fields import Part, TokenId
+from reprise.app.schemas.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(Part):

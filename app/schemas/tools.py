@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.fields import JsonSchema, Part, unsupported
+from reprise.app.schemas.fields import JsonSchema, Part, unsupported
 
 MAX_TOOLS = 128
 MAX_ARGUMENT_CHARS = 1 << 20

@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from app.settings.hints import describe, nearest
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig, WeightsConfig
-from model.directories import source_of
+from reprise.app.settings.hints import describe, nearest
+from reprise.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig, WeightsConfig
+from reprise.model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")

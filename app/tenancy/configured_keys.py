@@ -1,8 +1,8 @@
 """The keys that the settings name, those of the keys file among them."""
 
-from app.settings.settings import GIB, Settings
-from app.tenancy.key_file import follow_keys, load_keys
-from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
+from reprise.app.settings.settings import GIB, Settings
+from reprise.app.tenancy.key_file import follow_keys, load_keys
+from reprise.app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
 
 
 def make_keyring(settings: Settings) -> Keyring:

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.tenancy.keyring import Key, KeyLimits, digest_of
+from reprise.app.tenancy.keyring import Key, KeyLimits, digest_of
 
 NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _HEADER = re.compile(r"""\s*\[\s*([A-Za-z0-9_\-]+|"[^"\\]*"|'[^']*')\s*\]\s*(#.*)?$""")

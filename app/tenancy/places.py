@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from app.errors import overloaded, too_fast, too_many_requests
-from app.tenancy.bucket import Bucket
-from app.tenancy.keyring import NO_LIMITS, KeyLimits
+from reprise.app.errors import overloaded, too_fast, too_many_requests
+from reprise.app.tenancy.bucket import Bucket
+from reprise.app.tenancy.keyring import NO_LIMITS, KeyLimits
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # OpenAI's clients ignore longer waits
 RATE_WINDOW = 64  # number of recent endings from which the rate is computed

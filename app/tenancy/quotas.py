@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from app.errors import ApiError, quota_exceeded
-from app.tenancy.keyring import KeyLimits
-from engine.messages import SessionInfo, SessionReply
+from reprise.app.errors import ApiError, quota_exceeded
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.engine.messages import SessionInfo, SessionReply
 
 PAGE = 1000  # sessions per listing
 LOOK_S = 1.0  # between two checks of one tenant, because the engine walks all blocks of its sessions
 
 
 class SessionAccess(Protocol):
-    """The part of `app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
+    """The part of `reprise.app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
 
     async def ask(self, action: str, *, tenant: str, after: str, limit: int) -> SessionReply: ...
     async def delete_here(self, session_id: str, *, tenant: str) -> None: ...

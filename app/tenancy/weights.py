@@ -1,6 +1,6 @@
 """The share of the engine that a request asks for, by `service_tier` and `priority`."""
 
-from app.schemas.fields import GenerationRequest
+from reprise.app.schemas.fields import GenerationRequest
 
 WEIGHTS = {"flex": 0.5, "default": 1.0, "priority": 4.0}
 MIN_WEIGHT = 1 / 16

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.schemas.tools import rendered_call
-from app.text.answer_parser import CALL, END_CALL, AnswerParser, Call
+from reprise.app.schemas.tools import rendered_call
+from reprise.app.text.answer_parser import CALL, END_CALL, AnswerParser, Call
 
 Message = dict[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-from app.errors import invalid
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.tools import Tool
-from app.text.answer_form import call_text
+from reprise.app.errors import invalid
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.tools import Tool
+from reprise.app.text.answer_form import call_text
 
 CHECK_S = 5.0
 MAX_GRAMMAR_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from app.text.template import TemplateError
+from reprise.app.text.template import TemplateError
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]  # (messages, whether to open the answer) -> text

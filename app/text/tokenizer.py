@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, StopFinder, WindowDetokenizer
-from app.text.template import ChatTemplate, TemplateError
+from reprise.app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, StopFinder, WindowDetokenizer
+from reprise.app.text.template import ChatTemplate, TemplateError
 
 # Inserted into special tokens inside messages so that they are encoded as plain text: only the template may open and
 # close turns. The character is a noncharacter, which no text for exchange contains; `encode` removes it.

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from app.text.answer_parser import AnswerParser, AnswerParts, Call
-from app.text.tokenizer import ChatTokenizer
-from engine.messages import (
+from reprise.app.text.answer_parser import AnswerParser, AnswerParts, Call
+from reprise.app.text.tokenizer import ChatTokenizer
+from reprise.engine.messages import (
     Output,
     Timings,
     TokenLogprob,

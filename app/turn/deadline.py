@@ -5,8 +5,8 @@ import math
 import time
 from dataclasses import dataclass
 
-from app.errors import ApiError, invalid, overloaded, request_timeout
-from app.schemas.fields import MAX_TIMEOUT_S
+from reprise.app.errors import ApiError, invalid, overloaded, request_timeout
+from reprise.app.schemas.fields import MAX_TIMEOUT_S
 
 HEADER = "X-Request-Timeout"
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from app.errors import (
+from reprise.app.errors import (
     ApiError,
     cannot_be_shortened,
     engine_lost,
@@ -14,21 +14,21 @@ from app.errors import (
     overloaded,
     stopping,
 )
-from app.tenancy.places import Ticket
-from app.turn.answer import Answer, Delta
-from app.turn.deadline import Deadline
-from app.turn.observer import TurnObserver
-from app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet, codec_in_use
-from app.turn.prepare import Prepared
-from app.turn.resume import ResumedTurn
-from engine.messages import (
+from reprise.app.tenancy.places import Ticket
+from reprise.app.turn.answer import Answer, Delta
+from reprise.app.turn.deadline import Deadline
+from reprise.app.turn.observer import TurnObserver
+from reprise.app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet, codec_in_use
+from reprise.app.turn.prepare import Prepared
+from reprise.app.turn.resume import ResumedTurn
+from reprise.engine.messages import (
     ModelInfo,
     Output,
     Submit,
     TokensBySource,
     is_exact,
 )
-from engine.process.client import EngineLost
+from reprise.engine.process.client import EngineLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Generation(AsyncIterator[Delta]):
     ) -> None:
         """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end.
         resumed: what another server has noted of this generation; `replay` comes before the first delta. in_fleet: told
-        when the answer has ended, before its last event, with chain: see `fleet.identify`; keep_s: the session's time
-        to live."""
+        when the answer has ended, before its last event, with chain: see `reprise.fleet.identify`; keep_s: the
+        session's time to live."""
         self.request_id = submit.request_id if resumed is None else resumed.note.request_id
         self.tenant = admitted.tenant
         self.created = int(time.time()) if resumed is None else resumed.created

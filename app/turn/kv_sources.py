@@ -1,6 +1,6 @@
 """Names where a prompt's KV came from, alike for clients, metrics, logs and traces."""
 
-from engine.messages import TokensBySource
+from reprise.engine.messages import TokensBySource
 
 CACHED = ("hbm", "dram", "disk", "redis")
 SOURCES = (*CACHED, "computed")

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from app.turn.answer import Delta
-from app.turn.generation import Generation
+from reprise.app.turn.answer import Delta
+from reprise.app.turn.generation import Generation
 
 _Item = Delta | Exception | None
 

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from app.errors import ApiError
-from app.turn.answer import Answer
-from engine.messages import ModelInfo, TokensBySource
+from reprise.app.errors import ApiError
+from reprise.app.turn.answer import Answer
+from reprise.engine.messages import ModelInfo, TokensBySource
 
 log = logging.getLogger(__name__)
 

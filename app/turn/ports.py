@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.messages import (
+from reprise.engine.messages import (
     Adopt,
     ModelInfo,
     Output,
@@ -13,11 +13,12 @@ from engine.messages import (
     Stats,
     Submit,
 )
-from fleet.keys import SessionName
+from reprise.fleet.keys import SessionName
 
 
 class OutputSource(Protocol):
-    """Yields the outputs of all choices of a request, interleaved. `engine.process.client.OutputStream` is one."""
+    """Yields the outputs of all choices of a request, interleaved. `reprise.engine.process.client.OutputStream` is
+    one."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
@@ -27,7 +28,7 @@ class OutputSource(Protocol):
 
 
 class EnginePort(Protocol):
-    """The part of `engine.process.client.EngineClient` that the app uses; the tests have a scripted one."""
+    """The part of `reprise.engine.process.client.EngineClient` that the app uses; the tests have a scripted one."""
 
     @property
     def state(self) -> str: ...
@@ -63,7 +64,7 @@ class EndedChoice:
 
 
 class TurnOfFleet(Protocol):
-    """A turn from its claim to its commit. `app.fleet.turn_under_way.TurnUnderWay` is one."""
+    """A turn from its claim to its commit. `reprise.app.fleet.turn_under_way.TurnUnderWay` is one."""
 
     async def end(
         self,
@@ -79,7 +80,7 @@ class TurnOfFleet(Protocol):
 
 
 class FleetPort(Protocol):
-    """The fleet, as `app.turn.service` knows it."""
+    """The fleet, as `reprise.app.turn.service` knows it."""
 
     async def claim(self, name: SessionName) -> bool: ...
     def spend(self, tenant: str, tokens: int) -> None: ...

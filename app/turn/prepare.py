@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.text_thread import TextThread
-from app.errors import cannot_be_shortened, invalid
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.completions import CompletionRequest
-from app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
-from app.settings.settings import CacheSettings
-from app.text.answer_form import AnswerForm
-from app.text.answer_parser import THINK, AnswerParser
-from app.text.grammars import grammar_of, param_of
-from app.text.template import TemplateError
-from app.text.tokenizer import ChatTokenizer, PromptTooLong
-from app.turn.answer import Answer
-from app.turn.resume import ResumedTurn
-from app.turn.token_limits import TokenLimits
-from engine.messages import ModelInfo, SamplingParams, Shift, Submit
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.errors import cannot_be_shortened, invalid
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.completions import CompletionRequest
+from reprise.app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
+from reprise.app.settings.settings import CacheSettings
+from reprise.app.text.answer_form import AnswerForm
+from reprise.app.text.answer_parser import THINK, AnswerParser
+from reprise.app.text.grammars import grammar_of, param_of
+from reprise.app.text.template import TemplateError
+from reprise.app.text.tokenizer import ChatTokenizer, PromptTooLong
+from reprise.app.turn.answer import Answer
+from reprise.app.turn.resume import ResumedTurn
+from reprise.app.turn.token_limits import TokenLimits
+from reprise.engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
 _PREDICTED_CHARS = 8  # of a prediction, for each token of the window
@@ -43,7 +43,7 @@ class Caller:
     is_counted: bool = False  # a gateway holds the key's own limits, over the whole fleet
     resumed: ResumedTurn | None = None  # another server has begun the answer
     is_exact: bool = False  # its key wants `kv_quality` exact for all that it asks
-    chain: bytes | None = None  # digest of the messages, which a gateway made; see `fleet.identify`
+    chain: bytes | None = None  # digest of the messages, which a gateway made; see `reprise.fleet.identify`
 
 
 R = TypeVar("R", bound=GenerationRequest)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from app.errors import model_not_found, unavailable
-from app.text.tokenizer import ChatTokenizer, TokenizerError
-from app.turn.ports import EnginePort
-from app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
-from engine.messages import ModelInfo
-from engine.process.client import EngineFailed
+from reprise.app.errors import model_not_found, unavailable
+from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
+from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
+from reprise.engine.messages import ModelInfo
+from reprise.engine.process.client import EngineFailed
 
 RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
 

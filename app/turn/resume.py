@@ -3,7 +3,8 @@
 An answer's state is a function of the request, of its tokens and of the pieces in which these were shown. The notes
 hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed, logprobs, the report of
 the prompt and times. Whoever goes on replays them through the code that showed them first, so detokenizer, stop
-strings, parser of calls, usage and numbers of events stand where they stood. `fleet.protocol` says how notes travel.
+strings, parser of calls, usage and numbers of events stand where they stood. `reprise.fleet.protocol` says how notes
+travel.
 """
 
 import asyncio
@@ -16,10 +17,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from app.errors import ApiError
-from app.turn.answer import Answer, Delta
-from engine.messages import ModelInfo, Output, SamplingParams, Timings, TokenLogprob, TokensBySource
-from fleet.protocol import Resume
+from reprise.app.errors import ApiError
+from reprise.app.turn.answer import Answer, Delta
+from reprise.engine.messages import ModelInfo, Output, SamplingParams, Timings, TokenLogprob, TokensBySource
+from reprise.fleet.protocol import Resume
 
 _LEAST_LOGPROB = -9999.0  # as clients are shown what is outside the distribution; JSON has no infinity
 _REPLAYED_AT_ONCE = 64  # notes between two looks at what else the event loop has to do

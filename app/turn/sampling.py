@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from app.schemas.fields import GenerationRequest
-from engine.messages import SamplingParams
+from reprise.app.schemas.fields import GenerationRequest
+from reprise.engine.messages import SamplingParams
 
 FILE = "generation_config.json"
 MAX_FILE_BYTES = 1 << 20

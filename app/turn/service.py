@@ -7,20 +7,20 @@ from functools import partial
 
 import msgspec
 
-from app.conversations.text_thread import TextThread
-from app.errors import ApiError, engine_unavailable, invalid, prompt_too_long
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.completions import CompletionRequest
-from app.schemas.fields import GenerationRequest
-from app.settings.settings import Settings
-from app.tenancy.places import Places
-from app.tenancy.quotas import Quotas
-from app.tenancy.weights import service_tier
-from app.turn.deadline import Deadline
-from app.turn.generation import Admitted, Generation
-from app.turn.observer import TurnObserver
-from app.turn.ports import EnginePort, FleetPort
-from app.turn.prepare import (
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.errors import ApiError, engine_unavailable, invalid, prompt_too_long
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.completions import CompletionRequest
+from reprise.app.schemas.fields import GenerationRequest
+from reprise.app.settings.settings import Settings
+from reprise.app.tenancy.places import Places
+from reprise.app.tenancy.quotas import Quotas
+from reprise.app.tenancy.weights import service_tier
+from reprise.app.turn.deadline import Deadline
+from reprise.app.turn.generation import Admitted, Generation
+from reprise.app.turn.observer import TurnObserver
+from reprise.app.turn.ports import EnginePort, FleetPort
+from reprise.app.turn.prepare import (
     MAX_TOKEN_CHARS,
     Caller,
     Prepare,
@@ -31,15 +31,15 @@ from app.turn.prepare import (
     prepare_text,
     session_id_of,
 )
-from app.turn.readiness import Readiness
-from app.turn.resume import ResumedTurn, cannot_resume, digest_of
-from app.turn.sampling import sampling
-from app.turn.sessions import SessionCommands
-from app.turn.stopped_streams import sent_back, wait_closed
-from app.turn.token_limits import TokenLimits
-from engine.messages import ModelInfo, Submit
-from engine.process.client import EngineUnavailable
-from fleet.keys import SessionName
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.resume import ResumedTurn, cannot_resume, digest_of
+from reprise.app.turn.sampling import sampling
+from reprise.app.turn.sessions import SessionCommands
+from reprise.app.turn.stopped_streams import sent_back, wait_closed
+from reprise.app.turn.token_limits import TokenLimits
+from reprise.engine.messages import ModelInfo, Submit
+from reprise.engine.process.client import EngineUnavailable
+from reprise.fleet.keys import SessionName
 
 log = logging.getLogger(__name__)
 

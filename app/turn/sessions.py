@@ -5,16 +5,16 @@ import contextlib
 import secrets
 from typing import TypedDict, Unpack
 
-from app.conversations.text_thread import TextThread
-from app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
-from app.turn.ports import EnginePort, FleetPort
-from app.turn.readiness import Readiness
-from engine.messages import SessionReply, SessionRequest
-from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+from reprise.app.conversations.text_thread import TextThread
+from reprise.app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
+from reprise.app.turn.ports import EnginePort, FleetPort
+from reprise.app.turn.readiness import Readiness
+from reprise.engine.messages import SessionReply, SessionRequest
+from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
 
 class Question(TypedDict, total=False):
-    """The fields of `engine.messages.SessionRequest` beside its action and tenant."""
+    """The fields of `reprise.engine.messages.SessionRequest` beside its action and tenant."""
 
     session_id: str
     pinned: bool | None
@@ -36,7 +36,7 @@ class SessionCommands:
         self._under_way: set[asyncio.Task[None]] = set()  # tasks of `keep`
 
     async def ask(self, action: str, *, tenant: str = "", **fields: Unpack[Question]) -> SessionReply:
-        """Ask the engine. action: see `engine.messages.SessionRequest`. Raises ApiError."""
+        """Ask the engine. action: see `reprise.engine.messages.SessionRequest`. Raises ApiError."""
         request_id = f"sessions-{secrets.token_hex(12)}"
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
         self._readiness.require_engine()

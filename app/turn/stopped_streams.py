@@ -7,9 +7,9 @@ tokenized anew, and the KV of the answer would be lost.
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.schemas.chat import ChatCompletionRequest
-from app.turn.generation import Generation
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.turn.generation import Generation
 
 CLOSING_S = 1.0  # a stream whose client has hung up closes within this; one that goes on is not waited for
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from app.errors import ApiError, context_length_exceeded, prompt_too_long
-from app.settings.settings import LimitSettings
-from engine.messages import ModelInfo
+from reprise.app.errors import ApiError, context_length_exceeded, prompt_too_long
+from reprise.app.settings.settings import LimitSettings
+from reprise.engine.messages import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)

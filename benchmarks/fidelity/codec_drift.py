@@ -32,13 +32,13 @@ from torch import Tensor
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.model import find_attention
-from engine.codec.calibration import calibrate
-from engine.codec.quality import HistoryCoder, Subject, coded, compared
-from engine.codec.text import calibration_text
-from engine.model.loading import load_model
-from kernels.codecs.codec import Codec
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.build.model import find_attention
+from reprise.engine.codec.calibration import calibrate
+from reprise.engine.codec.quality import HistoryCoder, Subject, coded, compared
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.model.loading import load_model
+from reprise.kernels.codecs.codec import Codec
 
 TURNS, MOST_DRIFT = 10, 3.0
 LEAST_QUESTIONS, MOST_POINTS = 100, 0.02

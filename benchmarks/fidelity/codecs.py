@@ -30,16 +30,16 @@ from torch import Tensor
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
-from engine.build.model import find_attention
-from engine.codec.calibration import Calibrated, calibrate, statistics
-from engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
-from engine.codec.text import calibration_text
-from engine.model.loading import load_model
-from engine.model.probe import ProbeResult
-from engine.model.rotations import ModelRotations
-from kernels.codecs.codec import Codec
-from kernels.codecs.quantised import Fp8Codec, KiviCodec
-from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+from reprise.engine.build.model import find_attention
+from reprise.engine.codec.calibration import Calibrated, calibrate, statistics
+from reprise.engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.model.loading import load_model
+from reprise.engine.model.probe import ProbeResult
+from reprise.engine.model.rotations import ModelRotations
+from reprise.kernels.codecs.codec import Codec
+from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
+from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
 BUDGETS = 0.001, 0.004
 HISTORIES = 512, 1024, 1024, 2048, 1024, 512, 1024, 4096  # tokens, in turn

@@ -53,7 +53,7 @@ from benchmarks.harness.experiment import Experiment, Quick, Run
 from benchmarks.harness.models import activation_bytes_per_token, kv_bytes_per_token, model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
-from cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 MAX_NEAR_TIES = 0.005
 MARKUP_TOKENS = 16  # bound of the chat markup between two messages

@@ -25,7 +25,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import ServerProcess, serve
-from loadgen.workloads import filler_text
+from reprise.loadgen.workloads import filler_text
 
 NAMES = ("a", "b")
 HEADERS = {"x-session-id": "branches"}

@@ -27,7 +27,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import HEARTBEAT_S
 from benchmarks.harness.redis_server import RedisServer
-from loadgen.workloads import filler_text
+from reprise.loadgen.workloads import filler_text
 
 NAMES = ("a", "b", "c")
 ANSWER_TOKENS, MESSAGE_WORDS = 60, 150

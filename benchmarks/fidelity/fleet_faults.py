@@ -53,7 +53,7 @@ from benchmarks.harness.redis_server import RedisServer
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import NEAR_TIE, Message, ask, client_of
 from benchmarks.speed.hierarchy import WORDS
-from loadgen.percentile import percentile
+from reprise.loadgen.percentile import percentile
 
 ARMS = ("redis", "without")
 REPLICAS = ("a", "b")

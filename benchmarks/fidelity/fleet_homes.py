@@ -7,9 +7,9 @@ half of that rate, and every request goes to the other gateway than the one befo
 named by their clients, the others are known by their messages alone. When all have ended, both gateways are killed and
 started anew, and every conversation has one more turn.
 
-The conversations at half load come in two parts. The first calibrates the simulator (`loadgen.fleet`): what steps cost,
-which replicas measure themselves, and what it does not know of a request (templates, the ways to the replica and back):
-the median of TTFT less the replica's own times. It plays the conversations of the second part.
+The conversations at half load come in two parts. The first calibrates the simulator (`reprise.loadgen.fleet`): what
+steps cost, which replicas measure themselves, and what it does not know of a request (templates, the ways to the
+replica and back): the median of TTFT less the replica's own times. It plays the conversations of the second part.
 
 Held: no error; at least 95 % of the returning turns are at home, named or not, before and after the restart; the
 simulated TTFT p50 is within 25 % of the real one.
@@ -33,12 +33,12 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.fleet import FleetProcesses, fleet_processes
 from benchmarks.harness.measures import HEARTBEAT_S, ratio, rounded
 from benchmarks.harness.servers import ServerProcess
-from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.percentile import percentile
-from loadgen.sim.calibrate import ServedModel, machine
-from loadgen.sim.machine import Config, Machine
-from loadgen.workloads import filler_text
-from loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
+from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.sim.calibrate import ServedModel, machine
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.workloads import filler_text
+from reprise.loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
 
 NAMES = ("a", "b", "c")
 GATEWAYS = 2

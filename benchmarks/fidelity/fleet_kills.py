@@ -54,7 +54,7 @@ from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import serve
 from benchmarks.harness.streams import NEAR_TIE
 from benchmarks.speed.hierarchy import WORDS
-from loadgen.percentile import percentile
+from reprise.loadgen.percentile import percentile
 
 NAMES = ("a", "b")
 KINDS: Mapping[str, Mapping[str, Any]] = {

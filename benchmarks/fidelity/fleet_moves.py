@@ -37,8 +37,8 @@ from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import serve
 from benchmarks.speed.hierarchy import WORDS
-from loadgen.percentile import percentile
-from model.directories import BUNDLED
+from reprise.loadgen.percentile import percentile
+from reprise.model.directories import BUNDLED
 
 ARMS = ("moved", "home", "recompute")
 TIERS = ("hbm", "dram", "disk", "redis")

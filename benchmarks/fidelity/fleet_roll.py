@@ -27,8 +27,8 @@ from benchmarks.harness.chat_stream import ChatStream, StreamFailed
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio, rounded
-from loadgen.percentile import percentile
-from loadgen.workloads import filler_text
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads import filler_text
 
 NAMES = ("a", "b", "c")
 SETTINGS = {"cache.redis_gib": 0.5, "server.drain_s": 10}

@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, result_name
 from benchmarks.harness.result_files import ROOT
-from engine.gguf.convert import convert
-from engine.packed.directory import is_packed
-from engine.packed.from_directory import packed
-from engine.packed.load import load_packed
+from reprise.engine.gguf.convert import convert
+from reprise.engine.packed.directory import is_packed
+from reprise.engine.packed.from_directory import packed
+from reprise.engine.packed.load import load_packed
 
 ROW = 512
 _LLAMA = ROOT / "benchmarks" / "speed" / "llama_cpp_worker.py"

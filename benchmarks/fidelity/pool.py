@@ -33,9 +33,9 @@ from torch import Tensor
 from benchmarks.fidelity.selectors import SIDE_BY_SIDE, Counting, Reader, Scores, long_texts
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.selectors.infinigen import InfinigenSelector, how_many, skewed_weights
-from kernels.selectors.selector import Candidates, Selecting, as_selection, context_keys, most_rows
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.selectors.infinigen import InfinigenSelector, how_many, skewed_weights
+from reprise.kernels.selectors.selector import Candidates, Selecting, as_selection, context_keys, most_rows
 
 POLICIES = ("counter", "counter32", "lru", "fifo")
 RECENT = 32

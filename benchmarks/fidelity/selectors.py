@@ -40,16 +40,16 @@ from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.model import LoadedModel, ProbedModel, load, probe_model
-from engine.build.selector import build_selector
-from engine.config import EngineConfig
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.pages import make_pages
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.selectors import SELECTORS
-from kernels.selectors.selector import Candidates, KvSelector, Selecting
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from reprise.engine.build.selector import build_selector
+from reprise.engine.config import EngineConfig
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.pages import make_pages
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.selectors import SELECTORS
+from reprise.kernels.selectors.selector import Candidates, KvSelector, Selecting
 
 HISTORIES = 4096, 7680
 SCORED = 96

@@ -31,7 +31,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
-from model.directories import BUNDLED
+from reprise.model.directories import BUNDLED
 
 MIB, GIB = 1 << 20, 1 << 30
 HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 8_192, 6_144, 65_536  # 64 streams hold more at once than the first two

@@ -31,15 +31,15 @@ from torch import Tensor
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.build.model import find_attention
-from engine.codec.calibration import calibrate
-from engine.codec.quality import HistoryCoder, Part, Quality, Subject, compared, measure
-from engine.codec.text import calibration_text
-from engine.model.loading import load_model
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages
-from kernels.codecs.codec import Codec
-from kernels.codecs.quantised import KiviCodec
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.build.model import find_attention
+from reprise.engine.codec.calibration import calibrate
+from reprise.engine.codec.quality import HistoryCoder, Part, Quality, Subject, compared, measure
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.model.loading import load_model
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages
+from reprise.kernels.codecs.codec import Codec
+from reprise.kernels.codecs.quantised import KiviCodec
 
 BUDGET = 0.001  # nats a token, of the transform codec
 ZERO = 0.01  # of a row's largest weight: less counts as zero

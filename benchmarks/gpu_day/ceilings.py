@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 from benchmarks.gpu_day.section import Asked, asked, seconds, wait
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 GIB = 1 << 30
 _COPIES = (1 << 16, 1 << 17, 1 << 20, 1 << 26)  # bytes

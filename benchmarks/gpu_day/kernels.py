@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_day.section import Asked, asked, seconds
 from benchmarks.harness.in_process import greedy
-from engine.model.cuda.layer import linear
-from engine.model.cuda.quantised import CudaQuantisedLinear
-from engine.step.sampler import Sampler, SampleRow
-from kernels import draws
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.codecs.codec import Decodes
-from kernels.packed import GROUP, Bits
-from kernels.packed_rows import PackedRows
-from kernels.triton_kernels import triton_copies, triton_draws, triton_packed
+from reprise.engine.model.cuda.layer import linear
+from reprise.engine.model.cuda.quantised import CudaQuantisedLinear
+from reprise.engine.step.sampler import Sampler, SampleRow
+from reprise.kernels import draws
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.codecs.codec import Decodes
+from reprise.kernels.packed import GROUP, Bits
+from reprise.kernels.packed_rows import PackedRows
+from reprise.kernels.triton_kernels import triton_copies, triton_draws, triton_packed
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # of an 8 B model
 
@@ -113,7 +113,7 @@ def _decoded(device: torch.device) -> dict[str, str]:
     """ms, and GB/s of the rows that come of it; beside the processor. Rows are random, so they take more bytes than a
     model's."""
     try:
-        from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+        from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
     except ImportError as error:
         return {"not run": str(error)}
     on_gpu = device.type == "cuda"
@@ -139,7 +139,7 @@ def _decoded(device: torch.device) -> dict[str, str]:
 def _backend(warps: int) -> Any:
     if not warps:
         return BACKENDS["torch_cpu"]()
-    from kernels.attention import triton_paged
+    from reprise.kernels.attention import triton_paged
 
     triton_paged._warps = lambda rows, v_padded: warps
     return BACKENDS["triton"]()

@@ -73,7 +73,7 @@ class CallLog:
 
     def _path(self, name: str) -> str | None:
         if name not in self._files:
-            path = Path(name)
+            path = Path(name).resolve()  # reprise/cache is a link to cache
             inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS
             self._files[name] = path.relative_to(ROOT).as_posix() if inside else None
         return self._files[name]

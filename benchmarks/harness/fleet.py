@@ -42,7 +42,7 @@ class Gateway:
     def start(self) -> None:
         """Return when it answers. Raises ServerFailed."""
         port = str(self._port)
-        command = [sys.executable, "-c", "from app.cli.program import main; main()", "gateway", "--port", port]
+        command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", "gateway", "--port", port]
         for name, value in self._settings.items():
             command += [f"--{name}", str(value)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("REPRISE_")}

@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 
-from app.settings.settings import load_settings
-from engine.build.engine import build_engine
-from engine.config import EngineConfig
-from engine.messages import (
+from reprise.app.settings.settings import load_settings
+from reprise.engine.build.engine import build_engine
+from reprise.engine.config import EngineConfig
+from reprise.engine.messages import (
     Output,
     Stats,
     Submit,
     Timings,
     TokensBySource,
 )
-from engine.process.child import MALLOC, SPIN, engine_environment
-from scheduler.sequence import SamplingParams
+from reprise.engine.process.child import MALLOC, SPIN, engine_environment
+from reprise.scheduler.sequence import SamplingParams
 
 SETTLE_S = 60.0
 

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.servers import ServerProcess
-from loadgen.measure.sender import Target, TurnResult
-from loadgen.percentile import percentile
+from reprise.loadgen.measure.sender import Target, TurnResult
+from reprise.loadgen.percentile import percentile
 
 HEARTBEAT_S = 1.3  # the scheduler's state is as old as the last one
 

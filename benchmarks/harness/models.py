@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from model.directories import BUNDLED, SMOLLM2, is_there
+from reprise.model.directories import BUNDLED, SMOLLM2, is_there
 
 NAMES = {"bundled": BUNDLED, "smollm2": SMOLLM2}
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK = ROOT / "build" / "quick"  # results of small forms; never committed
 DOCS = ROOT / "docs"
-PACKAGES = ("reprise", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
+PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
 

@@ -101,7 +101,7 @@ def serve(
     port, log = port or free_port(), directory / "server.log"
     flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
     # The `reprise` program, also where the project is not installed.
-    command = [str(program)] if program else [sys.executable, "-c", "from app.cli.program import main; main()"]
+    command = [str(program)] if program else [sys.executable, "-c", "from reprise.app.cli.program import main; main()"]
     command += ["serve", "--port", str(port)]
     for key, value in flags.items():
         command += [f"--{key}", str(value)]

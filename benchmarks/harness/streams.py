@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from openai import AsyncOpenAI
 
-from loadgen.measure.http import Http
-from loadgen.measure.response import Events
+from reprise.loadgen.measure.http import Http
+from reprise.loadgen.measure.response import Events
 
 # Two sums of the same numbers in another order differ in the last bits. Where the two best tokens are closer than this,
 # either is the right answer.

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 
-from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
+from reprise.fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 RELAYED = f"{RELAY_HEADER}:".encode()

@@ -122,7 +122,7 @@ def read_logs(directory: Path) -> tuple[ProcessLog, ProcessLog]:
     for file in files:
         content = json.loads(file.read_text(encoding="utf-8"))
         entries = [(thread, path, function) for thread, path, function in content["entries"]]
-        logs["engine.process.loop" in content["command"]] = ProcessLog(entries, content["stacks"])
+        logs["reprise.engine.process.loop" in content["command"]] = ProcessLog(entries, content["stacks"])
     return logs[False], logs[True]
 
 

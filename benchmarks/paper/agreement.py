@@ -6,8 +6,8 @@
 calibrates: what a step costs and how fast KV moves (`/metrics`), and by how much its clients' TTFTs were longer than
 the simulator has them with that: templates and tokens, the ways to the engine and back, and threads that share two
 cores, none of which it knows. That is a mean over turns without the twentieth that is furthest off at either end: a
-machine that stood still for a second is no part of what a request costs. Then `loadgen.virtual.simulation`, the real
-scheduler and cache manager on a virtual clock, plays what the second run was sent: the same prompts and answers in
+machine that stood still for a second is no part of what a request costs. Then `reprise.loadgen.virtual.simulation`, the
+real scheduler and cache manager on a virtual clock, plays what the second run was sent: the same prompts and answers in
 tokens, starts and think times. Nothing is taken from the second run but what its clients did.
 
 Expected: per tier, tokens hit as a share of prompt tokens within 2 points; mean TTFT within 20 % of the second run, or
@@ -32,12 +32,12 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, target_of
 from benchmarks.harness.servers import ServerProcess, serve
-from cache.blocks.keys import BLOCK_TOKENS
-from loadgen.measure import load_run, summary
-from loadgen.measure.sender import TurnResult
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.loadgen.measure import load_run, summary
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 TIERS = ("hbm", "dram", "disk")
 MOST_POINTS = 2.0

@@ -4,7 +4,7 @@
 
 One tier, such as a disk, of the bytes that so many tokens of raw KV take; the first half of the trace warms up. Blocks
 are as many times smaller as `benchmarks.fidelity.codecs` measured at a budget, on SmolLM2; first and open ones stay raw
-(`loadgen.blocks.replay`). Beside the server's policy stand LRU and Belady's.
+(`reprise.loadgen.blocks.replay`). Beside the server's policy stand LRU and Belady's.
 
 Loads: how long it takes to read and decode what the requests that hit something hit, in the mean, of KV of SmolLM2, on
 one core, with a fast disk and a slow one. It says when capacity is paid for with time.
@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
-from loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
-from loadgen.codec import RAW, CodedKV
-from loadgen.workloads.traces import TraceRequest, read
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
+from reprise.loadgen.codec import RAW, CodedKV
+from reprise.loadgen.workloads.traces import TraceRequest, read
 
 SHARES = {0.001: 0.232, 0.004: 0.178}  # of raw's bytes, by budget in nats a token
 DECODE_BYTES_PER_S = 500e6  # raw, one core; docs/codec.md

@@ -30,10 +30,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
-from cache.returns.return_times import ReturnTimes
-from cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
-from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_blocks
-from loadgen.workloads.traces import TraceRequest, read
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_blocks
+from reprise.loadgen.workloads.traces import TraceRequest, read
 
 _PASSES = 10  # over the half, to learn from
 _LATER_TURNS = 3  # turns from this one on lend each other lengths

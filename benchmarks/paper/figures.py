@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.harness.result_files import RESULTS, describe_machine
 from benchmarks.paper.text import write
-from loadgen.sim import Config, Machine, presets, simulate
-from loadgen.sim.presets import FIGURE_MODELS
+from reprise.loadgen.sim import Config, Machine, presets, simulate
+from reprise.loadgen.sim.presets import FIGURE_MODELS
 
 FILE = RESULTS / "paper_figures.json"
 PAPER = Config(answer_share=0.0, warmup_turns=10_000)

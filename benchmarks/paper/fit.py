@@ -22,8 +22,8 @@ from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.paper.figures import PAPER, SEEDS
-from loadgen.sim import presets, simulate
-from loadgen.sim.presets import FITTED, Saturation
+from reprise.loadgen.sim import presets, simulate
+from reprise.loadgen.sim.presets import FITTED, Saturation
 
 POINTS = {("lru", 2): 0.129, ("lru", 10): 0.58, ("first-come", 2): 0.095, ("first-come", 10): 0.48}
 STEPS = {

@@ -3,8 +3,8 @@
     python -m benchmarks.paper.hybridserve
 
 OPT-6.7B to 66B on an RTX 4090 with weights and contexts in host memory: 128 requests, 128 tokens of answer each
-(`loadgen.offload`). Nothing is fitted: rates are the data sheets', and that of the link is the one that AttentionStore
-states for PCIe 4.0 x16. Arms:
+(`reprise.loadgen.offload`). Nothing is fitted: rates are the data sheets', and that of the link is the one that
+AttentionStore states for PCIe 4.0 x16. Arms:
 
 kv        KV in host memory, as many weights on the GPU as fit: FlexGen
 act       activations alone: the paper's HybridServe-Act-Cache
@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
-from loadgen.offload.allocation import allocate
-from loadgen.offload.generation import Arm, generate
-from loadgen.offload.hardware import Host, OffloadedModel, opt
+from reprise.loadgen.offload.allocation import allocate
+from reprise.loadgen.offload.generation import Arm, generate
+from reprise.loadgen.offload.hardware import Host, OffloadedModel, opt
 
 MODELS = (
     opt("opt-6.7b", 32, 4096), opt("opt-13b", 40, 5120), opt("opt-30b", 48, 7168), opt("opt-66b", 64, 9216)

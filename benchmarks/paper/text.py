@@ -6,11 +6,11 @@ from typing import Any
 
 from benchmarks.harness.result_files import DOCS, load
 from benchmarks.paper import hybridserve, plots
-from loadgen.sim import presets
-from loadgen.sim.presets import FIGURE_MODELS
+from reprise.loadgen.sim import presets
+from reprise.loadgen.sim.presets import FIGURE_MODELS
 
 NEAR = 0.15  # of the paper's number: farther off wants a note
-Figures = dict[str, Any]  # of `loadgen.sim.result.Result`
+Figures = dict[str, Any]  # of `reprise.loadgen.sim.result.Result`
 
 
 def write(document: dict[str, Any]) -> None:

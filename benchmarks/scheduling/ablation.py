@@ -2,9 +2,9 @@
 
     python -m benchmarks.scheduling.ablation
 
-The real scheduler and cache manager (`loadgen.virtual.simulation`), `cache.hbm_high_water` at 0.9 and off, and victims
-chosen by scores first or by the eviction policy alone. Two loads: turns that come one by one, and a queue. HBM holds
-five conversations, DRAM six; the rest is on disk. Arms share arrivals. Shown: TTFT of an arm in units of the arm
+The real scheduler and cache manager (`reprise.loadgen.virtual.simulation`), `cache.hbm_high_water` at 0.9 and off, and
+victims chosen by scores first or by the eviction policy alone. Two loads: turns that come one by one, and a queue. HBM
+holds five conversations, DRAM six; the rest is on disk. Arms share arrivals. Shown: TTFT of an arm in units of the arm
 without either, all turns of all seeds together, with a bootstrap interval over seeds. A gain is a ratio whose interval
 lies below 1.
 """
@@ -19,9 +19,9 @@ from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
-from loadgen.percentile import percentile
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.workload import ConversationShape, poisson
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import ConversationShape, poisson
 
 ARMS = {"neither": (1.0, False), "offloader": (0.9, False), "scores": (1.0, True), "both": (0.9, True)}
 LOADS = {"one by one": 0.6, "a queue": 1.4}  # conversations begun a second

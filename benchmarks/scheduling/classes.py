@@ -25,7 +25,7 @@ from benchmarks.scheduling.classes_foretold import NEW_SHARE, NEW_TOKENS, SHARES
 from benchmarks.scheduling.classes_workload import POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.compare import bursts, throttle
 from benchmarks.scheduling.legs import Player, Shape, settings_of
-from loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.sender import TurnResult
 
 IN_HBM, IN_DRAM = 5, 3  # conversations
 BURSTS = 2

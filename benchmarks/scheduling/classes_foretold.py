@@ -3,11 +3,11 @@ and first come, first served.
 
     python -m benchmarks.scheduling.classes_foretold
 
-The real scheduler and cache manager on a virtual clock (`loadgen.virtual.simulation`), with the throttle and the cost
-of new tokens that the committed result of `benchmarks.scheduling.compare` was calibrated to. Conversations that were
-begun return, and a fifth of the turns begin others: with prompts as long as the old ones began with, and with short
-ones. Loads take as long as a turn's new tokens, or six times as long. Rates are shares of what the FCFS arm works off
-in bursts.
+The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`), with the throttle and
+the cost of new tokens that the committed result of `benchmarks.scheduling.compare` was calibrated to. Conversations
+that were begun return, and a fifth of the turns begin others: with prompts as long as the old ones began with, and with
+short ones. Loads take as long as a turn's new tokens, or six times as long. Rates are shares of what the FCFS arm works
+off in bursts.
 
 Many rounds, each with arrivals of its own that all policies share. Times are TTFT in ms, by where a turn's history was
 when it came; a wait ends with the first step; an overtake is a start before somebody who came earlier. Ratios have
@@ -31,10 +31,10 @@ from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.foretold import BEGIN_S, LOAD_FACTORS, MEASURED, RESAMPLED, SETTLE_S, machine_of
 from benchmarks.scheduling.legs import Shape
-from cache.stats import ResidencyValue
-from loadgen.percentile import percentile
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.cache.stats import ResidencyValue
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 SHARES = (0.8, 1.0)
 NEW_TOKENS = (1000, 200)  # of prompts that begin conversations

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.harness.measures import mean_of, rounded
 from benchmarks.scheduling.legs import Shape
-from loadgen.percentile import percentile
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car", "car-hidden", "priority", "fcfs")
 PLACES = ("hbm", "new", "dram", "disk")

@@ -52,7 +52,7 @@ from benchmarks.harness.servers import serve
 from benchmarks.scheduling.file import Calibration, load, next_round, save
 from benchmarks.scheduling.legs import ITL_S, TTFT_S, Leg, Player, Shape, settings_of, together
 from benchmarks.scheduling.report import ARMS, show, summarize, verdicts
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 SHARES = (0.5, 0.75, 1.0)  # of the service rate: at the last there is a queue to put in order
 

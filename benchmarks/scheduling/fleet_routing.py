@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
-from loadgen.fleet import books
-from loadgen.fleet.baselines import VARIANTS
-from loadgen.fleet.result import FleetResult, summarize
-from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import (
+from reprise.loadgen.fleet import books
+from reprise.loadgen.fleet.baselines import VARIANTS
+from reprise.loadgen.fleet.result import FleetResult, summarize
+from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from reprise.loadgen.fleet.workload import (
     LINK_BYTES_PER_S,
     REPLICA,
     SERVER,
@@ -48,7 +48,7 @@ from loadgen.fleet.workload import (
     lifetime_s,
     sessions_per_s,
 )
-from loadgen.workloads.workload import Conversation
+from reprise.loadgen.workloads.workload import Conversation
 
 PARTS = ("grid", "tried", "many", "agents", "kill", "late", "large")
 HASHING, STICKY, CLAIRVOYANT, AFTER_KILL = 0.6, 1.02, 1.2, 0.2

@@ -3,10 +3,10 @@ simulator.
 
     python -m benchmarks.scheduling.foretold
 
-The real scheduler and cache manager on a virtual clock (`loadgen.virtual.simulation`), with the throttle and the cost
-of new tokens that the committed result of `benchmarks.scheduling.compare` was calibrated to; what else a step costs is
-assumed. Rates are shares of what the FCFS arm works off in bursts here. Twice: with loads that take as long as the new
-tokens' computation, and with loads that take six times as long, where the link to the disk is what is short.
+The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`), with the throttle and
+the cost of new tokens that the committed result of `benchmarks.scheduling.compare` was calibrated to; what else a step
+costs is assumed. Rates are shares of what the FCFS arm works off in bursts here. Twice: with loads that take as long as
+the new tokens' computation, and with loads that take six times as long, where the link to the disk is what is short.
 
 Many rounds, each with arrivals of its own that all policies share. Shown: TTFT p95 of all rounds' turns together, in
 units of FCFS, with a bootstrap interval over rounds.
@@ -26,9 +26,9 @@ from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.scheduling.compare import SHARES
 from benchmarks.scheduling.legs import BLOCK, Shape, arrivals, together
 from benchmarks.scheduling.report import DEFAULT, POLICIES
-from loadgen.percentile import percentile
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 MEASURED = Path(__file__).parent.parent / "results" / "schedulers.json"
 LOAD_FACTORS = (1.0, 6.0)

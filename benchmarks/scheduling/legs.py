@@ -16,8 +16,8 @@ import httpx
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, mean_of, target_of
 from benchmarks.harness.servers import ServerProcess
-from loadgen.measure.sender import Messages, TurnResult, run
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure.sender import Messages, TurnResult, run
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 TIERS = ("hbm", "dram", "disk", "computed")
 BLOCK = 32

@@ -38,10 +38,10 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import fail_on, mean_of, ratio, rounded, target_of
 from benchmarks.harness.servers import ServerProcess, serve
-from loadgen.measure.sender import TurnResult
-from loadgen.measure.sender import run as run_workload
-from loadgen.percentile import percentile
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.sender import run as run_workload
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("car-hidden-auto", "car-hidden-0", "car-hidden-100", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")
 MINE, OTHER = "car-hidden-auto", "fcfs-0"

@@ -21,7 +21,7 @@ from rich.progress import track
 from benchmarks.harness.experiment import show_held
 from benchmarks.scheduling import poisson
 from benchmarks.scheduling.poisson import Round, Workload
-from loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
 
 ARMS = (
     "car-hidden-auto",
@@ -38,7 +38,7 @@ ARMS = (
 @dataclass(frozen=True, slots=True)
 class Case:
     workload: Workload
-    least_chunk_tokens: int  # as `engine.model.warm_up.efficient_tokens` finds it from these costs
+    least_chunk_tokens: int  # as `reprise.engine.model.warm_up.efficient_tokens` finds it from these costs
     costs: dict[str, float]
     sizes: dict[str, int] = field(default_factory=dict)
 

@@ -33,8 +33,8 @@ from benchmarks.harness.measures import fail_on, mean_of, rounded
 from benchmarks.harness.servers import serve
 from benchmarks.scheduling.legs import GIB, Player
 from benchmarks.scheduling.legs import Shape as Begun
-from loadgen.percentile import percentile
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 WORKLOADS = ("equal", "spread")
 JUDGED = "equal"  # how long answers will be can be known

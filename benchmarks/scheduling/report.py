@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.harness.measures import mean_of, ratio, rounded
 from benchmarks.scheduling.legs import TIERS, Leg
-from loadgen.percentile import percentile
+from reprise.loadgen.percentile import percentile
 
 DEFAULT = "car-hidden"  # the order in which a server starts requests if nobody asks for another
 POLICIES = (DEFAULT, "priority", "fcfs")

@@ -33,10 +33,10 @@ from benchmarks.harness.make_model import SHAPES
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, ratio, rounded
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.speed.itl import split_gaps
-from loadgen.measure.sender import Target, TurnResult
-from loadgen.measure.sender import run as run_workload
-from loadgen.percentile import percentile
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure.sender import Target, TurnResult
+from reprise.loadgen.measure.sender import run as run_workload
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 DEFAULT = "car-hidden"  # the order in which a server starts requests if nobody asks for another
 POLICIES = (DEFAULT, "fcfs")

@@ -31,13 +31,13 @@ from torch import Tensor
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
 from benchmarks.harness.models import model_directory, name_of, result_name
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.packing import pack, unpack
-from engine.build.model import find_attention
-from engine.codec.calibration import FIRST_STEPS, statistics
-from engine.codec.quality import HistoryCoder, Subject, raw_blocks
-from engine.codec.text import calibration_text
-from engine.model.loading import load_model
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.packing import pack, unpack
+from reprise.engine.build.model import find_attention
+from reprise.engine.codec.calibration import FIRST_STEPS, statistics
+from reprise.engine.codec.quality import HistoryCoder, Subject, raw_blocks
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.model.loading import load_model
 
 ARMS = {
     "raw": {},
@@ -81,7 +81,7 @@ def mb_per_s(work: Callable[[], object], size_bytes: int, repeats: int) -> float
 
 def measure_core(model: Path, *, blocks: int, repeats: int) -> dict[str, float]:
     """Encode, decode, pack and unpack the KV of a text. Leaves torch with one thread."""
-    from kernels.codecs.transform import TransformCodec, basis_of
+    from reprise.kernels.codecs.transform import TransformCodec, basis_of
 
     torch.set_num_threads(1)
     module = load_model(model, torch.bfloat16, torch.device("cpu"))

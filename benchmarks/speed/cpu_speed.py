@@ -30,12 +30,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from app.settings.settings import load_settings
 from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.models import NAMES, model_directory
 from benchmarks.speed.raw_speed import Measure, Worker, engine_measure, read_rate, transformers_arm
-from engine.config import EngineConfig
-from engine.process.child import engine_environment
+from reprise.app.settings.settings import load_settings
+from reprise.engine.config import EngineConfig
+from reprise.engine.process.child import engine_environment
 
 CASES = ((1, 16), (1, 1000), (8, 16), (8, 1000))
 """(streams, tokens of context)"""
@@ -62,7 +62,7 @@ def work(arm: str, model: str) -> None:
     kv_bytes = 0
     measure: Measure
     if arm in ENGINE_ARMS:
-        from engine.build.engine import build_engine
+        from reprise.engine.build.engine import build_engine
 
         engine = build_engine(engine_config(model, ENGINE_ARMS[arm]))
         weights, kv_bytes = engine.model.memory_plan["weights"], engine.model.kv_bytes_per_token

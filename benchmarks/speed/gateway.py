@@ -43,10 +43,10 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.measures import ratio, rounded
 from benchmarks.harness.servers import free_port
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.records import Heartbeat
-from fleet.routing import Beat
-from loadgen.percentile import percentile
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.records import Heartbeat
+from reprise.fleet.routing import Beat
+from reprise.loadgen.percentile import percentile
 
 OURS = ("direct", "gateway")
 RAYS = ("without Ray", "Ray's proxy")  # the same application
@@ -94,7 +94,7 @@ def gateway(redis_url: str, secret_file: Path, directory: Path) -> Iterator[tupl
         "REPRISE_SERVER__PORT": str(port),
         "REPRISE_CACHE__DISK_DIR": str(directory / "state"),
     }
-    command = [sys.executable, "-c", "from app.cli.program import main; main()", "gateway"]
+    command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", "gateway"]
     with subprocess.Popen(command, env={**os.environ, **settings}) as process:
         try:
             end_s = time.monotonic() + START_S

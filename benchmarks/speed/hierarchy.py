@@ -46,8 +46,8 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
-from loadgen.measure.http import Http
-from loadgen.percentile import percentile
+from reprise.loadgen.measure.http import Http
+from reprise.loadgen.percentile import percentile
 
 CODED = "coded"
 ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute", CODED)

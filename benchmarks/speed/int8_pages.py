@@ -30,14 +30,14 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from app.settings.settings import CacheSettings
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from engine.build.model import find_attention
-from engine.codec.quality import Quality, Subject, packed_pages_quality
-from engine.model.loading import load_model
+from reprise.app.settings.settings import CacheSettings
+from reprise.engine.build.model import find_attention
+from reprise.engine.codec.quality import Quality, Subject, packed_pages_quality
+from reprise.engine.model.loading import load_model
 
 ARMS = ("auto", "int8")
 CASES = ((1000, 1), (4000, 1), (7500, 1), (1000, 8), (4000, 8))  # tokens of a context, streams

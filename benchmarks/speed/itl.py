@@ -34,10 +34,10 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.measures import fail_on, ratio, rounded, target_of
 from benchmarks.harness.servers import ServerProcess, serve
-from loadgen.measure.sender import TurnResult
-from loadgen.measure.sender import run as run_workload
-from loadgen.percentile import percentile
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.sender import run as run_workload
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("target", "auto", "tokens", "whole")
 WINDOW = 8192

@@ -28,13 +28,13 @@ from rich.console import Console
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import serve
-from loadgen.measure import load_run
-from loadgen.measure.progress_line import ProgressLine, progress
-from loadgen.measure.sender import Target, TurnResult
-from loadgen.measure.sender import run as run_workload
-from loadgen.measure.summary import Prices, Slo, distribution
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.measure.progress_line import ProgressLine, progress
+from reprise.loadgen.measure.sender import Target, TurnResult
+from reprise.loadgen.measure.sender import run as run_workload
+from reprise.loadgen.measure.summary import Prices, Slo, distribution
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 MAX_ERROR_MS, MAX_DIFFERENCE_MS = 5.0, 5.0
 PROMPT_TOKENS = 100

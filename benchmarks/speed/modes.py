@@ -35,12 +35,12 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import ServerProcess, serve
-from loadgen.measure import load_run
-from loadgen.measure.sender import Target, TurnResult
-from loadgen.measure.summary import Prices, Slo, distribution
-from loadgen.report import html_page, tables
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.measure.sender import Target, TurnResult
+from reprise.loadgen.measure.summary import Prices, Slo, distribution
+from reprise.loadgen.report import html_page, tables
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation
 
 ARMS: dict[str, dict[str, str]] = {
     "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "car-hidden"},

@@ -34,7 +34,7 @@ from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, ask_stamped
 from benchmarks.speed.hierarchy import WORDS
 from benchmarks.speed.zero_reuse import CALM_S, resampled_median, settle
-from loadgen.measure.http import Http
+from reprise.loadgen.measure.http import Http
 
 ARMS = ("this", "other")
 TURNS, FIRST_WORDS, LATER_WORDS, ANSWER_TOKENS = 3, 560, 60, 48

@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed.planning_cost [--runs 5]
 
-The real scheduler and cache manager on a virtual clock (`loadgen.virtual.simulation`), without a model. 20,000 sessions
-are known, with histories of 256 tokens whose KV fills HBM and DRAM and lies on a disk. Then more than 1,000 of them
-return at once with 200 to 2,000 new tokens: 64 requests run, about 1,000 wait, most with KV to fetch and load. Per
+The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`), without a model. 20,000
+sessions are known, with histories of 256 tokens whose KV fills HBM and DRAM and lies on a disk. Then more than 1,000 of
+them return at once with 200 to 2,000 new tokens: 64 requests run, about 1,000 wait, most with KV to fetch and load. Per
 step: `Scheduler.upcoming`, `CacheManager.plan` (look-ahead, fetches, writes, the offloader) and `Scheduler.schedule`,
 in CPU time of their thread; beside it what else a step asks of the cache: events of transfers (at which blocks are
 chosen to leave DRAM), captures and commits. After the steps that count, some more run under a profiler: the result
@@ -36,13 +36,13 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import mean_of
 from benchmarks.harness.result_files import ROOT
-from cache.blocks.keys import BlockKey
-from cache.policies.lookahead import LookaheadPolicy
-from cache.returns.return_times import ReturnTimes
-from engine.process.collector import Collector
-from loadgen.percentile import percentile
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies.lookahead import LookaheadPolicy
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.engine.process.collector import Collector
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car-hidden", "car", "priority", "fcfs")
 LIMIT_MS = 2.0

@@ -28,12 +28,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from app.settings.settings import load_settings
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
 from benchmarks.harness.result_files import ROOT
-from engine.config import EngineConfig
-from engine.messages import Submit
-from engine.process.child import MALLOC, engine_environment
+from reprise.app.settings.settings import load_settings
+from reprise.engine.config import EngineConfig
+from reprise.engine.messages import Submit
+from reprise.engine.process.child import MALLOC, engine_environment
 
 STREAMS = (1, 4, 16)
 NEW_TOKENS = 33
@@ -55,7 +55,7 @@ def engine_config(model: str, exact: str = "off") -> EngineConfig:
 
 def engine_arm(model: str, exact: str) -> Measure:
     # Here and not above: the process of vanilla transformers does not load our engine.
-    from engine.build.engine import build_engine
+    from reprise.engine.build.engine import build_engine
 
     return engine_measure(build_engine(engine_config(model, exact)))
 

@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import SessionRecord, StoredBlock
-from cache.storage.extent_format import ExtentHeader, checksum
-from cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
-from cache.storage.redis.reader import RedisReader
-from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import SessionRecord, StoredBlock
+from reprise.cache.storage.extent_format import ExtentHeader, checksum
+from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
+from reprise.cache.storage.redis.reader import RedisReader
+from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed
 
 BLOCKS, LAYERS, SEGMENT_BYTES = 45, 12, 32 << 10
 SIZE = BLOCKS * LAYERS * SEGMENT_BYTES

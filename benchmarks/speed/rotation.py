@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
-from model.directories import BUNDLED
+from reprise.model.directories import BUNDLED
 
 POLICIES = ("lookahead", "lru", "fifo")
 COUNTED_FROM = 3

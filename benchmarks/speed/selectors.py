@@ -27,13 +27,13 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from engine.build.model import load, probe_model
-from engine.build.selector import build_selector
-from engine.codec.text import calibration_text
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.pages import make_pages
-from kernels.selectors.selector import Selecting
+from reprise.engine.build.model import load, probe_model
+from reprise.engine.build.selector import build_selector
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.pages import make_pages
+from reprise.kernels.selectors.selector import Selecting
 
 CONTEXTS = 1024, 8000
 STREAMS = 1, 8

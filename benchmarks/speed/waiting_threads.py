@@ -30,9 +30,9 @@ from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
-from engine.process.child import SPIN
-from loadgen.percentile import percentile
-from model.directories import BUNDLED
+from reprise.engine.process.child import SPIN
+from reprise.loadgen.percentile import percentile
+from reprise.model.directories import BUNDLED
 
 CHILD = "--child"  # the only word of a process that measures one count, and prints it as JSON
 NAME = "GOMP_SPINCOUNT"

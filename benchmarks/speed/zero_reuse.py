@@ -39,8 +39,8 @@ from benchmarks.harness.measures import interval
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import client_of
 from benchmarks.speed.hierarchy import WORDS
-from loadgen.percentile import percentile
-from model.directories import BUNDLED
+from reprise.loadgen.percentile import percentile
+from reprise.model.directories import BUNDLED
 
 ARMS: dict[str, dict[str, str | int]] = {
     "attentionstore": {"cache.mode": "attentionstore"},

@@ -45,10 +45,10 @@ from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, co
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import interval
 from benchmarks.speed.zero_reuse import ARMS, COMPUTING, HBM_TOKENS, LIMIT, MODELS, SETTINGS, STORING
-from engine.process.collector import Collector
-from engine.process.loop import MOVING_POLL_MS
-from loadgen.percentile import percentile
-from model.directories import BUNDLED
+from reprise.engine.process.collector import Collector
+from reprise.engine.process.loop import MOVING_POLL_MS
+from reprise.loadgen.percentile import percentile
+from reprise.model.directories import BUNDLED
 
 PART = "--part"  # a process that does one start: its number, the file it writes, the rounds of each model
 STAGES = ("submit", "prompt", "answer", "rest")

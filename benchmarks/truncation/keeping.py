@@ -43,9 +43,9 @@ from benchmarks.truncation.retrieval import (
     is_answerable,
     name_tokens,
 )
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.policies.keep import BLOCK_SCORERS
-from model.corpus import TURN_END, TURN_START
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.model.corpus import TURN_END, TURN_START
 
 PARTS = ("perplexity", "names", "ttft")
 WINDOW = 1024

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.truncation.quality import Bench, SavedKv
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import Range, blocks_of, merge_cuts, plan_cut, subtract
-from cache.policies.keep import BLOCK_SCORERS
-from cache.policies.keep.block_scorer import CutBlocks
-from cache.policies.keep.recall import choose
-from cache.requests.keeping import attention_now
-from cache.requests.recalling import most_recalled
-from cache.storage.key_likeness import KeyLikeness
-from cache.storage.slab import LayerShape, Slab
-from kernels.attention.watched import WatchedAttention
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import Range, blocks_of, merge_cuts, plan_cut, subtract
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.policies.keep.block_scorer import CutBlocks
+from reprise.cache.policies.keep.recall import choose
+from reprise.cache.requests.keeping import attention_now
+from reprise.cache.requests.recalling import most_recalled
+from reprise.cache.storage.key_likeness import KeyLikeness
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.kernels.attention.watched import WatchedAttention
 
 CHUNK = 512  # tokens of a prompt that a server on CPU computes at a time
 RATIO = 0.5  # of the window, dropped at a cut

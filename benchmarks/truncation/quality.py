@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import Range, plan_cut
-from cache.tiers.hbm import MAX_HOPS
-from engine.model.batch import BatchInput
-from engine.model.hf_model import ModelRunner
-from engine.model.loading import load_model
-from engine.model.pages import make_pages
-from engine.model.probe import probe, single_sequence_meta
-from engine.model.rotations import ModelRotations
-from kernels.attention import BACKENDS
-from kernels.kv_copy import write_rows
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import Range, plan_cut
+from reprise.cache.tiers.hbm import MAX_HOPS
+from reprise.engine.model.batch import BatchInput
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.loading import load_model
+from reprise.engine.model.pages import make_pages
+from reprise.engine.model.probe import probe, single_sequence_meta
+from reprise.engine.model.rotations import ModelRotations
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.kv_copy import write_rows
 
 ARMS = ("AS", "AS bf16", "AS hops", "TT", "NKVT")
 CPU = torch.device("cpu")

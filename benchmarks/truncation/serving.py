@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
-from loadgen.measure.http import Http
+from reprise.loadgen.measure.http import Http
 
 Settings = Mapping[str, str | int | float]
 SILENCE_S = 120.0

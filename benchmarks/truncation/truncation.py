@@ -32,7 +32,7 @@ from benchmarks.truncation import perplexity as truncation_perplexity
 from benchmarks.truncation import retrieval as truncation_retrieval
 from benchmarks.truncation import serving
 from benchmarks.truncation.quality import Bench
-from cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 PARTS = ("endless", "shortened", "shortened-125m", "perplexity", "retrieval")
 WINDOW = 1024  # of every model but the 125 M shape

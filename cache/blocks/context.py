@@ -7,9 +7,9 @@ from hashlib import blake2b
 
 import msgspec
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
-from cache.blocks.lineage import Lineage
-from cache.blocks.truncate import Range, subtract
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
+from reprise.cache.blocks.lineage import Lineage
+from reprise.cache.blocks.truncate import Range, subtract
 
 MAX_DROPPED = 2048
 """The most dropped blocks that a session remembers: 65,536 tokens."""

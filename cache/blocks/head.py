@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord
+from reprise.cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord
 
 HEAD_VERSION = 1
 MAX_EXTENTS = 4096  # that a head names; blocks of others are computed

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
-from cache.blocks.truncate import Range
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from reprise.cache.blocks.truncate import Range
 
 
 @dataclass(slots=True)

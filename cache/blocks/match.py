@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import BlockRow
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.table import BlockRow
 
 
 @dataclass(frozen=True, slots=True)

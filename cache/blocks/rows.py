@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BlockKey
+from reprise.cache.blocks.keys import BlockKey
 
 PARKED = -1
 """Stands for a page that a context has given up, because its blocks are read from their slots."""

@@ -1,7 +1,7 @@
 """CaR's score of a block (CaR §III-B-3): how much waiting and running requests need it."""
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import CacheTable
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import CacheTable
 
 
 class Scores:

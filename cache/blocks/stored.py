@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
 
 MAX_CONTEXT_BYTES = 4 << 20
 MAX_NAME_BYTES = 64 << 10  # of a tenant, a salt or a session id

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cache.blocks.keys import BlockKey
+from reprise.cache.blocks.keys import BlockKey
 
 SessionName = tuple[str, str, str]
 """(tenant, cache salt, session id)."""
@@ -36,7 +36,7 @@ class BlockRow:
     decoded: bool = False  # the rows that HBM has of it came out of a codec
     kept_raw: bool = False  # never to be coded: it begins a context, may hold decoded rows, or did not fit the codec
     owners: tuple[SessionName, ...] = ()
-    score: int = 0  # CaR's (`cache.blocks.scores`): blocks with a low score leave HBM first
+    score: int = 0  # CaR's (`reprise.cache.blocks.scores`): blocks with a low score leave HBM first
 
     def unstored(self) -> "BlockRow":
         """Return the same block without an address. Written out because `dataclasses.replace` takes ten times as
@@ -92,7 +92,7 @@ class CacheTable:
 
     def __init__(self) -> None:
         self.version = 0  # another number after every change of what is stored, or where
-        self.scores: dict[BlockKey, int] = {}  # scores of needed blocks, stored or not (`cache.blocks.scores`)
+        self.scores: dict[BlockKey, int] = {}  # scores of needed blocks, stored or not (`reprise.cache.blocks.scores`)
         self._rows: dict[BlockKey, BlockRow] = {}
         # Sorted by tokens: a system prompt has thousands of children, and those next to a text are the most similar.
         self._children: dict[BlockKey, list[tuple[array[int], BlockKey]]] = {}

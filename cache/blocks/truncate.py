@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 Range = tuple[int, int]
 """A half-open range of tokens."""

@@ -2,10 +2,10 @@
 (`belady` is not in it: it needs the future). `cache.policy` in
 app/settings/settings.py lists the names again, because the app does not import the cache; a test compares the two."""
 
-from cache.policies.eviction_policy import PolicyFactory
-from cache.policies.fifo import FifoPolicy
-from cache.policies.lookahead import LookaheadPolicy
-from cache.policies.lru import LruPolicy
+from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.cache.policies.fifo import FifoPolicy
+from reprise.cache.policies.lookahead import LookaheadPolicy
+from reprise.cache.policies.lru import LruPolicy
 
 POLICIES: dict[str, PolicyFactory] = {
     "lookahead": LookaheadPolicy,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from cache.blocks.keys import BlockKey
+from reprise.cache.blocks.keys import BlockKey
 
 
 class Future(Protocol):

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Protocol
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow
-from cache.returns.return_times import ReturnTimes
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow
+from reprise.cache.returns.return_times import ReturnTimes
 
 
 class EvictionPolicy(Protocol):

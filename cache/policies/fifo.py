@@ -1,7 +1,7 @@
 """First in, first out."""
 
-from cache.blocks.keys import BlockKey
-from cache.policies.lru import LruPolicy
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies.lru import LruPolicy
 
 
 class FifoPolicy(LruPolicy):

@@ -7,10 +7,10 @@ from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any, Literal
 
-from cache.blocks.keys import BlockKey
-from cache.policies.queue_line import QueueLine
-from cache.returns.ranking import Ranking
-from cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies.queue_line import QueueLine
+from reprise.cache.returns.ranking import Ranking
+from reprise.cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
 
 _MOST_STALE = 128  # blocks or sessions: half a millisecond
 _MOST_SUMMED = 8  # owners to sum over; a prompt that all sessions begin with has thousands
@@ -50,8 +50,8 @@ _Waiting = tuple[_Rank, _Session]
 
 class LookaheadPolicy:
     """Evicts in this order: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
-    queued, those expected back last first (`cache.returns.return_times`), or oldest use first where nothing is known;
-    (c) queued sessions, from the tail of the queue to its head.
+    queued, those expected back last first (`reprise.cache.returns.return_times`), or oldest use first where nothing is
+    known; (c) queued sessions, from the tail of the queue to its head.
 
     A session leaves tail-first. A shared block leaves only after everything resident that follows it in any owner's
     context has left (or is pinned), so what stays is always a usable prefix. Its rank combines the ranks of its owners,

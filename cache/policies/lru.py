@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Container, Hashable, Sequence
 
-from cache.blocks.keys import BlockKey
+from reprise.cache.blocks.keys import BlockKey
 
 
 class LruPolicy:

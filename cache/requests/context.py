@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
-from cache.blocks.lineage import Lineage
-from cache.blocks.match import RememberedMatch
-from cache.blocks.rows import ContextRows
-from cache.blocks.table import SessionName
-from cache.blocks.truncate import CutRules, Range
-from cache.moves import BlockLoad
-from cache.stats import MissReason
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from reprise.cache.blocks.lineage import Lineage
+from reprise.cache.blocks.match import RememberedMatch
+from reprise.cache.blocks.rows import ContextRows
+from reprise.cache.blocks.table import SessionName
+from reprise.cache.blocks.truncate import CutRules, Range
+from reprise.cache.moves import BlockLoad
+from reprise.cache.stats import MissReason
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Saving:
 
     slots: dict[int, int] = field(default_factory=dict)  # block -> the DRAM slot it is being saved to
     unsaved: set[int] = field(default_factory=set)  # blocks for which no slot was free
-    # block -> where DRAM has it, pinned; only of a context that HBM cannot hold (`cache.requests.parking`)
+    # block -> where DRAM has it, pinned; only of a context that HBM cannot hold (`reprise.cache.requests.parking`)
     parked: dict[int, SlotBlock] = field(default_factory=dict)
 
 

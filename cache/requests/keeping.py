@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.table import CacheTable
-from cache.blocks.truncate import ScoresOf
-from cache.policies.keep.block_scorer import BlockScorer, CutBlocks
-from cache.requests.context import RequestContext
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.table import CacheTable
+from reprise.cache.blocks.truncate import ScoresOf
+from reprise.cache.policies.keep.block_scorer import BlockScorer, CutBlocks
+from reprise.cache.requests.context import RequestContext
 
 LikenessOf = Callable[[Sequence[int]], Sequence[float]]
 """DRAM slots of full blocks -> the cosine of each one's keys and the mean key of all of them."""

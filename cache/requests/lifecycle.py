@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS, given_salt, salt_of
-from cache.blocks.truncate import CutRules
-from cache.moves import CapturePiece
-from cache.requests.context import RequestContext
-from cache.requests.keeping import Keeper
-from cache.requests.loading import Loads
-from cache.requests.opening import ClientCut, ContextOpener
-from cache.requests.provenance import report_prompt
-from cache.requests.publishing import Publisher
-from cache.requests.running import Requests
-from cache.requests.saving import Saver
-from cache.sessions import SessionStore
-from cache.stats import TokensBySource
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, given_salt, salt_of
+from reprise.cache.blocks.truncate import CutRules
+from reprise.cache.moves import CapturePiece
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.keeping import Keeper
+from reprise.cache.requests.loading import Loads
+from reprise.cache.requests.opening import ClientCut, ContextOpener
+from reprise.cache.requests.provenance import report_prompt
+from reprise.cache.requests.publishing import Publisher
+from reprise.cache.requests.running import Requests
+from reprise.cache.requests.saving import Saver
+from reprise.cache.sessions import SessionStore
+from reprise.cache.stats import TokensBySource
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Lifecycle:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cache.rates import Rates
+from reprise.cache.rates import Rates
 
 
 class LoadOption(NamedTuple):

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.stored import is_coded
-from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
-from cache.rates import LoadProgress, Rates, deadline_s
-from cache.requests.context import Load, LoadState, RequestContext
-from cache.requests.siblings import Siblings
-from cache.tiers.coded import CodedTier
-from cache.tiers.dram import DramTier
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
+from reprise.cache.rates import LoadProgress, Rates, deadline_s
+from reprise.cache.requests.context import Load, LoadState, RequestContext
+from reprise.cache.requests.siblings import Siblings
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 

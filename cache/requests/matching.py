@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
-from cache.blocks.match import Match, MatchBasis, RememberedMatch
-from cache.blocks.stored import is_coded
-from cache.blocks.table import BlockRow, common_prefix
-from cache.options import CacheOptions
-from cache.rates import Rates
-from cache.requests.context import RequestContext
-from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
-from cache.requests.parking import Parking
-from cache.stats import ResidencyValue
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
+from reprise.cache.blocks.match import Match, MatchBasis, RememberedMatch
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.blocks.table import BlockRow, common_prefix
+from reprise.cache.options import CacheOptions
+from reprise.cache.rates import Rates
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
+from reprise.cache.requests.parking import Parking
+from reprise.cache.stats import ResidencyValue
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 _NEAR = ("dram_to_hbm", "coded_to_hbm")  # without the disk or Redis
 

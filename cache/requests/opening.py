@@ -4,16 +4,25 @@ dropped and what the window holds (AttentionStore §3.4)."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.blocks.context import SessionContext, digest_of
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
-from cache.blocks.lineage import Lineage
-from cache.blocks.table import SessionName
-from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
-from cache.options import Truncation
-from cache.requests.context import Cuts, RequestContext, Reuse
-from cache.requests.keeping import Keeper
-from cache.requests.recalling import Recaller
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.context import SessionContext, digest_of
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from reprise.cache.blocks.lineage import Lineage
+from reprise.cache.blocks.table import SessionName
+from reprise.cache.blocks.truncate import (
+    CutRules,
+    DoesNotFit,
+    Range,
+    apply_cuts,
+    map_offset,
+    merge_cuts,
+    plan_cut,
+    subtract,
+)
+from reprise.cache.options import Truncation
+from reprise.cache.requests.context import Cuts, RequestContext, Reuse
+from reprise.cache.requests.keeping import Keeper
+from reprise.cache.requests.recalling import Recaller
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
 """(tenant, cache salt) -> the domain of their keys."""

@@ -5,12 +5,12 @@ import math
 from collections.abc import Iterable
 from itertools import islice
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.match import Match
-from cache.blocks.rows import PARKED
-from cache.blocks.table import BlockRow
-from cache.requests.context import RequestContext, SlotBlock
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.match import Match
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.blocks.table import BlockRow
+from reprise.cache.requests.context import RequestContext, SlotBlock
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 _PATIENCE_S = 30.0  # for slots or saves: both come in milliseconds, unless pinned sessions fill DRAM or a disk stands
 

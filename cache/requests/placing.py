@@ -1,13 +1,13 @@
 """Admits a waiting context: gives it pages, with what is stored of it in the first ones."""
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.requests.context import RequestContext
-from cache.requests.loading import Loads
-from cache.requests.matching import Matcher
-from cache.requests.parking import Parking
-from cache.requests.siblings import Siblings
-from cache.tiers.hbm import keys_of
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.loading import Loads
+from reprise.cache.requests.matching import Matcher
+from reprise.cache.requests.parking import Parking
+from reprise.cache.requests.siblings import Siblings
+from reprise.cache.tiers.hbm import keys_of
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Placer:

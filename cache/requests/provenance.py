@@ -1,11 +1,11 @@
 """Explains why the tokens of a prompt were cached or were not."""
 
-from cache.blocks.context import ExpiredContext, SessionContext
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.table import CacheTable, common_prefix
-from cache.blocks.truncate import map_offset
-from cache.requests.context import RequestContext
-from cache.stats import MissReason, TokensBySource
+from reprise.cache.blocks.context import ExpiredContext, SessionContext
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.table import CacheTable, common_prefix
+from reprise.cache.blocks.truncate import map_offset
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.stats import MissReason, TokensBySource
 
 
 def report_prompt(

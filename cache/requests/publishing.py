@@ -2,16 +2,16 @@
 
 from array import array
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
-from cache.blocks.rows import PARKED
-from cache.blocks.table import BlockRow
-from cache.requests.context import RequestContext
-from cache.requests.loading import Loads
-from cache.requests.parking import Parking
-from cache.requests.running import Requests
-from cache.requests.saving import Saver
-from cache.requests.siblings import Siblings
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.blocks.table import BlockRow
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.loading import Loads
+from reprise.cache.requests.parking import Parking
+from reprise.cache.requests.running import Requests
+from reprise.cache.requests.saving import Saver
+from reprise.cache.requests.siblings import Siblings
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Publisher:

@@ -3,10 +3,10 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from cache.blocks.context import MAX_DROPPED
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import CacheTable
-from cache.blocks.truncate import (
+from reprise.cache.blocks.context import MAX_DROPPED
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.table import CacheTable
+from reprise.cache.blocks.truncate import (
     Range,
     apply_cuts,
     blocks_of,
@@ -16,9 +16,9 @@ from cache.blocks.truncate import (
     subtract,
     unmap_offset,
 )
-from cache.policies.keep.recall import choose
-from cache.requests.context import RequestContext
-from cache.requests.keeping import Keeper
+from reprise.cache.policies.keep.recall import choose
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.requests.keeping import Keeper
 
 _SHARE = 4  # one in so many tokens of the window may be recalled for a message
 

@@ -1,7 +1,7 @@
 """Finds the contexts of waiting and running requests, by request and by session."""
 
-from cache.blocks.table import SessionName
-from cache.requests.context import RequestContext
+from reprise.cache.blocks.table import SessionName
+from reprise.cache.requests.context import RequestContext
 
 
 class Requests(dict[str, RequestContext]):

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import BlockRow
-from cache.moves import CapturePiece, FillFromPage
-from cache.requests.context import RequestContext
-from cache.tiers.hbm import MAX_HOPS
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.table import BlockRow
+from reprise.cache.moves import CapturePiece, FillFromPage
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.tiers.hbm import MAX_HOPS
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Saver:

@@ -1,8 +1,8 @@
 """Lets many requests wait for one computation or load of a block."""
 
-from cache.blocks.keys import BlockKey
-from cache.requests.context import RequestContext
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Siblings:

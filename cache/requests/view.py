@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable
 
-from cache.requests.loading import Loads
-from cache.requests.matching import Matcher
-from cache.requests.placing import Placer
-from cache.requests.publishing import Publisher
-from cache.requests.running import Requests
-from cache.requests.siblings import Siblings
-from cache.stats import ResidencyValue
-from cache.tiers.hierarchy import Hierarchy
+from reprise.cache.requests.loading import Loads
+from reprise.cache.requests.matching import Matcher
+from reprise.cache.requests.placing import Placer
+from reprise.cache.requests.publishing import Publisher
+from reprise.cache.requests.running import Requests
+from reprise.cache.requests.siblings import Siblings
+from reprise.cache.stats import ResidencyValue
+from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class SchedulerView:
-    """Implements `scheduler.ports.CacheView`, where each method is explained. Single-threaded."""
+    """Implements `reprise.scheduler.ports.CacheView`, where each method is explained. Single-threaded."""
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from cache.blocks.table import SessionName
-from cache.returns.return_times import PUNCTUAL
+from reprise.cache.blocks.table import SessionName
+from reprise.cache.returns.return_times import PUNCTUAL
 
 # What comes sooner is seen as part of the turn before it: it may be a parallel branch, which is no return, and whoever
 # returns so soon has left no tier, nor would a fetch have ended in time. `ReturnTimes` learns from shorter gaps too:

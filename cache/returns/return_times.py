@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable, Sequence
 from math import exp, inf, log, log2, nextafter
 
-from cache.returns.ranking import Ranking
-from cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
+from reprise.cache.returns.ranking import Ranking
+from reprise.cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 
 _SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same turn, not a return
 _OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual

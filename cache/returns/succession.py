@@ -1,7 +1,7 @@
 """Predicts which session comes next where sessions take turns: rotations of agents, round-robins, evaluations that go
 through the same conversations again."""
 
-from cache.blocks.table import SessionName
+from reprise.cache.blocks.table import SessionName
 
 _CONFIRMED = 2  # consecutive correct predictions before the next one is believed
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.blocks.stored import is_coded
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import read_header, remove_extent
-from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, SegmentSizes
-from cache.storage.io_threads import Beat
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_file import read_header, remove_extent
+from reprise.cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, SegmentSizes
+from reprise.cache.storage.io_threads import Beat
 
 _FINGERPRINT = re.compile(r"(?:[0-9a-f]{2})+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -63,7 +63,8 @@ def stored_bytes(directory: Path) -> int:
 
 def stored_models(directory: Path, key: bytes) -> dict[bytes, SegmentSizes]:
     """Map fingerprint to the sizes of segments for every model with an intact record in a disk tier's directory. Tools
-    need this to open the tier without the model. key: `cache.storage.extent_format.record_key`. Raises OSError."""
+    need this to open the tier without the model. key: `reprise.cache.storage.extent_format.record_key`. Raises
+    OSError."""
     models: dict[bytes, SegmentSizes] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():

@@ -12,8 +12,8 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import (
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import (
     ALIGNMENT,
     ExtentHeader,
     Layout,
@@ -22,8 +22,8 @@ from cache.storage.extent_format import (
     decode_header,
     header_size,
 )
-from cache.storage.io_threads import Beat
-from cache.storage.packing import unpack
+from reprise.cache.storage.io_threads import Beat
+from reprise.cache.storage.packing import unpack
 
 CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline measures the device and not the size of an extent
 SYNC_BYTES = 64 << 20  # the most that one fdatasync may have to write
@@ -120,7 +120,7 @@ def open_extent(
     known: ParsedExtent | None,
 ) -> tuple[int, ParsedExtent]:
     """Open an extent and verify its header, unless `known` is still the same file. Returns the descriptor and the
-    parsed extent. key: `cache.storage.extent_format.record_key`. Raises BlockMissing."""
+    parsed extent. key: `reprise.cache.storage.extent_format.record_key`. Raises BlockMissing."""
     try:
         with _shard(path) as (shard, name):
             # Non-blocking: opening a FIFO in the file's place would wait for a writer for ever.

@@ -25,10 +25,10 @@ from itertools import accumulate
 import msgspec
 from xxhash import xxh3_64, xxh3_64_digest
 
-from cache.blocks.keys import typed_fields
-from cache.blocks.stored import SessionRecord, StoredBlock, is_coded
-from cache.storage.errors import BlockMissing
-from cache.storage.packing import WIDTHS
+from reprise.cache.blocks.keys import typed_fields
+from reprise.cache.blocks.stored import SessionRecord, StoredBlock, is_coded
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.packing import WIDTHS
 
 ALIGNMENT = 4096
 FORMAT_VERSION = 2  # version 1 had no MAC: its records are misses, and the next start deletes them

@@ -7,15 +7,15 @@ import threading
 from collections import OrderedDict, deque
 from functools import partial
 
-from cache.blocks.stored import ExtentInfo
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
-from cache.storage.extent_format import SegmentSizes
-from cache.storage.extent_reader import ExtentReader
-from cache.storage.io_threads import Beat, IoDeadline, IoThreads
-from cache.storage.rare_log import RareLog
-from cache.storage.shards import Shards
-from cache.storage.throttle import Throttle
+from reprise.cache.blocks.stored import ExtentInfo
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
+from reprise.cache.storage.extent_format import SegmentSizes
+from reprise.cache.storage.extent_reader import ExtentReader
+from reprise.cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from reprise.cache.storage.rare_log import RareLog
+from reprise.cache.storage.shards import Shards
+from reprise.cache.storage.throttle import Throttle
 
 READ_THREADS = 8
 MAX_CACHED_HEADER_BYTES = 32 << 20
@@ -35,7 +35,7 @@ class ExtentOpener:
         throttle: Throttle,
         rare_log: RareLog,
     ) -> None:
-        """key: `cache.storage.extent_format.record_key`."""
+        """key: `reprise.cache.storage.extent_format.record_key`."""
         self._shards = shards
         self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
         self._throttle, self._rare_log = throttle, rare_log

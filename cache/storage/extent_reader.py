@@ -9,12 +9,19 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
-from cache.blocks.keys import BlockKey
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
-from cache.storage.extent_format import ExtentHeader
-from cache.storage.io_threads import Beat, IoDeadline, IoThreads
-from cache.storage.throttle import Throttle
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_file import (
+    ParsedExtent,
+    altered,
+    check_segments,
+    io_buffer,
+    read_layers,
+    read_segments,
+)
+from reprise.cache.storage.extent_format import ExtentHeader
+from reprise.cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from reprise.cache.storage.throttle import Throttle
 
 T = TypeVar("T")
 Landed = Callable[[int], int]

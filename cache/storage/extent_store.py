@@ -20,22 +20,22 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.storage.directory_lock import DirectoryLock, DirectoryLocked
-from cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
-from cache.storage.extent_file import remove_extent
-from cache.storage.extent_format import MAX_EXTENT_ID, SegmentSizes
-from cache.storage.extent_opener import READ_THREADS, ExtentOpener
-from cache.storage.extent_reader import ExtentReader, flat
-from cache.storage.extent_writer import WRITE_THREADS, ExtentWriter
-from cache.storage.index import DiskIndex
-from cache.storage.io_threads import Beat, IoDeadline, IoThreads
-from cache.storage.rare_log import RareLog
-from cache.storage.recovery import recover
-from cache.storage.shards import Shards
-from cache.storage.space import DiskSpace
-from cache.storage.thread_priority import WRITING
-from cache.storage.throttle import Throttle
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.storage.directory_lock import DirectoryLock, DirectoryLocked
+from reprise.cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
+from reprise.cache.storage.extent_file import remove_extent
+from reprise.cache.storage.extent_format import MAX_EXTENT_ID, SegmentSizes
+from reprise.cache.storage.extent_opener import READ_THREADS, ExtentOpener
+from reprise.cache.storage.extent_reader import ExtentReader, flat
+from reprise.cache.storage.extent_writer import WRITE_THREADS, ExtentWriter
+from reprise.cache.storage.index import DiskIndex
+from reprise.cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from reprise.cache.storage.rare_log import RareLog
+from reprise.cache.storage.recovery import recover
+from reprise.cache.storage.shards import Shards
+from reprise.cache.storage.space import DiskSpace
+from reprise.cache.storage.thread_priority import WRITING
+from reprise.cache.storage.throttle import Throttle
 
 MAX_FINGERPRINT_BYTES = 64
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -69,9 +69,9 @@ class ExtentStore:
         owner: str,
     ) -> None:
         """segment_bytes: of one block, by layer; coded_segment_bytes: of one that a codec has encoded. key:
-        `cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be packed without a
-        loss; what is there is read as its header says. min_free_bytes: what the file system always keeps free.
-        Bandwidth caps of 0: none. owner: name of this process, shown to people who find the directory locked."""
+        `reprise.cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be packed
+        without a loss; what is there is read as its header says. min_free_bytes: what the file system always keeps
+        free. Bandwidth caps of 0: none. owner: name of this process, shown to people who find the directory locked."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         sizes = SegmentSizes(tuple(segment_bytes), None if coded_segment_bytes is None else tuple(coded_segment_bytes))
@@ -169,9 +169,9 @@ class ExtentStore:
     ) -> ExtentInfo:
         """Store the blocks as one extent, all or nothing; durable on return. extent_id: None for a new one, else one
         that the store of another rank has chosen for its part of the same blocks. is_coded: these are coded segments.
-        checksums: of all segments, layer by layer (`cache.storage.extent_format.checksum`); compared with the bytes
-        only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces; they are
-        read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
+        checksums: of all segments, layer by layer (`reprise.cache.storage.extent_format.checksum`); compared with the
+        bytes only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces;
+        they are read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
         Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
         than a record may hold). No answer depends on success."""
         views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
@@ -275,7 +275,7 @@ class ExtentStore:
         # id, so that they increase even if the clock does not.
         with self._lock:
             self._last_id = max(self._last_id + 1, time.time_ns())
-            if self._codes and self._last_id % 2 != is_coded:  # `cache.blocks.stored.is_coded`
+            if self._codes and self._last_id % 2 != is_coded:  # `reprise.cache.blocks.stored.is_coded`
                 self._last_id += 1
             if self._last_id > MAX_EXTENT_ID:
                 raise TierFailed("no extent ids are left: what does the clock say?", reason="format")

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
-from cache.storage.extent_format import ExtentHeader, Layout, PackedHeader, SegmentSizes, encode_header
-from cache.storage.io_threads import Beat
-from cache.storage.packing import pack
-from cache.storage.shards import Shards
-from cache.storage.space import DiskSpace
-from cache.storage.throttle import Throttle
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
+from reprise.cache.storage.extent_format import ExtentHeader, Layout, PackedHeader, SegmentSizes, encode_header
+from reprise.cache.storage.io_threads import Beat
+from reprise.cache.storage.packing import pack
+from reprise.cache.storage.shards import Shards
+from reprise.cache.storage.space import DiskSpace
+from reprise.cache.storage.throttle import Throttle
 
 # separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
 WRITE_THREADS = 4
@@ -47,7 +47,8 @@ class ExtentWriter:
         packed_width: int,
         throttle: Throttle,
     ) -> None:
-        """key: `cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be packed;
+        """key: `reprise.cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be
+        packed;
         0: they are stored as they are."""
         self._shards, self._space = shards, space
         self._fingerprint, self._sizes, self._key = fingerprint, sizes, key

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cache.storage.large_pages import LargePages
-from cache.storage.slab import Slab
-from cache.storage.thread_priority import lower_priority
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.storage.large_pages import LargePages
+from reprise.cache.storage.slab import Slab
+from reprise.cache.storage.thread_priority import lower_priority
+from reprise.kernels.attention.ragged_batch import KvPages
 
 # beyond the last slot or page used, while nothing runs; not all of it, since gigabytes may never be needed
 AHEAD_BYTES = 512 << 20

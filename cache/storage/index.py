@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import msgspec
 
-from cache.blocks.stored import ExtentInfo, SessionRecord
-from cache.storage.extent_format import MAC_BYTES
-from cache.storage.io_threads import Beat
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
+from reprise.cache.storage.extent_format import MAC_BYTES
+from reprise.cache.storage.io_threads import Beat
 
 SCHEMA_VERSION = 2  # version 1 had digests without a key
 _TOGETHER = 32  # extents per batch
@@ -45,7 +45,7 @@ class DiskIndex:
     extent ids come from the same sequence."""
 
     def __init__(self, *, path: Path, key: bytes) -> None:
-        """key: `cache.storage.extent_format.record_key`."""
+        """key: `reprise.cache.storage.extent_format.record_key`."""
         self._path, self._key = path, key
         self._aside = path.with_suffix(".bad")
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from cache.storage.thread_priority import lower_priority
+from reprise.cache.storage.thread_priority import lower_priority
 
 T = TypeVar("T")
 MAX_WAITING = 256

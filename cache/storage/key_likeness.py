@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cache.storage.slab import Slab
+from reprise.cache.storage.slab import Slab
 
 _BATCH = 256  # blocks at a time: 200 MB in fp32 where a layer has 8 heads of 128
 

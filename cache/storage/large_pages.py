@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cache.storage.thread_priority import lower_priority
+from reprise.cache.storage.thread_priority import lower_priority
 
 SIZE = 2 << 20
 CALM_CALLS = 3  # consecutive calls with nothing running before the work begins

@@ -4,14 +4,14 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.blocks.stored import ExtentInfo, SessionRecord
-from cache.storage.directory import Foreign, scan
-from cache.storage.errors import BlockMissing, Problem
-from cache.storage.extent_file import remove_extent
-from cache.storage.extent_opener import ExtentOpener
-from cache.storage.index import DiskIndex
-from cache.storage.io_threads import Beat
-from cache.storage.shards import Shards
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
+from reprise.cache.storage.directory import Foreign, scan
+from reprise.cache.storage.errors import BlockMissing, Problem
+from reprise.cache.storage.extent_file import remove_extent
+from reprise.cache.storage.extent_opener import ExtentOpener
+from reprise.cache.storage.index import DiskIndex
+from reprise.cache.storage.io_threads import Beat
+from reprise.cache.storage.shards import Shards
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import os
 import threading
 from pathlib import Path
 
-from cache.storage.extent_file import sync_directory
-from cache.storage.io_threads import Beat
+from reprise.cache.storage.extent_file import sync_directory
+from reprise.cache.storage.io_threads import Beat
 
 NUM_SHARDS = 256
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.extent_format import ALIGNMENT
-from kernels.checksums import checksums
-from kernels.codecs.codec import Codec, Decodes, Projection
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.extent_format import ALIGNMENT
+from reprise.kernels.checksums import checksums
+from reprise.kernels.codecs.codec import Codec, Decodes, Projection
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cache.storage.directory import Foreign, drop_foreign
-from cache.storage.errors import TierFull
-from cache.storage.io_threads import Beat
+from reprise.cache.storage.directory import Foreign, drop_foreign
+from reprise.cache.storage.errors import TierFull
+from reprise.cache.storage.io_threads import Beat
 
 
 class DiskSpace:

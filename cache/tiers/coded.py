@@ -4,12 +4,12 @@ Where KV is coded, DRAM is two pools in one budget: slots for rows (`dram.py`), 
 may be in both: then the rows, which are exact, are loaded, and leave without a loss when their slot is wanted.
 """
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.policies.eviction_policy import EvictionPolicy, enter
-from cache.stats import CacheStats
-from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
-from cache.tiers.slots import SlotPool
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
+from reprise.cache.tiers.slots import SlotPool
 
 _LEAST_ROWS, _MOST_ROWS = 0.25, 0.75  # shares of DRAM's bytes for rows
 _WARM_ROWS = 0.1  # of them, for what is warm and will be coded

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import DeleteExtents, Orders
-from cache.policies.eviction_policy import EvictionPolicy, enter
-from cache.stats import CacheStats
-from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import DeleteExtents, Orders
+from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
 
 _AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
 

@@ -10,15 +10,15 @@ Where KV is coded, a block is encoded before it leaves, if it may be, and stays 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import FillFromPage, FillFromSlot, Orders, SealSlot
-from cache.policies.eviction_policy import EvictionPolicy, enter
-from cache.stats import CacheStats
-from cache.tiers.coded import CodedTier
-from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
-from cache.tiers.pages import PageAllocator
-from cache.tiers.slots import SlotPool
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import FillFromPage, FillFromSlot, Orders, SealSlot
+from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
+from reprise.cache.tiers.pages import PageAllocator
+from reprise.cache.tiers.slots import SlotPool
 
 _BATCHES = 64
 _PRESSURE = 0.25  # share of the slots that are free or may become so; below it running turns write theirs too

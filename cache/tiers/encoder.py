@@ -3,13 +3,13 @@ wanted. Touches no bytes."""
 
 from collections.abc import Iterable, Sequence
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import EncodeBlocks, Orders
-from cache.stats import CacheStats
-from cache.tiers.coded import CodedTier
-from cache.tiers.dram import DramTier
-from cache.tiers.holds import DirtyBlocks, KeysWhere
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import EncodeBlocks, Orders
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere
 
 AT_ONCE = 64  # blocks under way: their slots are held until all of them are encoded
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import is_coded
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import NOT_ITS_COPY, FetchBlocks, FetchRemote, Orders
-from cache.stats import CacheStats
-from cache.tiers.coded import CodedTier
-from cache.tiers.disk import DiskLedger
-from cache.tiers.dram import DramTier
-from cache.tiers.redis import RedisLedger
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import NOT_ITS_COPY, FetchBlocks, FetchRemote, Orders
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.disk import DiskLedger
+from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.redis import RedisLedger
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,15 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.match import Match
-from cache.blocks.rows import PARKED, ContextRows
-from cache.blocks.scores import Scores
-from cache.blocks.table import BlockRow, CacheTable
-from cache.moves import BlockLoad, CopyRows
-from cache.policies.eviction_policy import EvictionPolicy, enter
-from cache.stats import CacheStats
-from cache.tiers.pages import PageAllocator
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.match import Match
+from reprise.cache.blocks.rows import PARKED, ContextRows
+from reprise.cache.blocks.scores import Scores
+from reprise.cache.blocks.table import BlockRow, CacheTable
+from reprise.cache.moves import BlockLoad, CopyRows
+from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.pages import PageAllocator
 
 _OFFLOAD_BLOCKS = 64  # at a time, which takes well below a millisecond
 _MORE_PAGES = 2  # spare pages of a run for the answer, at least

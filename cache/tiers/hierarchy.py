@@ -2,26 +2,26 @@
 
 from collections.abc import Iterable
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.scores import Scores
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import Orders
-from cache.options import CacheOptions
-from cache.policies.eviction_policy import PolicyFactory
-from cache.returns.regulars import Regulars
-from cache.returns.return_times import ReturnTimes
-from cache.returns.succession import Succession
-from cache.stats import CacheStats
-from cache.tiers.coded import CodedTier
-from cache.tiers.disk import DiskLedger
-from cache.tiers.dram import DramTier
-from cache.tiers.encoder import Encoder
-from cache.tiers.fetches import Fetches
-from cache.tiers.hbm import HbmPool
-from cache.tiers.holds import DirtyBlocks, PinnedSessions
-from cache.tiers.pages import PageAllocator
-from cache.tiers.redis import RedisLedger
-from cache.tiers.write_behind import WriteBehind
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.scores import Scores
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import Orders
+from reprise.cache.options import CacheOptions
+from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.cache.returns.regulars import Regulars
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.cache.returns.succession import Succession
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.disk import DiskLedger
+from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.encoder import Encoder
+from reprise.cache.tiers.fetches import Fetches
+from reprise.cache.tiers.hbm import HbmPool
+from reprise.cache.tiers.holds import DirtyBlocks, PinnedSessions
+from reprise.cache.tiers.pages import PageAllocator
+from reprise.cache.tiers.redis import RedisLedger
+from reprise.cache.tiers.write_behind import WriteBehind
 
 
 class Hierarchy:

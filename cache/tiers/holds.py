@@ -3,8 +3,8 @@ written."""
 
 from collections.abc import Callable
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, SessionName
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, SessionName
 
 
 class KeysWhere:

@@ -9,13 +9,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.blocks.keys import BlockKey, tokens_of
-from cache.blocks.stored import ExtentInfo, RedisExtent
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import NOT_ITS_COPY, DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
-from cache.returns.return_times import ReturnTimes
-from cache.stats import CacheStats
-from cache.tiers.disk import DiskLedger
+from reprise.cache.blocks.keys import BlockKey, tokens_of
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import NOT_ITS_COPY, DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.disk import DiskLedger
 
 _MAX_UPLOADS = 2  # under way at once, so that the most valuable is chosen late
 _MAX_WANTED = 1 << 16  # extents that wait to be uploaded; the oldest are left out

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cache.blocks.keys import BlockKey, is_exact, token_bytes
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import Orders, PutSession, WriteExtent
-from cache.stats import CacheStats
-from cache.tiers.coded import CodedTier
-from cache.tiers.disk import DiskLedger
-from cache.tiers.dram import DramTier
-from cache.tiers.encoder import AT_ONCE, Encoder
-from cache.tiers.holds import DirtyBlocks
+from reprise.cache.blocks.keys import BlockKey, is_exact, token_bytes
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.moves import Orders, PutSession, WriteExtent
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.coded import CodedTier
+from reprise.cache.tiers.disk import DiskLedger
+from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.encoder import AT_ONCE, Encoder
+from reprise.cache.tiers.holds import DirtyBlocks
 
 MAX_EXTENT_BLOCKS = 512
 _MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless

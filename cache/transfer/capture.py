@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from cache.moves import CapturePiece
-from cache.transfer.device_streams import Fence
+from reprise.cache.moves import CapturePiece
+from reprise.cache.transfer.device_streams import Fence
 
 
 @dataclass(slots=True)
@@ -46,8 +46,8 @@ class SavedRows:
 
 
 class CaptureSink:
-    """Keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements `engine.model.hf_model.KvSink`;
-    layers come in order."""
+    """Keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements
+    `reprise.engine.model.hf_model.KvSink`; layers come in order."""
 
     def __init__(self) -> None:
         self.step: Captured | None = None

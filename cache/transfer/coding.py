@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.storage.slab import CodedSlab, Slab
-from kernels.checksums import Sums, checksums
-from kernels.codecs.codec import Codec, Decodes
+from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.kernels.checksums import Sums, checksums
+from reprise.kernels.codecs.codec import Codec, Decodes
 
 PART_BYTES = 64 << 20  # of rows that a device decodes at once
 DECODING_FACTOR = 6  # at most so many times that are in use meanwhile

@@ -2,10 +2,10 @@
 
 from queue import SimpleQueue
 
-from cache.moves import EncodeBlocks, Encoded
-from cache.storage.slab import CodedSlab, Slab
-from cache.transfer.coding import encode_into
-from cache.transfer.events import Events
+from reprise.cache.moves import EncodeBlocks, Encoded
+from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.cache.transfer.coding import encode_into
+from reprise.cache.transfer.events import Events
 
 _AT_ONCE = 8  # blocks, so that copies of their rows stay small
 

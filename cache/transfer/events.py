@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections import deque
 
-from cache.moves import Event
+from reprise.cache.moves import Event
 
 
 class Events:

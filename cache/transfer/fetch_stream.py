@@ -7,15 +7,15 @@ from operator import itemgetter
 from queue import SimpleQueue
 from typing import ClassVar
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import is_coded
-from cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_store import ExtentStore
-from cache.storage.redis.extents import RedisExtents
-from cache.storage.redis.reader import RedisReader
-from cache.storage.slab import CodedSlab, Segments, Slab
-from cache.transfer.events import Events
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.storage.redis.reader import RedisReader
+from reprise.cache.storage.slab import CodedSlab, Segments, Slab
+from reprise.cache.transfer.events import Events
 
 Found = Sequence[tuple[BlockKey, int, int]]
 """Blocks of one extent, each with its place in it and its slot; places ascend."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyRotations(Protocol):
-    """Implemented by `engine.model.rotations.ModelRotations`. One per thread."""
+    """Implemented by `reprise.engine.model.rotations.ModelRotations`. One per thread."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BlockKey
-from cache.moves import BlockLoad
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import io_buffer
-from cache.storage.extent_format import ALIGNMENT
-from cache.storage.extent_reader import ExtentReader, Landed
-from cache.storage.extent_store import ExtentStore
-from cache.storage.redis.extents import RedisExtents
-from cache.storage.redis.reader import RedisReader
-from cache.storage.slab import CodedSlab, Segments, Slab
-from cache.transfer.coding import Decoder, decoder_of, sums_of
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_file import io_buffer
+from reprise.cache.storage.extent_format import ALIGNMENT
+from reprise.cache.storage.extent_reader import ExtentReader, Landed
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.storage.redis.reader import RedisReader
+from reprise.cache.storage.slab import CodedSlab, Segments, Slab
+from reprise.cache.transfer.coding import Decoder, decoder_of, sums_of
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit

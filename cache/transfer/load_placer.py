@@ -3,17 +3,17 @@
 import time
 from functools import partial
 
-from cache.blocks.keys import BlockKey
-from cache.moves import NOT_ITS_COPY, Loaded, Transferred
-from cache.storage.slab import CodedSlab, Slab
-from cache.storage.throttle import Throttle
-from cache.transfer.coding import lacks_memory
-from cache.transfer.device_streams import DeviceStream
-from cache.transfer.events import Events
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import LandedSource, SlotSource, slot_source
-from cache.transfer.load_queue import LoadPart, LoadQueue
-from cache.transfer.loader import Loader, PagePool
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.moves import NOT_ITS_COPY, Loaded, Transferred
+from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.coding import lacks_memory
+from reprise.cache.transfer.device_streams import DeviceStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.layer_source import LandedSource, SlotSource, slot_source
+from reprise.cache.transfer.load_queue import LoadPart, LoadQueue
+from reprise.cache.transfer.loader import Loader, PagePool
 
 
 class LoadPlacer:

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BlockKey
-from cache.moves import BlockLoad
-from cache.rates import LoadProgress
-from cache.transfer.device_streams import Fence
-from cache.transfer.layer_source import LandedSource, SlotSource
-from cache.transfer.loader import Loader
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.rates import LoadProgress
+from reprise.cache.transfer.device_streams import Fence
+from reprise.cache.transfer.layer_source import LandedSource, SlotSource
+from reprise.cache.transfer.loader import Loader
 
 
 @dataclass(slots=True, eq=False)

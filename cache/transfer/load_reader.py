@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from cache.moves import Late
-from cache.rates import LoadProgress
-from cache.storage.errors import BlockMissing
-from cache.storage.slab import Slab
-from cache.transfer.events import Events
-from cache.transfer.layer_source import LandedSource, Landings, SlotSource
-from cache.transfer.load_queue import LoadPart, LoadQueue
+from reprise.cache.moves import Late
+from reprise.cache.rates import LoadProgress
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.slab import Slab
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.layer_source import LandedSource, Landings, SlotSource
+from reprise.cache.transfer.load_queue import LoadPart, LoadQueue
 
 MakeSource = Callable[[LoadPart, Landings], LandedSource]
 

@@ -8,23 +8,23 @@ from itertools import product
 
 import torch
 
-from cache.moves import BlockLoad, LoadBlocks
-from cache.rates import LoadProgress
-from cache.storage.extent_store import ExtentStore
-from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import CodedSlab, Slab
-from cache.storage.throttle import Throttle
-from cache.transfer.coding import Decoder, lacks_memory
-from cache.transfer.device_streams import DeviceStream
-from cache.transfer.events import Events
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import ExtentSource, RedisSource, layers_landed
-from cache.transfer.load_placer import LoadPlacer
-from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
-from cache.transfer.load_reader import LoadReader
-from cache.transfer.loader import PagePool
-from cache.transfer.slot_reader import SlotReader
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.moves import BlockLoad, LoadBlocks
+from reprise.cache.rates import LoadProgress
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.coding import Decoder, lacks_memory
+from reprise.cache.transfer.device_streams import DeviceStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.layer_source import ExtentSource, RedisSource, layers_landed
+from reprise.cache.transfer.load_placer import LoadPlacer
+from reprise.cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
+from reprise.cache.transfer.load_reader import LoadReader
+from reprise.cache.transfer.loader import PagePool
+from reprise.cache.transfer.slot_reader import SlotReader
+from reprise.kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.storage.slab import Slab
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import LayerSource, brought
-from kernels.attention.ragged_batch import KvPages
-from kernels.block_writer import BlockWriter, block_writer
-from kernels.kv_copy import write_rows
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.storage.slab import Slab
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.layer_source import LayerSource, brought
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.block_writer import BlockWriter, block_writer
+from reprise.kernels.kv_copy import write_rows
 
 
 class PagePool:
@@ -53,7 +53,7 @@ class Loader:
         """Write the layer that the source has brought, with its keys rotated; done on return, or on CUDA when the
         current stream is. Blocks that are not what they were when they were sealed are noted in `failed` and not
         written, or on CUDA as they are. rotations: the calling thread's. together: with torch's team of threads, which
-        only the thread that computes has (`cache.transfer.transfer`)."""
+        only the thread that computes has (`reprise.cache.transfer.transfer`)."""
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop, self._pool.device) if writer is not None else None
         if writer is None or tables is None:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.storage.slab import Slab
-from cache.transfer.capture import CapturedRows
-from kernels.row_copies import copy_into_blocks
+from reprise.cache.storage.slab import Slab
+from reprise.cache.transfer.capture import CapturedRows
+from reprise.kernels.row_copies import copy_into_blocks
 
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:

@@ -14,19 +14,19 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.moves import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
-from cache.storage.slab import Slab
-from cache.storage.throttle import Throttle
-from cache.transfer.capture import Captured, CapturedRows, SavedRows
-from cache.transfer.device_streams import DeviceStream, Fence
-from cache.transfer.events import Events
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.row_saver import place_rows
-from kernels.attention.ragged_batch import KvPages
-from kernels.kv_copy import read_rows
-from kernels.row_copies import compile_for, save_kernels
-from kernels.views import as_bits
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.moves import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
+from reprise.cache.storage.slab import Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.capture import Captured, CapturedRows, SavedRows
+from reprise.cache.transfer.device_streams import DeviceStream, Fence
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.row_saver import place_rows
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.row_copies import compile_for, save_kernels
+from reprise.kernels.views import as_bits
 
 _HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
 _FEW_ROWS = 64

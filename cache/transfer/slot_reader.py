@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from cache.blocks.keys import BlockKey
-from cache.moves import BlockLoad
-from cache.storage.slab import Slab
-from cache.storage.throttle import Throttle
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import SlotSource
-from cache.transfer.loader import Loader, PagePool
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.storage.slab import Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.layer_source import SlotSource
+from reprise.cache.transfer.loader import Loader, PagePool
 
 
 class SlotReader:

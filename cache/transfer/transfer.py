@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from cache.moves import (
+from reprise.cache.moves import (
     AbandonLoad,
     BlockLoad,
     CapturePiece,
@@ -43,25 +43,25 @@ from cache.moves import (
     UploadExtent,
     WriteExtent,
 )
-from cache.rates import LoadProgress
-from cache.storage.extent_store import ExtentStore
-from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import CodedSlab, Slab
-from cache.storage.thread_priority import SAVING, WRITING, lower_priority
-from cache.storage.throttle import Throttle
-from cache.transfer.capture import Captured, SavedRows
-from cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
-from cache.transfer.encode_stream import EncodeStream
-from cache.transfer.events import Events
-from cache.transfer.fetch_stream import DiskFetches, RedisFetches
-from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.load_stream import LoadStream
-from cache.transfer.save_stream import SaveStream
-from cache.transfer.slot_reader import SlotReader
-from cache.transfer.upload_stream import RemoteCalls, UploadStream
-from cache.transfer.write_stream import WriteStream
-from kernels.attention.ragged_batch import KvPages
-from kernels.kv_copy import gather_rows, read_rows, write_rows
+from reprise.cache.rates import LoadProgress
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.cache.storage.thread_priority import SAVING, WRITING, lower_priority
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.capture import Captured, SavedRows
+from reprise.cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
+from reprise.cache.transfer.encode_stream import EncodeStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.fetch_stream import DiskFetches, RedisFetches
+from reprise.cache.transfer.key_rotations import KeyRotations
+from reprise.cache.transfer.load_stream import LoadStream
+from reprise.cache.transfer.save_stream import SaveStream
+from reprise.cache.transfer.slot_reader import SlotReader
+from reprise.cache.transfer.upload_stream import RemoteCalls, UploadStream
+from reprise.cache.transfer.write_stream import WriteStream
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from cache.blocks.stored import RedisExtent
-from cache.moves import (
+from reprise.cache.blocks.stored import RedisExtent
+from reprise.cache.moves import (
     DeleteRemote,
     DropRemote,
     HeadersRead,
@@ -20,13 +20,13 @@ from cache.moves import (
     Uploaded,
     UploadExtent,
 )
-from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_format import ExtentHeader
-from cache.storage.extent_reader import ExtentReader
-from cache.storage.extent_store import ExtentStore
-from cache.storage.rare_log import RareLog
-from cache.storage.redis.extents import RedisExtents
-from cache.transfer.events import Events
+from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
+from reprise.cache.storage.extent_format import ExtentHeader
+from reprise.cache.storage.extent_reader import ExtentReader
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.rare_log import RareLog
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.transfer.events import Events
 
 
 class UploadStream:

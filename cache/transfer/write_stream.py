@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import StoredBlock
-from cache.moves import Deleted, DeleteExtents, Lost, PutSession, Transferred, WriteExtent, Written
-from cache.storage.errors import TierFailed, TierFull
-from cache.storage.extent_file import runs
-from cache.storage.extent_store import ExtentStore
-from cache.storage.rare_log import RareLog
-from cache.storage.slab import CodedSlab, Segments, Slab
-from cache.transfer.coding import encode_slots
-from cache.transfer.events import Events
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import StoredBlock
+from reprise.cache.moves import Deleted, DeleteExtents, Lost, PutSession, Transferred, WriteExtent, Written
+from reprise.cache.storage.errors import TierFailed, TierFull
+from reprise.cache.storage.extent_file import runs
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.rare_log import RareLog
+from reprise.cache.storage.slab import CodedSlab, Segments, Slab
+from reprise.cache.transfer.coding import encode_slots
+from reprise.cache.transfer.events import Events
 
 _TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS, typed_fields
-from engine.codec.activation import KvProjection, find_projection
-from engine.codec.quality import Subject
-from engine.codec.refusal_file import load as load_refusal
-from engine.codec.refusal_file import refuses
-from engine.codec.refusal_file import save as save_refusal
-from engine.codec.text import text_digest
-from engine.codec.verdict import CodecVerdict
-from engine.config import CacheConfig, SelectorConfig
-from engine.model.loading import ModelRefused
-from engine.model.pages import bytes_per_token
-from kernels.codecs.codec import Codec, Decodes
-from kernels.codecs.quantised import Fp8Codec, KiviCodec
+from reprise.cache.blocks.keys import BLOCK_TOKENS, typed_fields
+from reprise.engine.codec.activation import KvProjection, find_projection
+from reprise.engine.codec.quality import Subject
+from reprise.engine.codec.refusal_file import load as load_refusal
+from reprise.engine.codec.refusal_file import refuses
+from reprise.engine.codec.refusal_file import save as save_refusal
+from reprise.engine.codec.text import text_digest
+from reprise.engine.codec.verdict import CodecVerdict
+from reprise.engine.config import CacheConfig, SelectorConfig
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.pages import bytes_per_token
+from reprise.kernels.codecs.codec import Codec, Decodes
+from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
 
 if TYPE_CHECKING:
-    from engine.codec.calibration import Calibrated
+    from reprise.engine.codec.calibration import Calibrated
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerpri
     """Return the transform codec that keeps to the budget, or none and why. Raises ModelRefused."""
     try:
         # Here, because nothing else needs numba before its kernels are chosen, and a server that codes nothing never.
-        from engine.codec.calibration_file import load
+        from reprise.engine.codec.calibration_file import load
     except ImportError as error:
         raise ModelRefused(f"cache.codec transform needs numba, which cannot be used here: {error}") from error
     path = Path(config.disk_dir) / "codecs" / f"{fingerprint.hex()}-{config.codec_budget:g}.safetensors"
@@ -142,9 +142,9 @@ def _calibrated(
     config: CacheConfig, subject: Subject, tokenizer: Path, path: Path, fingerprint: bytes
 ) -> "Calibrated | None":
     """Calibrate now, and keep the result for later starts."""
-    from engine.codec.calibration import calibrate
-    from engine.codec.calibration_file import save
-    from engine.codec.text import calibration_text
+    from reprise.engine.codec.calibration import calibrate
+    from reprise.engine.codec.calibration_file import save
+    from reprise.engine.codec.text import calibration_text
 
     log.info("calibrating the codec of KV for this model, once")
     started = time.perf_counter()

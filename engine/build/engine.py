@@ -9,41 +9,41 @@ from pathlib import Path
 
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
-from cache.manager import CacheManager
-from cache.options import CacheOptions, Truncation
-from cache.policies.keep import BLOCK_SCORERS
-from cache.requests.parking import chunk_pages
-from engine.build.first_steps import WarmModel, warm_up
-from engine.build.model import LoadedModel, ProbedModel, load, probe_model
-from engine.build.room import Room, find_room
-from engine.build.scheduler import build_scheduler
-from engine.build.selector import build_selector
-from engine.build.sizes import dram_warnings
-from engine.build.tiers import Tiers, build_tiers, policy_factory
-from engine.codec.verdict import CodecVerdict
-from engine.config import CacheConfig, EngineConfig
-from engine.engine import Engine
-from engine.messages import ModelInfo
-from engine.model.batch import BlockTables
-from engine.model.cpu.modules import FEW_ROWS
-from engine.session_directory import SessionDirectory
-from engine.step.choices import RunningChoices
-from engine.step.compute import StepCompute
-from engine.step.drafter import Drafter
-from engine.step.grammar import GrammarCompiler
-from engine.step.intake import Intake
-from engine.step.parked import ParkedAttention
-from engine.step.recompute import Recompute
-from engine.step.verify import Verifier
-from kernels.attention.watched import WatchedAttention
+from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
+from reprise.cache.manager import CacheManager
+from reprise.cache.options import CacheOptions, Truncation
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.requests.parking import chunk_pages
+from reprise.engine.build.first_steps import WarmModel, warm_up
+from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from reprise.engine.build.room import Room, find_room
+from reprise.engine.build.scheduler import build_scheduler
+from reprise.engine.build.selector import build_selector
+from reprise.engine.build.sizes import dram_warnings
+from reprise.engine.build.tiers import Tiers, build_tiers, policy_factory
+from reprise.engine.codec.verdict import CodecVerdict
+from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.engine import Engine
+from reprise.engine.messages import ModelInfo
+from reprise.engine.model.batch import BlockTables
+from reprise.engine.model.cpu.modules import FEW_ROWS
+from reprise.engine.session_directory import SessionDirectory
+from reprise.engine.step.choices import RunningChoices
+from reprise.engine.step.compute import StepCompute
+from reprise.engine.step.drafter import Drafter
+from reprise.engine.step.grammar import GrammarCompiler
+from reprise.engine.step.intake import Intake
+from reprise.engine.step.parked import ParkedAttention
+from reprise.engine.step.recompute import Recompute
+from reprise.engine.step.verify import Verifier
+from reprise.kernels.attention.watched import WatchedAttention
 
 
 def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> Engine:
     """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
     called every now and then by what may take long. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
-        from engine.build.shared import build_shared
+        from reprise.engine.build.shared import build_shared
 
         loaded, probed, room, tiers, warm = build_shared(config)
     else:

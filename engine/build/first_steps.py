@@ -10,22 +10,22 @@ from typing import Any
 import msgspec
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.transfer.capture import CaptureSink
-from cache.transfer.coding import DECODING_FACTOR, PART_BYTES
-from engine.build.model import LoadedModel, ProbedModel
-from engine.build.remembered import FirstSteps, Remembered, key_of
-from engine.build.room import Room
-from engine.build.scheduler import lone_step_tokens
-from engine.build.tiers import Tiers
-from engine.config import EngineConfig
-from engine.model.cpu.modules import FEW_ROWS
-from engine.model.exactness import TOKENS as PROOF_TOKENS
-from engine.model.exactness import Exactness, Proof
-from engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
-from engine.model.hf_model import ModelRunner
-from engine.model.loading import ModelRefused
-from engine.model.warm_up import WarmUp
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.transfer.capture import CaptureSink
+from reprise.cache.transfer.coding import DECODING_FACTOR, PART_BYTES
+from reprise.engine.build.model import LoadedModel, ProbedModel
+from reprise.engine.build.remembered import FirstSteps, Remembered, key_of
+from reprise.engine.build.room import Room
+from reprise.engine.build.scheduler import lone_step_tokens
+from reprise.engine.build.tiers import Tiers
+from reprise.engine.config import EngineConfig
+from reprise.engine.model.cpu.modules import FEW_ROWS
+from reprise.engine.model.exactness import TOKENS as PROOF_TOKENS
+from reprise.engine.model.exactness import Exactness, Proof
+from reprise.engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 

@@ -11,28 +11,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.throttle import Throttle
-from engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
-from engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
-from engine.build.resources import memory
-from engine.codec.activation import watch_inputs
-from engine.codec.quality import Subject
-from engine.config import CacheConfig, EngineConfig
-from engine.model.cpu.optimise import optimise_for_cpu
-from engine.model.cuda.optimise import optimise_for_cuda
-from engine.model.loading import ModelRefused, fingerprint, load_model, pack_weights, resolve_files, weights_digest
-from engine.model.lookahead import Lookahead
-from engine.model.offload.offloaded_weights import OffloadedWeights
-from engine.model.pages import bytes_per_token
-from engine.model.probe import ProbeResult, probe
-from engine.packed.directory import is_packed, read_index
-from engine.packed.load import size_of
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
-from kernels.attention.torch_cpu import ExactAttention
-from kernels.cpu.available import decode_kernels, flash_kernels, product_kernels, tiles_of_pairs
-from kernels.triton_kernels import triton_packed
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.throttle import Throttle
+from reprise.engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
+from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
+from reprise.engine.build.resources import memory
+from reprise.engine.codec.activation import watch_inputs
+from reprise.engine.codec.quality import Subject
+from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.model.cpu.optimise import optimise_for_cpu
+from reprise.engine.model.cuda.optimise import optimise_for_cuda
+from reprise.engine.model.loading import (
+    ModelRefused,
+    fingerprint,
+    load_model,
+    pack_weights,
+    resolve_files,
+    weights_digest,
+)
+from reprise.engine.model.lookahead import Lookahead
+from reprise.engine.model.offload.offloaded_weights import OffloadedWeights
+from reprise.engine.model.pages import bytes_per_token
+from reprise.engine.model.probe import ProbeResult, probe
+from reprise.engine.packed.directory import is_packed, read_index
+from reprise.engine.packed.load import size_of
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
+from reprise.kernels.attention.torch_cpu import ExactAttention
+from reprise.kernels.cpu.available import decode_kernels, flash_kernels, product_kernels, tiles_of_pairs
+from reprise.kernels.triton_kernels import triton_packed
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +137,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     dtype = _dtype(config.model.dtype, device)
     path = _files(config, device, dtype)
     if num_ranks > 1:
-        from engine.model.join_ranks import join_ranks
+        from reprise.engine.model.join_ranks import join_ranks
 
         join_ranks(device, rank, num_ranks, rendezvous)
     free = memory().available

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cache.blocks.keys import typed_fields
-from engine.codec.quality import Subject, packed_pages_quality
-from engine.codec.text import calibration_text, text_digest
-from engine.config import CacheConfig
-from engine.model.loading import ModelRefused
+from reprise.cache.blocks.keys import typed_fields
+from reprise.engine.codec.quality import Subject, packed_pages_quality
+from reprise.engine.codec.text import calibration_text, text_digest
+from reprise.engine.config import CacheConfig
+from reprise.engine.model.loading import ModelRefused
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ _VERSION = 1  # of what packing does to numbers, and of how that is measured
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """dtype: of pages; int8: their rows are as in `kernels.int8_rows`. divergence: nats a token by which that changes
-    answers of this model; None: nothing is changed. warning: for people, where something else was asked for."""
+    """dtype: of pages; int8: their rows are as in `reprise.kernels.int8_rows`. divergence: nats a token by which that
+    changes answers of this model; None: nothing is changed. warning: for people, where something else was asked for."""
 
     dtype: torch.dtype
     divergence: float | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.model.exactness import Exactness
+from reprise.engine.model.exactness import Exactness
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cache.storage.directory import stored_bytes
+from reprise.cache.storage.directory import stored_bytes
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.directory import stored_bytes
-from cache.storage.extent_writer import MOST_PACKED_BYTES
-from cache.storage.slab import LayerShape, row_segments
-from engine.build.model import LoadedModel, ProbedModel
-from engine.build.resources import disk_room
-from engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, parking_pages
-from engine.config import CacheConfig, EngineConfig
-from engine.model.loading import ModelRefused, rope_limit
-from engine.ranks.names import rank_directory
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.directory import stored_bytes
+from reprise.cache.storage.extent_writer import MOST_PACKED_BYTES
+from reprise.cache.storage.slab import LayerShape, row_segments
+from reprise.engine.build.model import LoadedModel, ProbedModel
+from reprise.engine.build.resources import disk_room
+from reprise.engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, parking_pages
+from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.model.loading import ModelRefused, rope_limit
+from reprise.engine.ranks.names import rank_directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The scheduler of an engine: what is automatic in its settings, resolved, and what it says about itself."""
 
-from cache.manager import CacheManager
-from cache.rates import Rates
-from engine.config import EngineConfig
-from scheduler.budgets.budget import StepCost
-from scheduler.limits import SchedulerLimits
-from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from scheduler.queues.make_queue import WINDOWED, make_queue
-from scheduler.scheduler import Scheduler
+from reprise.cache.manager import CacheManager
+from reprise.cache.rates import Rates
+from reprise.engine.config import EngineConfig
+from reprise.scheduler.budgets.budget import StepCost
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.scheduler import Scheduler
 
 _LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
 _LEAST_WINDOW, _MOST_WINDOW = 4, 32  # below there is nothing to choose from; above the wait may be long

@@ -3,16 +3,16 @@
 import logging
 import time
 
-from engine.build.model import LoadedModel, ProbedModel
-from engine.codec.text import calibration_text
-from engine.config import EngineConfig
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.loading import ModelRefused
-from engine.model.moments import measure_moments
-from kernels.attention.torch_cpu import TorchAttention
-from kernels.selectors import SELECTORS
-from kernels.selectors.selector import Selecting, SelectorInputs
+from reprise.engine.build.model import LoadedModel, ProbedModel
+from reprise.engine.codec.text import calibration_text
+from reprise.engine.config import EngineConfig
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.moments import measure_moments
+from reprise.kernels.attention.torch_cpu import TorchAttention
+from reprise.kernels.selectors import SELECTORS
+from reprise.kernels.selectors.selector import Selecting, SelectorInputs
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import msgspec
 
-from engine.build.first_steps import WarmModel, warm_up
-from engine.build.model import LoadedModel, ProbedModel, load, probe_model
-from engine.build.room import Room, find_room
-from engine.build.tiers import Tiers, build_tiers
-from engine.config import EngineConfig
-from engine.model.loading import check_split, resolve_files
-from engine.ranks.group import RankGroup
-from engine.ranks.shared_runner import SharedRunner
-from engine.ranks.shared_transfer import SharedTransfer
-from engine.ranks.wire import MakeTiers
+from reprise.engine.build.first_steps import WarmModel, warm_up
+from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from reprise.engine.build.room import Room, find_room
+from reprise.engine.build.tiers import Tiers, build_tiers
+from reprise.engine.config import EngineConfig
+from reprise.engine.model.loading import check_split, resolve_files
+from reprise.engine.ranks.group import RankGroup
+from reprise.engine.ranks.shared_runner import SharedRunner
+from reprise.engine.ranks.shared_transfer import SharedTransfer
+from reprise.engine.ranks.wire import MakeTiers
 
 
 def encode_room(room: Room) -> msgspec.Raw:

@@ -6,9 +6,9 @@ docs/sizes.md tabulates it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.tiers.encoder import AT_ONCE
-from cache.tiers.write_behind import MAX_EXTENT_BLOCKS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.tiers.encoder import AT_ONCE
+from reprise.cache.tiers.write_behind import MAX_EXTENT_BLOCKS
 
 _GIB = 1 << 30
 # Of the memory that is free beside the weights, for KV in all. What is left is for the system, cached files and what

@@ -8,34 +8,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.stored import ExtentInfo, SessionRecord
-from cache.policies import POLICIES
-from cache.policies.eviction_policy import PolicyFactory
-from cache.policies.lookahead import LookaheadPolicy
-from cache.rates import Rates
-from cache.storage.directory_lock import DirectoryLocked
-from cache.storage.extent_format import record_key
-from cache.storage.extent_store import ExtentStore
-from cache.storage.first_touch import FirstTouch
-from cache.storage.key_likeness import KeyLikeness
-from cache.storage.large_pages import LargePages
-from cache.storage.redis.extents import RedisExtents
-from cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
-from cache.tiers.coded import split_dram
-from cache.transfer.transfer import Transfer
-from engine.build.link import decoding, link_rates
-from engine.build.model import LoadedModel, ProbedModel, dram_link
-from engine.build.resources import memory
-from engine.build.room import Room
-from engine.build.sizes import Sizes
-from engine.codec.activation import KvProjection
-from engine.config import CacheConfig, EngineConfig
-from engine.model.loading import ModelRefused
-from engine.model.pages import make_pages
-from engine.model.rotations import ModelRotations
-from engine.ranks.names import rank_directory, rank_fingerprint
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.cache.policies.lookahead import LookaheadPolicy
+from reprise.cache.rates import Rates
+from reprise.cache.storage.directory_lock import DirectoryLocked
+from reprise.cache.storage.extent_format import record_key
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.first_touch import FirstTouch
+from reprise.cache.storage.key_likeness import KeyLikeness
+from reprise.cache.storage.large_pages import LargePages
+from reprise.cache.storage.redis.extents import RedisExtents
+from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
+from reprise.cache.tiers.coded import split_dram
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.build.link import decoding, link_rates
+from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link
+from reprise.engine.build.resources import memory
+from reprise.engine.build.room import Room
+from reprise.engine.build.sizes import Sizes
+from reprise.engine.codec.activation import KvProjection
+from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.pages import make_pages
+from reprise.engine.model.rotations import ModelRotations
+from reprise.engine.ranks.names import rank_directory, rank_fingerprint
+from reprise.kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
 

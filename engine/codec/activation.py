@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.codec.quality import Subject
-from engine.model.cpu.modules import PackedLinear, packing_works
-from engine.model.hf_model import Step, current_step, forward
-from engine.model.loading import ModelRefused
-from engine.model.pages import bytes_per_token, make_pages
-from engine.model.probe import KvShape, single_sequence_meta
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.codec.quality import Subject
+from reprise.engine.model.cpu.modules import PackedLinear, packing_works
+from reprise.engine.model.hf_model import Step, current_step, forward
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.pages import bytes_per_token, make_pages
+from reprise.engine.model.probe import KvShape, single_sequence_meta
 
 # Where an attention gets its K from: a projection of its own, or one that gives queries and values too.
 _APART, _FUSED = ("k_proj", "v_proj"), ("qkv_proj", "query_key_value")
@@ -53,7 +53,7 @@ class LayerProjection:
 
 
 class KvProjection:
-    """Implements `kernels.codecs.codec.Projection`."""
+    """Implements `reprise.kernels.codecs.codec.Projection`."""
 
     name = "activation"
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
-from engine.model.probe import RopeSource
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.codec.quality import HistoryCoder, Part, Quality, Subject, measure
+from reprise.engine.model.probe import RopeSource
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
 log = logging.getLogger(__name__)
 

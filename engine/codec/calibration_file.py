@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engine.codec.calibration import Calibrated
-from kernels.codecs.transform import TransformCodec
-from kernels.cpu.transform_format import Layer
+from reprise.engine.codec.calibration import Calibrated
+from reprise.kernels.codecs.transform import TransformCodec
+from reprise.kernels.cpu.transform_format import Layer
 
 _VERSION = 1
 _ARRAYS = ("k_mean", "v_mean", "into", "back", "classes")

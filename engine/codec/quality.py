@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.model.float32 import in_float32
-from engine.model.hf_model import Step, forward
-from engine.model.pages import make_pages
-from engine.model.probe import ProbeResult, single_sequence_meta
-from engine.model.rotations import ModelRotations
-from kernels.attention.ragged_batch import AttentionBackend, KvPages
-from kernels.codecs.codec import Codec
-from kernels.kv_copy import write_rows
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.model.float32 import in_float32
+from reprise.engine.model.hf_model import Step, forward
+from reprise.engine.model.pages import make_pages
+from reprise.engine.model.probe import ProbeResult, single_sequence_meta
+from reprise.engine.model.rotations import ModelRotations
+from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages
+from reprise.kernels.codecs.codec import Codec
+from reprise.kernels.kv_copy import write_rows
 
 Part = Literal["kv", "k", "v"]
 _CHUNK = 512  # tokens of a history that are computed together

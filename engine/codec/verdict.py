@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 
-from engine.messages import DIVERGENCE_BOUNDS, CodecChecks
+from reprise.engine.messages import DIVERGENCE_BOUNDS, CodecChecks
 
 LAST = 128  # checks whose mean decides; a single check scatters by some twice its mean (SmolLM2)
 LEAST = 8  # checks, before which nothing is decided

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.packed import Bits, Codes
+from reprise.kernels.packed import Bits, Codes
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 """codes int8 [rows, blocks, inputs of a block], scales and lows fp32 [rows, blocks, groups]"""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.gguf import blocks, llama, vocabulary
-from engine.gguf.reader import GgufFile, GgufRefused
-from engine.packed import directory as packed_directory
-from engine.packed.directory import fresh_directory
-from kernels.packed import PackedWeight
+from reprise.engine.gguf import blocks, llama, vocabulary
+from reprise.engine.gguf.reader import GgufFile, GgufRefused
+from reprise.engine.packed import directory as packed_directory
+from reprise.engine.packed.directory import fresh_directory
+from reprise.kernels.packed import PackedWeight
 
 SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
 # The names in generation_config.json of a file's sampling parameters.
@@ -44,7 +44,7 @@ def convert(
             if _is_ours(file):
                 _write_llama(file, fresh, keep and can_keep(file))
             else:
-                from engine.gguf import foreign
+                from reprise.engine.gguf import foreign
 
                 foreign.write(file, fresh, keep and can_keep(file))
             if chat_template is not None:

@@ -5,9 +5,9 @@ import logging
 import os
 from pathlib import Path
 
-from engine.gguf.convert import convert
-from engine.gguf.reader import GgufRefused
-from engine.packed.directory import forget_old
+from reprise.engine.gguf.convert import convert
+from reprise.engine.gguf.reader import GgufRefused
+from reprise.engine.packed.directory import forget_old
 
 _WRITTEN_BY = 1  # version of the converter; increase it to discard older conversions
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gguf import blocks
-from engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
-from engine.packed import directory as packed_directory
-from kernels.packed import PackedWeight, pack, unpack
+from reprise.engine.gguf import blocks
+from reprise.engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
+from reprise.engine.packed import directory as packed_directory
+from reprise.kernels.packed import PackedWeight, pack, unpack
 
 _ROUNDING = 2**-8  # of the largest number: what bf16 and scales in fp16 are off by
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.gguf.blocks import codes_of
-from engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
-from kernels.packed import Codes, PackedWeight, pack
+from reprise.engine.gguf.blocks import codes_of
+from reprise.engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
+from reprise.kernels.packed import Codes, PackedWeight, pack
 
 ARCHITECTURE = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"

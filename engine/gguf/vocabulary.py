@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from engine.gguf.reader import GgufFile, GgufRefused
+from reprise.engine.gguf.reader import GgufFile, GgufRefused
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type for tokens that are matched as a whole in a text
 _LLAMA3_SPLIT = (

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta
+from reprise.kernels.attention.ragged_batch import AttentionMeta
 
 
 @dataclass(frozen=True, slots=True)

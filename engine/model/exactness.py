@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.pages import spoil
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.pages import spoil
 
 ROWS = (1, 2, 8, 9, 41, 300)  # one stream, few rows, the last and first counts of a kernel, a short turn, a long prompt
 _LEAST_ROWS = 32

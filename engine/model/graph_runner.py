@@ -18,10 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cache.transfer.capture import Captured, CaptureSink, SavedRows
-from engine.model.batch import BatchInput
-from engine.model.hf_model import ModelRunner, Step, forward
-from kernels.attention.ragged_batch import AttentionMeta
+from reprise.cache.transfer.capture import Captured, CaptureSink, SavedRows
+from reprise.engine.model.batch import BatchInput
+from reprise.engine.model.hf_model import ModelRunner, Step, forward
+from reprise.kernels.attention.ragged_batch import AttentionMeta
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from cache.transfer.capture import SavedRows
-from engine.model.batch import BatchInput
-from engine.model.offload.weight_stream import WeightStream
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.attention.watched import WatchedAttention
-from kernels.cpu.available import decode_kernels, use_torch_threads
-from kernels.kv_copy import write_rows
-from kernels.selectors.selector import LOG2_E, Selecting, StepSelection
-from kernels.triton_kernels import triton_rows
+from reprise.cache.transfer.capture import SavedRows
+from reprise.engine.model.batch import BatchInput
+from reprise.engine.model.offload.weight_stream import WeightStream
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.watched import WatchedAttention
+from reprise.kernels.cpu.available import decode_kernels, use_torch_threads
+from reprise.kernels.kv_copy import write_rows
+from reprise.kernels.selectors.selector import LOG2_E, Selecting, StepSelection
+from reprise.kernels.triton_kernels import triton_rows
 
 SHORT_WAY = "reprise_short_way"
 """The attribute of a model that has a `Shortcut`."""

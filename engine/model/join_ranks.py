@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from engine.model.loading import ModelRefused
+from reprise.engine.model.loading import ModelRefused
 
 _TIMEOUT = datetime.timedelta(hours=2)  # a hang is found by the app, which hears nothing then
 

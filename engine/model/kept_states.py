@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from engine.model.hf_model import attention_implementation
+from reprise.engine.model.hf_model import attention_implementation
 
 _ASKS_FOR_A_STATE = (
     "get_conv_state",

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.hf_model import Step, running
-from engine.model.known_parts import agree, is_gated_mlp
-from engine.model.loading import rope_limit
-from engine.model.pages import blank_pages
-from engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.kv_copy import read_rows
+from reprise.engine.model.hf_model import Step, running
+from reprise.engine.model.known_parts import agree, is_gated_mlp
+from reprise.engine.model.loading import rope_limit
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.kv_copy import read_rows
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")

@@ -13,9 +13,9 @@ import xxhash
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cache.blocks.keys import LAYOUT_VERSION, typed_fields
-from engine.model.hf_model import prepare
-from engine.packed.directory import DamagedDirectory, is_packed
+from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
+from reprise.engine.model.hf_model import prepare
+from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
 GGUF_SUFFIX = ".gguf"
 
@@ -32,8 +32,8 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     if path.is_dir():
         return path
     if path.suffix == GGUF_SUFFIX and path.exists():
-        from engine.gguf.converted import converted
-        from engine.gguf.reader import GgufRefused
+        from reprise.engine.gguf.converted import converted
+        from reprise.engine.gguf.reader import GgufRefused
 
         try:
             return converted(path, conversions, keep)
@@ -88,7 +88,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
 
 def _load_packed(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Raises ModelRefused."""
-    from engine.packed.load import load_packed
+    from reprise.engine.packed.load import load_packed
 
     try:
         return prepare(load_packed(path, config, dtype, device))
@@ -98,7 +98,7 @@ def _load_packed(path: Path, config: Any, dtype: torch.dtype, device: torch.devi
 
 def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
     """Return a directory with the weights of another packed to q4 or q8, made once. Raises ModelRefused."""
-    from engine.packed.from_directory import packed
+    from reprise.engine.packed.from_directory import packed
 
     if is_packed(path):
         raise ModelRefused(f"model.weights is {weights}, but the weights of {path} are packed already: take auto")

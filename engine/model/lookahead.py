@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.decoder_layers import decoder_layers
-from engine.model.hf_model import Step, current_step, is_in_step
-from engine.model.probe import ProbeResult, RopeSource
-from kernels.selectors.selector import LOG2_E
+from reprise.engine.model.decoder_layers import decoder_layers
+from reprise.engine.model.hf_model import Step, current_step, is_in_step
+from reprise.engine.model.probe import ProbeResult, RopeSource
+from reprise.kernels.selectors.selector import LOG2_E
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.probe import RopeSource
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.kv_copy import read_rows
-from kernels.selectors.selector import LayerMoments
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.probe import RopeSource
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.selectors.selector import LayerMoments
 
 _CHUNK = 256  # tokens that are computed together, with all of their logits
 _MOST_TOKENS = 2048  # with which the figures in kernels/selectors/pairs.py were measured

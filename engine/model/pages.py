@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.model.probe import KvShape
-from kernels.attention.ragged_batch import KvPages
-from kernels.int8_rows import SCALE_BYTES, pack_rows, packed_width
+from reprise.engine.model.probe import KvShape
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.int8_rows import SCALE_BYTES, pack_rows, packed_width
 
 
 def make_pages(
     shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[KvPages]:
     """Allocate the KV pool: for each layer K and V [pages, page_size, kv_heads, dim]; dtype int8: rows as in
-    `kernels.int8_rows`. On CPU, memory becomes resident when it is first written. Raises torch's out-of-memory error on
-    CUDA."""
+    `reprise.kernels.int8_rows`. On CPU, memory becomes resident when it is first written. Raises torch's out-of-memory
+    error on CUDA."""
 
     def pool(heads: int, dim: int) -> Tensor:
         dim = _width(dim, dtype)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.float32 import in_float32
-from engine.model.hf_model import RopeCall, Step, attention_implementation, forward
-from engine.model.kept_states import find_states
-from engine.model.loading import ModelRefused, rope_limit
-from kernels.attention.ragged_batch import (
+from reprise.engine.model.float32 import in_float32
+from reprise.engine.model.hf_model import RopeCall, Step, attention_implementation, forward
+from reprise.engine.model.kept_states import find_states
+from reprise.engine.model.loading import ModelRefused, rope_limit
+from reprise.kernels.attention.ragged_batch import (
     AttentionBackend,
     AttentionMeta,
     AttentionParams,

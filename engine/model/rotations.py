@@ -1,18 +1,19 @@
-"""Rotates keys for their positions and back, for all layers of a model. `cache.transfer.transfer` is given them."""
+"""Rotates keys for their positions and back, for all layers of a model. `reprise.cache.transfer.transfer` is given
+them."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.model.hf_model import RopeCall
-from engine.model.probe import RopeSource
+from reprise.engine.model.hf_model import RopeCall
+from reprise.engine.model.probe import RopeSource
 
 
 class ModelRotations:
-    """Implements `cache.transfer.key_rotations.KeyRotations`. Most layers share their tables of cos and sin, which cost
-    more than the rotation itself, so they are made once per set of positions. Threading: one thread at a time; make one
-    per thread."""
+    """Implements `reprise.cache.transfer.key_rotations.KeyRotations`. Most layers share their tables of cos and sin,
+    which cost more than the rotation itself, so they are made once per set of positions. Threading: one thread at a
+    time; make one per thread."""
 
     def __init__(self, *, ropes: Sequence[RopeSource | None]) -> None:
         self._ropes = ropes

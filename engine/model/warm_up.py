@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.model.loading import ModelRefused
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.loading import ModelRefused
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32

@@ -1,8 +1,8 @@
 """A model directory whose weights are packed: written once, mapped into memory at every start.
 
 Beside configuration and tokenizer it has safetensors files. A packed weight NAME is kept there as NAME.codes,
-NAME.scales and perhaps NAME.lows, in the layout of `kernels.packed`; any other tensor under its own name. `packed.json`
-says which are packed, and how.
+NAME.scales and perhaps NAME.lows, in the layout of `reprise.kernels.packed`; any other tensor under its own name.
+`packed.json` says which are packed, and how.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.packed import BLOCK, GROUP, PackedWeight
+from reprise.kernels.packed import BLOCK, GROUP, PackedWeight
 
 INDEX = "packed.json"
 FORMAT = 1

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.packed import directory as packed_directory
-from engine.packed.directory import forget_old, fresh_directory
-from engine.packed.quantise import quantise
-from kernels.packed import GROUP, Bits, PackedWeight, pack
+from reprise.engine.packed import directory as packed_directory
+from reprise.engine.packed.directory import forget_old, fresh_directory
+from reprise.engine.packed.quantise import quantise
+from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
 
 _WRITTEN_BY = 1  # version of the packer; increase it to discard older results
 _BITS: dict[str, Bits] = {"q4": 4, "q8": 8}

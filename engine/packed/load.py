@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
-from engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
-from engine.packed.directory import DamagedDirectory, read
-from kernels.packed import PackedWeight, unpack
-from kernels.packed_rows import PackedRows, by_rows
-from kernels.triton_kernels import triton_packed
+from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
+from reprise.engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
+from reprise.engine.packed.directory import DamagedDirectory, read
+from reprise.kernels.packed import PackedWeight, unpack
+from reprise.kernels.packed_rows import PackedRows, by_rows
+from reprise.kernels.triton_kernels import triton_packed
 
 log = logging.getLogger(__name__)
 _PACKED = (QuantisedLinear, QuantisedEmbedding, CudaQuantisedLinear, CudaQuantisedEmbedding)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.packed import GROUP, Bits, Codes
+from reprise.kernels.packed import GROUP, Bits, Codes
 
 _SHRINKS = [1.0 - 0.02 * step for step in range(14)]  # of a group's range that are tried
 _ROWS = 1 << 22  # numbers rounded together

@@ -15,10 +15,11 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from engine.config import EngineConfig
-from engine.lifeline import FRAME_LENGTH
-from engine.messages import WIRE_VERSION, Launch, ToEngine, encode
-from engine.process.loop import HIGH_WATER_MARK
+import reprise
+from reprise.engine.config import EngineConfig
+from reprise.engine.lifeline import FRAME_LENGTH
+from reprise.engine.messages import WIRE_VERSION, Launch, ToEngine, encode
+from reprise.engine.process.loop import HIGH_WATER_MARK
 
 TAIL_LINES = 50
 TAIL_CHARS = 16_384
@@ -46,12 +47,12 @@ def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[st
     others = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
     taste = {**MALLOC, **spin, **others}
     inherited = {name: value for name, value in base.items() if not name.upper().startswith("REPRISE_")}
-    root = str(Path(__file__).resolve().parent.parent.parent)
+    root = str(Path(reprise.__file__).resolve().parent.parent)
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, base.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",  # a folder named `engine` where the server was started must not be taken for this one
+        "PYTHONSAFEPATH": "1",  # a folder named `reprise` where the server was started must not be taken for this one
         "PYTHONUNBUFFERED": "1",
-        "USE_HUB_KERNELS": "NO",  # transformers would take our package `kernels` for the hub's
+        "USE_HUB_KERNELS": "NO",  # in a checkout transformers would take our folder `kernels` for the hub's package
     }
     if config.threads:
         ours["OMP_NUM_THREADS"] = ours["MKL_NUM_THREADS"] = str(config.threads)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
-from engine.config import EngineConfig
-from engine.messages import (
+from reprise.engine.config import EngineConfig
+from reprise.engine.messages import (
     Abort,
     Adopt,
     Finish,
@@ -34,9 +34,9 @@ from engine.messages import (
     ToEngine,
     decode_from_engine,
 )
-from engine.process.child import EngineChild, to_stderr
-from engine.process.loop import CLOSE_S
-from engine.process.stream import EngineLost, OutputStream
+from reprise.engine.process.child import EngineChild, to_stderr
+from reprise.engine.process.loop import CLOSE_S
+from reprise.engine.process.stream import EngineLost, OutputStream
 
 __all__ = [
     "EngineClient",
@@ -48,7 +48,7 @@ __all__ = [
     "OutputStream",
 ]
 
-ENGINE_COMMAND = (sys.executable, "-m", "engine.process.loop")
+ENGINE_COMMAND = (sys.executable, "-m", "reprise.engine.process.loop")
 MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
 MAX_QUICK_FAILURES = 5  # of an engine that was never ready; one that was ready once is restarted for ever
 FIRST_BACKOFF_S = 0.2

@@ -1,8 +1,9 @@
-"""Runs the engine process (`python -m engine.process.loop`), which `engine.process.client` starts and supervises.
+"""Runs the engine process (`python -m reprise.engine.process.loop`), which `reprise.engine.process.client` starts and
+supervises.
 
 One thread loops: drain the inbox, one step of the engine, send what came of it, a heartbeat about once a second. A
-second thread waits for the app to die. Nothing here imports torch; `engine.build.engine` does, once the process is
-wired up.
+second thread waits for the app to die. Nothing here imports torch; `reprise.engine.build.engine` does, once the process
+is wired up.
 """
 
 import gc
@@ -18,9 +19,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from engine.config import EngineConfig
-from engine.lifeline import die_with_parent, read_frame
-from engine.messages import (
+from reprise.engine.config import EngineConfig
+from reprise.engine.lifeline import die_with_parent, read_frame
+from reprise.engine.messages import (
     WIRE_VERSION,
     Abort,
     Adopt,
@@ -46,7 +47,7 @@ from engine.messages import (
     encode,
     error_output,
 )
-from engine.process.collector import Collector
+from reprise.engine.process.collector import Collector
 
 HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender wait, nothing is dropped
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
@@ -341,8 +342,8 @@ def _give_up() -> None:
 
 def _build(config: EngineConfig, go_on: Callable[[], None]) -> StepEngine | Refused:
     gc.disable()  # it takes a fifth of the time of all imports, and what they make stays
-    from engine.build.engine import build_engine
-    from engine.model.loading import ModelRefused
+    from reprise.engine.build.engine import build_engine
+    from reprise.engine.model.loading import ModelRefused
 
     try:
         return build_engine(config, go_on)

@@ -1,4 +1,5 @@
-"""Runs a rank beyond 0 of a tensor-parallel engine (`python -m engine.process.rank`); `engine.ranks.group` starts it.
+"""Runs a rank beyond 0 of a tensor-parallel engine (`python -m reprise.engine.process.rank`);
+`reprise.engine.ranks.group` starts it.
 
 It loads its part of the model and makes tiers for its heads, of as many blocks as rank 0's.
 """
@@ -12,15 +13,15 @@ from dataclasses import replace
 
 import zmq
 
-from cache.transfer.capture import CaptureSink
-from engine.build.model import load, probe_model
-from engine.build.shared import decode_room
-from engine.build.tiers import build_tiers
-from engine.lifeline import die_with_parent, read_frame
-from engine.model.hf_model import ModelRunner
-from engine.model.loading import ModelRefused
-from engine.ranks.rank import Rank
-from engine.ranks.wire import (
+from reprise.cache.transfer.capture import CaptureSink
+from reprise.engine.build.model import load, probe_model
+from reprise.engine.build.shared import decode_room
+from reprise.engine.build.tiers import build_tiers
+from reprise.engine.lifeline import die_with_parent, read_frame
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.ranks.rank import Rank
+from reprise.engine.ranks.wire import (
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
     SEND_TIMEOUT_MS,

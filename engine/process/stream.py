@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from engine.messages import Output, Submit
+from reprise.engine.messages import Output, Submit
 
 
 class EngineLost(Exception):

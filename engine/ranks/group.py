@@ -14,14 +14,14 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from cache.blocks.keys import typed_fields
-from cache.blocks.stored import ExtentInfo
-from cache.moves import Event
-from engine.config import EngineConfig
-from engine.lifeline import FRAME_LENGTH
-from engine.model.loading import ModelRefused
-from engine.ranks.socket_directory import SocketDirectory, remove_abandoned
-from engine.ranks.wire import (
+from reprise.cache.blocks.keys import typed_fields
+from reprise.cache.blocks.stored import ExtentInfo
+from reprise.cache.moves import Event
+from reprise.engine.config import EngineConfig
+from reprise.engine.lifeline import FRAME_LENGTH
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.ranks.socket_directory import SocketDirectory, remove_abandoned
+from reprise.engine.ranks.wire import (
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
     SEND_TIMEOUT_MS,
@@ -40,7 +40,7 @@ from engine.ranks.wire import (
     unpack_events,
 )
 
-RANK_COMMAND = (sys.executable, "-m", "engine.process.rank")
+RANK_COMMAND = (sys.executable, "-m", "reprise.engine.process.rank")
 STEP_END_TIMEOUT_S = 30.0  # between the last product of a step and what a rank says of it
 log = logging.getLogger(__name__)
 

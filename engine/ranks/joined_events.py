@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo
-from cache.moves import (
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo
+from reprise.cache.moves import (
     NOT_ITS_COPY,
     Deleted,
     DeleteExtents,

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from cache.blocks.keys import typed_fields
+from reprise.cache.blocks.keys import typed_fields
 
 
 def rank_fingerprint(model: bytes, rank: int, num_ranks: int) -> bytes:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 import zmq
 
-from cache.blocks.stored import SessionRecord
-from cache.moves import (
+from reprise.cache.blocks.stored import SessionRecord
+from reprise.cache.moves import (
     Deleted,
     DeleteExtents,
     Event,
@@ -22,10 +22,10 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from cache.transfer.capture import Captured, CaptureSink
-from cache.transfer.transfer import Transfer
-from engine.model.hf_model import ModelRunner
-from engine.ranks.wire import (
+from reprise.cache.transfer.capture import Captured, CaptureSink
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.ranks.wire import (
     CarryOut,
     Close,
     Ended,
@@ -40,7 +40,7 @@ from engine.ranks.wire import (
     unpack_moves,
     unpack_step,
 )
-from engine.step.arrival import Arrival
+from reprise.engine.step.arrival import Arrival
 
 MOVING_POLL_MS = 1  # while moves are under way, whose end rank 0 may wait for
 POLL_MS = 200

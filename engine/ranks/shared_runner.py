@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from cache.transfer.capture import CaptureSink, SavedRows
-from engine.model.batch import BatchInput
-from engine.model.hf_model import ModelRunner
-from engine.ranks.group import RankGroup
-from engine.ranks.wire import pack_step
-from engine.step.arrival import Arrival
+from reprise.cache.transfer.capture import CaptureSink, SavedRows
+from reprise.engine.model.batch import BatchInput
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.ranks.group import RankGroup
+from reprise.engine.ranks.wire import pack_step
+from reprise.engine.step.arrival import Arrival
 
 
 class SharedRunner(ModelRunner):

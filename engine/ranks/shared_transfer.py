@@ -4,12 +4,12 @@ import time
 from collections.abc import Container, Sequence
 from typing import Any
 
-from cache.moves import CapturePiece, Event, LoadBlocks, Move, PutSession, WriteExtent
-from cache.transfer.capture import Captured
-from cache.transfer.transfer import Transfer
-from engine.ranks.group import RankGroup
-from engine.ranks.joined_events import JoinedEvents
-from engine.ranks.wire import CarryOut, SaveRows, pack
+from reprise.cache.moves import CapturePiece, Event, LoadBlocks, Move, PutSession, WriteExtent
+from reprise.cache.transfer.capture import Captured
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.ranks.group import RankGroup
+from reprise.engine.ranks.joined_events import JoinedEvents
+from reprise.engine.ranks.wire import CarryOut, SaveRows, pack
 
 _LOOK_S = 0.001  # between two looks at what other ranks have told
 

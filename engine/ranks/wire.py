@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.moves import (
+from reprise.cache.moves import (
     AbandonLoad,
     CapturePiece,
     CopyRows,
@@ -35,16 +35,16 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from engine.config import EngineConfig
-from engine.model.batch import BatchInput
-from kernels.attention.ragged_batch import AttentionMeta
+from reprise.engine.config import EngineConfig
+from reprise.engine.model.batch import BatchInput
+from reprise.kernels.attention.ragged_batch import AttentionMeta
 
 MAX_MESSAGE_BYTES = 64 << 20  # the largest are a step's block tables and the ids of all extents
 HIGH_WATER_MARK = 1_000  # messages per direction; a full socket makes its sender wait
 SEND_TIMEOUT_MS = 30_000  # a rank that takes nothing for that long is as good as dead
 
 Tagged = tuple[str, msgspec.Raw]
-"""A value of one of the classes of `cache.moves`, behind the name of its class."""
+"""A value of one of the classes of `reprise.cache.moves`, behind the name of its class."""
 
 _MOVES: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -75,7 +75,7 @@ class MakeTiers(msgspec.Struct, frozen=True, tag="make_tiers"):
     """Answers Probed; answered by TiersMade."""
 
     fingerprint: bytes  # of the model with all its parts
-    room: msgspec.Raw  # `engine.build.room.Room`
+    room: msgspec.Raw  # `reprise.engine.build.room.Room`
 
 
 class CarryOut(msgspec.Struct, frozen=True, tag="carry_out"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from cache.transfer.transfer import Transfer
+from reprise.cache.transfer.transfer import Transfer
 
 _PATIENCE_S = 0.1  # of a step in which somebody waits for no load: five times what the scheduler lets in
 _LONE_PATIENCE_S = 1.0  # of a step in which nobody does: only those who come meanwhile wait for its end

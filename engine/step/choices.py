@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cache.stats import TokensBySource
-from engine.messages import Output, Timings, TokenLogprob, error_output
-from engine.step.drafts import Acceptance, Draft, DraftSource
-from engine.step.grammar import Constraint
-from engine.step.sampler import PenaltyState, SampleRow
-from scheduler.sequence import Sequence
+from reprise.cache.stats import TokensBySource
+from reprise.engine.messages import Output, Timings, TokenLogprob, error_output
+from reprise.engine.step.drafts import Acceptance, Draft, DraftSource
+from reprise.engine.step.grammar import Constraint
+from reprise.engine.step.sampler import PenaltyState, SampleRow
+from reprise.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.blocks.rows import PARKED
-from cache.manager import CacheManager
-from cache.moves import CapturePiece
-from cache.requests.context import RequestContext
-from cache.transfer.capture import Captured, CaptureSink
-from cache.transfer.device_streams import Fence
-from cache.transfer.transfer import Transfer
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
-from engine.step.arrival import Arrival
-from engine.step.choices import RunningChoice, RunningChoices
-from engine.step.parked import ParkedAttention
-from engine.step.sampler import token_logprobs
-from kernels.attention.ragged_batch import AttentionMeta
-from scheduler.schedule import Chunk
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.manager import CacheManager
+from reprise.cache.moves import CapturePiece
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.transfer.capture import Captured, CaptureSink
+from reprise.cache.transfer.device_streams import Fence
+from reprise.cache.transfer.transfer import Transfer
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
+from reprise.engine.step.arrival import Arrival
+from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.engine.step.parked import ParkedAttention
+from reprise.engine.step.sampler import token_logprobs
+from reprise.kernels.attention.ragged_batch import AttentionMeta
+from reprise.scheduler.schedule import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 

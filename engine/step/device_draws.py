@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import draws
-from kernels.draws import NO_KEY, REST, Survey, waits
-from kernels.triton_kernels import triton_draws
-from scheduler.sequence import SamplingParams
+from reprise.kernels import draws
+from reprise.kernels.draws import NO_KEY, REST, Survey, waits
+from reprise.kernels.triton_kernels import triton_draws
+from reprise.scheduler.sequence import SamplingParams
 
 _LOW = (1 << 32) - 1
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.step.choices import RunningChoice, RunningChoices
-from engine.step.drafts import Acceptance, Candidate, Draft, DraftSource, StepTimes, worthwhile
-from scheduler.schedule import Chunk
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.engine.step.drafts import Acceptance, Candidate, Draft, DraftSource, StepTimes, worthwhile
+from reprise.scheduler.schedule import Chunk
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from engine.messages import Submit
+from reprise.engine.messages import Submit
 
 COMPILE_S = 10.0  # a grammar that is not ready by then is refused; the limits below end nearly all of them in 0.1 s
 # Above what schemas in use need, below what holds up a step: about 20 ms to begin, 10 ms a token, 30 MB of states.

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Container, Sequence
 
-from cache.moves import CapturePiece, Move, SealSlot
-from cache.transfer.capture import Captured
-from cache.transfer.transfer import Transfer
+from reprise.cache.moves import CapturePiece, Move, SealSlot
+from reprise.cache.transfer.capture import Captured
+from reprise.cache.transfer.transfer import Transfer
 
 _MOST_SEALS = 256  # of what waits: some milliseconds at the end of an answer
 

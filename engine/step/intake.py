@@ -4,15 +4,15 @@ from collections.abc import Collection
 
 import msgspec
 
-from cache.blocks.truncate import CutRules, DoesNotFit, reserved
-from cache.manager import CacheManager
-from cache.requests.opening import ClientCut
-from engine.messages import ModelInfo, Output, Shift, Submit, error_output, is_exact
-from engine.step.choices import RunningChoice, RunningChoices
-from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
-from engine.step.sampler import PenaltyState, choice_seed
-from scheduler.scheduler import QueueFull, Scheduler
-from scheduler.sequence import Sequence
+from reprise.cache.blocks.truncate import CutRules, DoesNotFit, reserved
+from reprise.cache.manager import CacheManager
+from reprise.cache.requests.opening import ClientCut
+from reprise.engine.messages import ModelInfo, Output, Shift, Submit, error_output, is_exact
+from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
+from reprise.engine.step.sampler import PenaltyState, choice_seed
+from reprise.scheduler.scheduler import QueueFull, Scheduler
+from reprise.scheduler.sequence import Sequence
 
 
 class Intake:

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.rows import PARKED
-from cache.moves import BlockLoad
-from cache.requests.context import RequestContext
-from cache.transfer.slot_reader import SlotReader
-from cache.transfer.transfer import Transfer
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.attention.running_softmax import RunningSoftmax
-from kernels.kv_copy import read_rows
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.moves import BlockLoad
+from reprise.cache.requests.context import RequestContext
+from reprise.cache.transfer.slot_reader import SlotReader
+from reprise.cache.transfer.transfer import Transfer
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.running_softmax import RunningSoftmax
+from reprise.kernels.kv_copy import read_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cache.manager import CacheManager
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner
+from reprise.cache.manager import CacheManager
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.messages import TokenLogprob
-from engine.step.device_draws import draw
-from engine.step.grammar import Constraint
-from kernels.draws import FLOORS, REST
-from scheduler.sequence import SamplingParams
+from reprise.engine.messages import TokenLogprob
+from reprise.engine.step.device_draws import draw
+from reprise.engine.step.grammar import Constraint
+from reprise.kernels.draws import FLOORS, REST
+from reprise.scheduler.sequence import SamplingParams
 
 # Below this, dividing would overflow before it made a difference.
 GREEDY_TEMPERATURE = 1e-5

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from cache.manager import CacheManager
-from engine.codec.verdict import CodecVerdict
-from engine.step.choices import RunningChoice
-from engine.step.recompute import Recompute
+from reprise.cache.manager import CacheManager
+from reprise.engine.codec.verdict import CodecVerdict
+from reprise.engine.step.choices import RunningChoice
+from reprise.engine.step.recompute import Recompute
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import contextlib
 import secrets
 from collections.abc import Callable
 
-from app.errors import ApiError, too_fast, too_many_requests
-from app.tenancy.keyring import KeyLimits
-from app.tenancy.places import Places, Ticket, bounded, limit_headers
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.gateway.metrics import Metrics
-from fleet.records import Place, Taken
+from reprise.app.errors import ApiError, too_fast, too_many_requests
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.app.tenancy.places import Places, Ticket, bounded, limit_headers
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.gateway.metrics import Metrics
+from reprise.fleet.records import Place, Taken
 
 LEASE_S = 30.0  # places of a gateway that is gone come back after so long
 RENEW_S = 10.0

@@ -9,19 +9,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.reprise import page
-from app.errors import ApiError, session_not_found, unavailable
-from app.http.body import parse_json, read_body
-from app.schemas.fields import SESSION_ID
-from app.tenancy.keyring import Keyring
-from engine.messages import salt_of
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.gateway.metrics import Metrics
-from fleet.gateway.passing import Passing, no_replica
-from fleet.gateway.replicas import Replicas
-from fleet.keys import SessionName
-from fleet.members import Members
-from fleet.overview import MAX_SHOWN, overview
+from reprise.app.api.reprise import page
+from reprise.app.errors import ApiError, session_not_found, unavailable
+from reprise.app.http.body import parse_json, read_body
+from reprise.app.schemas.fields import SESSION_ID
+from reprise.app.tenancy.keyring import Keyring
+from reprise.engine.messages import salt_of
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.gateway.metrics import Metrics
+from reprise.fleet.gateway.passing import Passing, no_replica
+from reprise.fleet.gateway.replicas import Replicas
+from reprise.fleet.keys import SessionName
+from reprise.fleet.members import Members
+from reprise.fleet.overview import MAX_SHOWN, overview
 
 MAX_BODY_BYTES = 1 << 14  # of an operator's request
 BODY_S = 10.0

@@ -6,21 +6,21 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.conversations.digests import digest
-from fleet.directory import DirectoryUnavailable
-from fleet.gateway.turn import Turn
-from fleet.identify import CHARS_PER_TOKEN, runs_at
-from fleet.keys import SessionName
-from fleet.members import Members
-from fleet.records import Record
-from fleet.routing import Question, Router
+from reprise.app.conversations.digests import digest
+from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.gateway.turn import Turn
+from reprise.fleet.identify import CHARS_PER_TOKEN, runs_at
+from reprise.fleet.keys import SessionName
+from reprise.fleet.members import Members
+from reprise.fleet.records import Record
+from reprise.fleet.routing import Question, Router
 
 MAX_PINS = 1 << 16  # conversations of which a gateway remembers where it sent them last
 MAX_FINGERPRINTS = 4  # models of one name, as while a fleet changes from one to the next
 
 
 class Sessions(Protocol):
-    """The part of `fleet.directory.Directory` used here. Both raise DirectoryUnavailable."""
+    """The part of `reprise.fleet.directory.Directory` used here. Both raise DirectoryUnavailable."""
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None: ...
     async def look(self, name: SessionName, *, fingerprint: str) -> Record | None: ...

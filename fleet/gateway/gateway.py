@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from app.errors import ApiError, overloaded, unavailable
-from app.http.body import read_bytes
-from app.http.event_stream import until_disconnect
-from app.schemas.fields import SESSION_HEADERS
-from app.settings.settings import Settings
-from app.tenancy.keyring import Keyring
-from fleet.directory import Directory
-from fleet.gateway.allowances import Admission, Allowances
-from fleet.gateway.endpoints import Endpoints
-from fleet.gateway.finder import Finder
-from fleet.gateway.held_bytes import HeldBytes, Lease
-from fleet.gateway.metrics import Metrics
-from fleet.gateway.passing import Passing
-from fleet.gateway.relay import Relay
-from fleet.gateway.replicas import Replicas
-from fleet.gateway.turn import TURN_PATHS, forwarded, read_turn, target_of
-from fleet.members import Members
+from reprise.app.errors import ApiError, overloaded, unavailable
+from reprise.app.http.body import read_bytes
+from reprise.app.http.event_stream import until_disconnect
+from reprise.app.schemas.fields import SESSION_HEADERS
+from reprise.app.settings.settings import Settings
+from reprise.app.tenancy.keyring import Keyring
+from reprise.fleet.directory import Directory
+from reprise.fleet.gateway.allowances import Admission, Allowances
+from reprise.fleet.gateway.endpoints import Endpoints
+from reprise.fleet.gateway.finder import Finder
+from reprise.fleet.gateway.held_bytes import HeldBytes, Lease
+from reprise.fleet.gateway.metrics import Metrics
+from reprise.fleet.gateway.passing import Passing
+from reprise.fleet.gateway.relay import Relay
+from reprise.fleet.gateway.replicas import Replicas
+from reprise.fleet.gateway.turn import TURN_PATHS, forwarded, read_turn, target_of
+from reprise.fleet.members import Members
 
 PINGS_MISSED = 3  # a stream that is silent for so many pings has broken
 FIRST_LOOK_S = 1.0  # longest wait for the table of members at start

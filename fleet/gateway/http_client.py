@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from fleet.gateway.body_framing import BadBody, Body, body_of
+from reprise.fleet.gateway.body_framing import BadBody, Body, body_of
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 1 << 18  # of one answer; more stays with the replica until the client has read this

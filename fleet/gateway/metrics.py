@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.conversations.breaker import State
-from app.version import version
-from fleet.gateway.finder import Route
+from reprise.app.conversations.breaker import State
+from reprise.app.version import version
+from reprise.fleet.gateway.finder import Route
 
 ROUTES = ("home", "new", "moved", "adopted", "fallback")
 REASONS = ("wait", "dead", "drain", "asked")

@@ -9,15 +9,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Send
 
-from app.errors import ApiError, unavailable
-from app.http.event_stream import send_within
-from fleet.gateway.finder import Finder
-from fleet.gateway.http_client import Connection, ReplicaFailed
-from fleet.gateway.replicas import Replicas
-from fleet.gateway.turn import LONG_BODY_BYTES, Headers, forwarded, returned, target_of
-from fleet.identify import read_body
-from fleet.protocol import COUNTED_HEADER, RELAY_HEADER, relay_token
-from fleet.routing import NoReplica
+from reprise.app.errors import ApiError, unavailable
+from reprise.app.http.event_stream import send_within
+from reprise.fleet.gateway.finder import Finder
+from reprise.fleet.gateway.http_client import Connection, ReplicaFailed
+from reprise.fleet.gateway.replicas import Replicas
+from reprise.fleet.gateway.turn import LONG_BODY_BYTES, Headers, forwarded, returned, target_of
+from reprise.fleet.identify import read_body
+from reprise.fleet.protocol import COUNTED_HEADER, RELAY_HEADER, relay_token
+from reprise.fleet.routing import NoReplica
 
 MAX_TRIES = 3
 MAX_ANSWER_BYTES = 8 << 20  # of one replica, where several are asked

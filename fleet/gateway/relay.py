@@ -1,7 +1,7 @@
 """Brings one turn to a replica and its answer to the client, whatever becomes of the replica.
 
 Until the client has had a byte, every failure is followed by another replica. After that a streamed answer is resumed:
-another replica gets what the first one had generated and goes on from there (`fleet.protocol`).
+another replica gets what the first one had generated and goes on from there (`reprise.fleet.protocol`).
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import Send
 
-from app.errors import ANTHROPIC_PATH, ApiError, unavailable
-from app.http.event_stream import send_within
-from fleet.gateway.allowances import Admission
-from fleet.gateway.finder import Finder, Found, Route
-from fleet.gateway.held_bytes import Lease
-from fleet.gateway.http_client import Connection, ReplicaFailed
-from fleet.gateway.metrics import Metrics, Resumed
-from fleet.gateway.passing import no_replica
-from fleet.gateway.replicas import Replicas
-from fleet.gateway.turn import Headers, Turn, returned
-from fleet.identify import CHAIN_HEADER, SESSION_HEADER
-from fleet.protocol import (
+from reprise.app.errors import ANTHROPIC_PATH, ApiError, unavailable
+from reprise.app.http.event_stream import send_within
+from reprise.fleet.gateway.allowances import Admission
+from reprise.fleet.gateway.finder import Finder, Found, Route
+from reprise.fleet.gateway.held_bytes import Lease
+from reprise.fleet.gateway.http_client import Connection, ReplicaFailed
+from reprise.fleet.gateway.metrics import Metrics, Resumed
+from reprise.fleet.gateway.passing import no_replica
+from reprise.fleet.gateway.replicas import Replicas
+from reprise.fleet.gateway.turn import Headers, Turn, returned
+from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER
+from reprise.fleet.protocol import (
     COUNTED_HEADER,
     FRAMED,
     OVERLOADED_HEADER,
@@ -39,7 +39,7 @@ from fleet.protocol import (
     relay_token,
     seal,
 )
-from fleet.routing import NoReplica
+from reprise.fleet.routing import NoReplica
 
 MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
 MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from fleet.gateway.http_client import SWEEP_S, Replica, ReplicaFailed
-from fleet.members import BEAT_S, Members
-from fleet.routing import STALE_S
+from reprise.fleet.gateway.http_client import SWEEP_S, Replica, ReplicaFailed
+from reprise.fleet.members import BEAT_S, Members
+from reprise.fleet.routing import STALE_S
 
 log = logging.getLogger(__name__)
 

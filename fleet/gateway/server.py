@@ -9,23 +9,23 @@ from types import FrameType
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
 
-from app.http.bounded_server import LAST_WORDS_S, BoundedServer
-from app.http.cors import cors_options
-from app.http.middleware import Authentication, RequestContext
-from app.settings.settings import MIB, Settings
-from app.state_dir import load_tenant_secret
-from app.tenancy.configured_keys import follow_keys_file, make_keyring
-from app.tenancy.places import Places
-from fleet.directory import Directory
-from fleet.gateway.allowances import Allowances
-from fleet.gateway.finder import Finder
-from fleet.gateway.gateway import Gateway, Parts
-from fleet.gateway.held_bytes import HeldBytes
-from fleet.gateway.metrics import Metrics
-from fleet.gateway.replicas import Replicas
-from fleet.members import Members
-from fleet.protocol import fleet_key
-from fleet.routing import FleetView, Router
+from reprise.app.http.bounded_server import LAST_WORDS_S, BoundedServer
+from reprise.app.http.cors import cors_options
+from reprise.app.http.middleware import Authentication, RequestContext
+from reprise.app.settings.settings import MIB, Settings
+from reprise.app.state_dir import load_tenant_secret
+from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
+from reprise.app.tenancy.places import Places
+from reprise.fleet.directory import Directory
+from reprise.fleet.gateway.allowances import Allowances
+from reprise.fleet.gateway.finder import Finder
+from reprise.fleet.gateway.gateway import Gateway, Parts
+from reprise.fleet.gateway.held_bytes import HeldBytes
+from reprise.fleet.gateway.metrics import Metrics
+from reprise.fleet.gateway.replicas import Replicas
+from reprise.fleet.members import Members
+from reprise.fleet.protocol import fleet_key
+from reprise.fleet.routing import FleetView, Router
 
 KNOWN_PATHS = frozenset(
     {
@@ -95,7 +95,7 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
 
 
 def with_middleware(gateway: Gateway, settings: Settings) -> ASGIApp:
-    """Return what the server calls: the gateway after what every request passes, as in `app.main`."""
+    """Return what the server calls: the gateway after what every request passes, as in `reprise.app.main`."""
     server, parts = settings.server, gateway.parts
 
     def count(scope: Scope, status: int) -> None:

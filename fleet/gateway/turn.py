@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from fleet.identify import (
+from reprise.fleet.identify import (
     Conversation,
     TurnBody,
     choices_of,

@@ -6,7 +6,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from fleet import ray_app
+from reprise.fleet import ray_app
 
 _GOOD = (ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from app.settings.settings import Settings
-from fleet.supervise.owned_process import OwnedProcess, ProcessEnded
-from fleet.supervise.owned_server import address, drain_s
+from reprise.app.settings.settings import Settings
+from reprise.fleet.supervise.owned_process import OwnedProcess, ProcessEnded
+from reprise.fleet.supervise.owned_server import address, drain_s
 
 # Ray reads these when it is imported or starts. Whoever has set them is not overruled.
 RAY_SETTINGS = {
@@ -54,7 +54,7 @@ class LocalFleet:
         """settings: what the environment and `config` say. gpus: of each replica; None: 1 if there is any. gateway: its
         arguments; None: there is none. tell: shows a line to people. Raises ImportError without Ray."""
         os.environ.update({name: value for name, value in RAY_SETTINGS.items() if name not in os.environ})
-        from fleet import ray_app
+        from reprise.fleet import ray_app
 
         self._settings, self._tell = settings, tell
         self._options = ray_app.Options(
@@ -94,7 +94,7 @@ class LocalFleet:
     def _start(self) -> None:
         import ray
 
-        from fleet.supervise.cluster import start_serve
+        from reprise.fleet.supervise.cluster import start_serve
 
         self._tell("starting Ray")
         ray.init(
@@ -123,14 +123,14 @@ class LocalFleet:
 
     def _deploy(self) -> None:
         """Return when all replicas serve. Raises RuntimeError."""
-        from fleet.supervise.cluster import run_servers
+        from reprise.fleet.supervise.cluster import run_servers
 
         run_servers(self._options)
 
     def _tell_progress(self, is_up: threading.Event) -> None:
         from ray import serve
 
-        from fleet import ray_app
+        from reprise.fleet import ray_app
 
         told = 0
         while not is_up.wait(LOOK_S):
@@ -191,7 +191,7 @@ class LocalFleet:
         import ray
         from ray import serve
 
-        from fleet import ray_app
+        from reprise.fleet import ray_app
 
         def delete() -> None:
             while ray.is_initialized():

@@ -11,9 +11,9 @@ from threading import Thread
 TAIL_LINES = 20  # of its output, for the message about a process that has ended
 MAX_LINE = 4096  # bytes; a longer line is passed on in pieces
 _PROGRAM = """\
-from fleet.supervise.owned_process import end_with_owner
+from reprise.fleet.supervise.owned_process import end_with_owner
 end_with_owner()
-from app.cli.program import main
+from reprise.app.cli.program import main
 main()"""
 
 

@@ -1,5 +1,5 @@
 """Starts a `reprise serve` that is one replica of a fleet, says whether it is healthy and how busy it is, and drains
-it. Whoever places replicas owns one such server for each: see `fleet.ray_app`."""
+it. Whoever places replicas owns one such server for each: see `reprise.fleet.ray_app`."""
 
 import asyncio
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 
-from app.http.bounded_server import LAST_WORDS_S
-from app.settings.settings import Settings
-from app.state_dir import SECRET_FILE, load_tenant_secret
-from engine.process.client import STOP_S
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.routing import STALE_S
-from fleet.supervise.owned_process import OwnedProcess
+from reprise.app.http.bounded_server import LAST_WORDS_S
+from reprise.app.settings.settings import Settings
+from reprise.app.state_dir import SECRET_FILE, load_tenant_secret
+from reprise.engine.process.client import STOP_S
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.routing import STALE_S
+from reprise.fleet.supervise.owned_process import OwnedProcess
 
 READY_S = 3600.0  # longest start: a large model comes over a network
 POLL_S = 0.1

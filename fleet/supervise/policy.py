@@ -1,9 +1,9 @@
-"""Has Ray Serve ask `fleet.scaling` how many replicas there should be. Needs no Ray."""
+"""Has Ray Serve ask `reprise.fleet.scaling` how many replicas there should be. Needs no Ray."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from fleet.scaling import WINDOW_S, Limits, Signals, WaitWindow, wanted
+from reprise.fleet.scaling import WINDOW_S, Limits, Signals, WaitWindow, wanted
 
 DECISION_S = 10.0  # between two decisions; Serve asks ten times a second
 MAX_SAMPLES = 100_000

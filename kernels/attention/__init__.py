@@ -2,29 +2,29 @@
 
 from collections.abc import Callable
 
-from kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.attention.ragged_batch import AttentionBackend
 
 
 def _naive() -> AttentionBackend:
-    from kernels.attention.naive import NaiveAttention
+    from reprise.kernels.attention.naive import NaiveAttention
 
     return NaiveAttention()
 
 
 def _torch_cpu() -> AttentionBackend:
-    from kernels.attention.torch_cpu import TorchAttention
+    from reprise.kernels.attention.torch_cpu import TorchAttention
 
     return TorchAttention()
 
 
 def _flash() -> AttentionBackend:
-    from kernels.attention.flash_attn import FlashAttention
+    from reprise.kernels.attention.flash_attn import FlashAttention
 
     return FlashAttention()
 
 
 def _triton() -> AttentionBackend:
-    from kernels.attention.triton_paged import TritonPagedAttention
+    from reprise.kernels.attention.triton_paged import TritonPagedAttention
 
     return TritonPagedAttention()
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.ragged_batch import (
+from reprise.kernels.attention.ragged_batch import (
     AttentionMeta,
     AttentionParams,
     AttentionUnsupported,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.int8_rows import unpack_rows
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.int8_rows import unpack_rows
 
 
 class NaiveAttention:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 _LEAST_ROWS = 64  # of a sequence
 _LEAST_CONTEXT = 4096  # or so many rows of its context, of which gathering is a small part then

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.int8_rows import SCALE_BYTES
+from reprise.kernels.int8_rows import SCALE_BYTES
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages. Keys are rotated for their current positions. int8: rows are as in `kernels.int8_rows`, each
-    head SCALE_BYTES longer than it has numbers."""
+    """One layer's pages. Keys are rotated for their current positions. int8: rows are as in
+    `reprise.kernels.int8_rows`, each head SCALE_BYTES longer than it has numbers."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim]
     v: Tensor  # [pages, page_size, kv_heads, v_dim]

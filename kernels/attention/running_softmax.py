@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionParams
+from reprise.kernels.attention.ragged_batch import AttentionParams
 
 _QUERIES = 256  # at a time: with pieces of 512 rows and 32 heads, logits take 16 MB
 

@@ -19,10 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages, Selection
-from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
-from kernels.int8_rows import unpack_rows
-from kernels.views import as_bf16, as_bits, as_stream
+from reprise.kernels.attention.ragged_batch import (
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    KvPages,
+    Selection,
+)
+from reprise.kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
+from reprise.kernels.int8_rows import unpack_rows
+from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

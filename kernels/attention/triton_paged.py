@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention.prompts import PromptAttention, prompt_attention
-from kernels.attention.ragged_batch import (
+from reprise.kernels.attention.prompts import PromptAttention, prompt_attention
+from reprise.kernels.attention.ragged_batch import (
     AttentionMeta,
     AttentionParams,
     AttentionUnsupported,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from kernels.int8_rows import unpack_rows
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.int8_rows import unpack_rows
 
 _ROWS = 32  # the last ones of a chunk, whose attention is looked at
 _LAYERS = 4  # about so many are looked at, evenly spread

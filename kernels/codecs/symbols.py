@@ -11,7 +11,7 @@ from math import erf, exp, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.transform_format import (
+from reprise.kernels.cpu.transform_format import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,
@@ -23,7 +23,7 @@ from kernels.cpu.transform_format import (
     SYMBOLS,
     Tables,
 )
-from kernels.views import Int64
+from reprise.kernels.views import Int64
 
 Fp64 = NDArray[np.float64]
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.codecs.codec import Decodes
-from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
-from kernels.codecs.transform_on_device import TransformOnDevice
-from kernels.cpu import transform as compiled
-from kernels.cpu.available import use_torch_threads
-from kernels.cpu.transform_format import (
+from reprise.kernels.codecs.codec import Decodes
+from reprise.kernels.codecs.symbols import Fp64, classes_of, symbol_tables
+from reprise.kernels.codecs.transform_on_device import TransformOnDevice
+from reprise.kernels.cpu import transform as compiled
+from reprise.kernels.cpu.available import use_torch_threads
+from reprise.kernels.cpu.transform_format import (
     HEAD_WORDS,
     LANES,
     LARGEST_DEVIATION,
@@ -37,8 +37,8 @@ from kernels.cpu.transform_format import (
     Scratch,
     Tables,
 )
-from kernels.triton_kernels import triton_transform
-from kernels.views import Fp32
+from reprise.kernels.triton_kernels import triton_transform
+from reprise.kernels.views import Fp32
 
 _VERSION = 1  # of how rows become bytes; another one, when that changes in a way that the tables do not show
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, POWERS, ROWS, Layer, Tables
+from reprise.kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, POWERS, ROWS, Layer, Tables
 
 
 class TransformOnDevice:
@@ -23,7 +23,7 @@ class TransformOnDevice:
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
-        """layers, tables, segment_bytes: the codec's. kernels: `kernels.triton_transform`."""
+        """layers, tables, segment_bytes: the codec's. kernels: `reprise.kernels.triton_transform`."""
         self.device, self._kernels = device, kernels
         self._segment_bytes = segment_bytes
         self._entries = torch.from_numpy(tables.entries.view(np.int32)).to(device)

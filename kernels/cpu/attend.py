@@ -11,8 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from kernels.cpu.emit import F32, I8, I16, I32, I64, LANES, VEC, VEC_I16, VEC_I32, Emit, compiled, emitted
-from kernels.views import Constant, Fp32, Int32, Int64
+from reprise.kernels.cpu.emit import F32, I8, I16, I32, I64, LANES, VEC, VEC_I16, VEC_I32, Emit, compiled, emitted
+from reprise.kernels.views import Constant, Fp32, Int32, Int64
 
 PART = 512  # keys that one task of attention covers
 _NO_WINDOW = 1 << 62
@@ -35,7 +35,7 @@ class AttentionTasks(NamedTuple):
 class Pool(NamedTuple):
     """Keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to the
     next. Numbers of one head are adjacent. is_packed: they are int8, with their scale behind them, as in
-    `kernels.int8_rows`; else bf16."""
+    `reprise.kernels.int8_rows`; else bf16."""
 
     address: int
     page: int

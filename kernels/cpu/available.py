@@ -32,8 +32,8 @@ def announce_compiling() -> None:
 
 @functools.cache
 def decode_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.decode`, or None if it cannot run: without numba, AVX-512, or an OpenMP that torch and numba
-    share."""
+    """Return `reprise.kernels.cpu.decode`, or None if it cannot run: without numba, AVX-512, or an OpenMP that torch
+    and numba share."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
         return None
     threads = torch.get_num_threads()
@@ -43,7 +43,7 @@ def decode_kernels() -> ModuleType | None:
         announce_compiling()
         # Use torch's pool of threads. Two pools whose threads spin while they wait would take cores from each other.
         config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
-        module = importlib.import_module("kernels.cpu.decode")
+        module = importlib.import_module("reprise.kernels.cpu.decode")
         _test(module)
     except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("decoding without compiled kernels: %s", error)
@@ -57,14 +57,14 @@ def decode_kernels() -> ModuleType | None:
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.load`, or None if it cannot run: without numba, or without AVX2, where torch rounds
+    """Return `reprise.kernels.cpu.load`, or None if it cannot run: without numba, or without AVX2, where torch rounds
     differently. The first call compiles."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     try:
         has_team = decode_kernels() is not None  # must come before numba chooses its threading layer
         announce_compiling()
-        module = importlib.import_module("kernels.cpu.load")
+        module = importlib.import_module("reprise.kernels.cpu.load")
         module.self_test(has_team)
     except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("loading without compiled kernels: %s", error)
@@ -74,11 +74,11 @@ def load_kernels() -> ModuleType | None:
 
 @functools.cache
 def prefill_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.prefill`, or None if it cannot run. It needs the decode kernels."""
+    """Return `reprise.kernels.cpu.prefill`, or None if it cannot run. It needs the decode kernels."""
     if decode_kernels() is None:
         return None
     try:
-        module = importlib.import_module("kernels.cpu.prefill")
+        module = importlib.import_module("reprise.kernels.cpu.prefill")
         module.self_test()
     except Exception as error:
         log.info("prefill without compiled kernels: %s", error)
@@ -88,12 +88,12 @@ def prefill_kernels() -> ModuleType | None:
 
 @functools.cache
 def select_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.select`, or None if it cannot run. It needs the decode kernels, and that numba compiles for
-    AVX-512. If it did not, LLVM would end the process."""
+    """Return `reprise.kernels.cpu.select`, or None if it cannot run. It needs the decode kernels, and that numba
+    compiles for AVX-512. If it did not, LLVM would end the process."""
     if decode_kernels() is None or "+avx512f" not in _features():
         return None
     try:
-        module = importlib.import_module("kernels.cpu.select")
+        module = importlib.import_module("reprise.kernels.cpu.select")
         module.self_test()
     except Exception as error:
         log.info("attention to chosen rows without compiled kernels: %s", error)
@@ -103,14 +103,14 @@ def select_kernels() -> ModuleType | None:
 
 @functools.cache
 def flash_kernels(exact: bool) -> ModuleType | None:
-    """Return `kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs. With
-    AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
+    """Return `reprise.kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs.
+    With AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
     if decode_kernels() is None:
         return None
     try:
         if not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
             return None
-        module = importlib.import_module("kernels.cpu.flash")
+        module = importlib.import_module("reprise.kernels.cpu.flash")
         module.self_test()
     except Exception as error:
         log.info("attention of many rows without compiled kernels: %s", error)
@@ -120,13 +120,13 @@ def flash_kernels(exact: bool) -> ModuleType | None:
 
 @functools.cache
 def product_kernels() -> ModuleType | None:
-    """Return `kernels.cpu.products`, or None if it cannot run. It needs dot products of bf16 pairs."""
+    """Return `reprise.kernels.cpu.products`, or None if it cannot run. It needs dot products of bf16 pairs."""
     if decode_kernels() is None:
         return None
     try:
         if not dots_of_pairs():
             return None
-        module = importlib.import_module("kernels.cpu.products")
+        module = importlib.import_module("reprise.kernels.cpu.products")
         module.self_test(tiles_of_pairs())
     except Exception as error:
         log.info("products without kernels of one order: %s", error)

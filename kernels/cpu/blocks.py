@@ -11,7 +11,8 @@ Codes lie in blocks of 32 outputs and all inputs, in the order in which they are
 pairs of inputs of 32 outputs, each pair adjacent; for 4 bits four times two vectors of 16 outputs, with four codes in
 each 16-bit word, for the inputs 2 * (4 * quad + n) + j of word j. Scales and lows are fp16 [blocks, groups, 32].
 
-Arguments are addresses, so nothing checks them; `kernels.cpu.layers` and `kernels.cpu.decode` own the arithmetic.
+Arguments are addresses, so nothing checks them; `reprise.kernels.cpu.layers` and `reprise.kernels.cpu.decode` own the
+arithmetic.
 """
 
 import functools
@@ -24,7 +25,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
 
-from kernels.cpu.emit import (
+from reprise.kernels.cpu.emit import (
     F32,
     I32,
     I64,
@@ -42,7 +43,7 @@ from kernels.cpu.emit import (
     int64_at,
     keep_compiled,
 )
-from kernels.views import Constant
+from reprise.kernels.views import Constant
 
 GROUP = 32  # inputs that share a scale
 BLOCK = 32  # outputs computed together

@@ -1,14 +1,14 @@
 """Compiles the kernels of this machine into numba's cache, where all later processes find them.
 
-    python -m kernels.cpu.compile_all
+    python -m reprise.kernels.cpu.compile_all
 
 Processes that start side by side would each compile them anew.
 """
 
 import logging
 
-from kernels.cpu import available
-from kernels.row_copies import save_kernels
+from reprise.kernels.cpu import available
+from reprise.kernels.row_copies import save_kernels
 
 
 def compile_all() -> None:

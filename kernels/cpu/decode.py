@@ -1,16 +1,16 @@
 """Decoding in bf16 on CPU, compiled by numba: what a step of a few rows uses besides runs of layers, and what of it
 prefill uses too.
 
-Import this through `kernels.cpu.available.decode_kernels`.
+Import this through `reprise.kernels.cpu.available.decode_kernels`.
 """
 
 import numpy as np
 from numba import prange, threading_layer
 
-from kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts, plan
-from kernels.cpu.blocks import FIRST, INPUTS, OUTPUTS, PRODUCT_FIELDS, SIZE, packed_kernel, words_kernel
-from kernels.cpu.emit import LANES, LOG2_E, compiled, rounded, widened
-from kernels.cpu.layers import (
+from reprise.kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts, plan
+from reprise.kernels.cpu.blocks import FIRST, INPUTS, OUTPUTS, PRODUCT_FIELDS, SIZE, packed_kernel, words_kernel
+from reprise.kernels.cpu.emit import LANES, LOG2_E, compiled, rounded, widened
+from reprise.kernels.cpu.layers import (
     ATTEND,
     COMPLETE,
     LAYER_FIELDS,
@@ -29,7 +29,7 @@ from kernels.cpu.layers import (
     set_row,
     unpack_row,
 )
-from kernels.views import Bf16, Constant, Fp32, Int32, Int64
+from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64
 
 __all__ = [
     "ATTEND",
@@ -153,7 +153,7 @@ def _multiply(x: Inputs, products: Int64, dots: Constant, residual: Bf16, out: B
 def linear(x: Bf16, products: Int64, dots: Constant, residual: Bf16, out: Bf16) -> None:
     """Compute linear layers of the same rows: x bf16 [rows, inputs] -> out bf16 [rows, outputs of all]. products int64
     [layers, PRODUCT_FIELDS]; residual bf16, shaped like out, is added before rounding, or has no rows; dots as in
-    `kernels.cpu.layers.run`."""
+    `reprise.kernels.cpu.layers.run`."""
     _multiply(_inputs(x, products[0, INPUTS], dots), products, dots, residual, out)
 
 
@@ -204,9 +204,9 @@ def attend(
 ) -> None:
     """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
     log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or is_packed:
-    rows as in `kernels.int8_rows`, two bytes to each element; table int32 [rows, pages]; out fp32 [rows, heads, v_dim].
-    group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per dim of keys and
-    values."""
+    rows as in `reprise.kernels.int8_rows`, two bytes to each element; table int32 [rows, pages]; out fp32
+    [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per
+    dim of keys and values."""
     heads, dim, kv_heads, page_size = out.shape[1], out.shape[2], k.shape[2], k.shape[1]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)
     stats = np.empty((len(parts.row), heads, 2), np.float32)

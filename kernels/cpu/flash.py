@@ -12,7 +12,7 @@ no effect.
 
 Sums are fp32; probabilities are rounded to bf16 before they are multiplied by the values; numbers below 1.2e-38 are 0.
 
-Import this through `kernels.cpu.available.flash_kernels`.
+Import this through `reprise.kernels.cpu.available.flash_kernels`.
 """
 
 import inspect
@@ -26,8 +26,8 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_bf16, as_stream
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_bf16, as_stream
 
 _Strides = tuple[int, int, int]
 _Pools = tuple[Bf16, _Strides, Bf16, _Strides, bool]  # keys and values, and whether they are packed
@@ -171,7 +171,7 @@ def _pack_queries(
 def _unpack(
     e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `kernels.int8_rows`."""
+    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `reprise.kernels.int8_rows`."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
         bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
@@ -558,7 +558,8 @@ def attend(
 ) -> None:
     """Compute causal attention of the query rows of `tasks`, and write it to their rows of `out`.
     q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], with any strides except
-    that dim is contiguous, or int8 with rows as in `kernels.int8_rows`; table int32 [sequences, pages], contiguous;
+    that dim is contiguous, or int8 with rows as in `reprise.kernels.int8_rows`; table int32 [sequences, pages],
+    contiguous;
     window: how many keys a row sees, the last of which is its own; w: `memory`. dims and page_size are multiples of 32;
     scale is positive."""
     is_packed = k.dtype == torch.int8

@@ -1,12 +1,12 @@
-"""Packs heads of rows to int8, compiled by numba: to the bit what `kernels.int8_rows` defines."""
+"""Packs heads of rows to int8, compiled by numba: to the bit what `reprise.kernels.int8_rows` defines."""
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from kernels.cpu.emit import I8, Emit, bf16_at, compiled, emitted_value, rounded, widened
-from kernels.int8_rows import LEVELS
-from kernels.views import Bf16
+from reprise.kernels.cpu.emit import I8, Emit, bf16_at, compiled, emitted_value, rounded, widened
+from reprise.kernels.int8_rows import LEVELS
+from reprise.kernels.views import Bf16
 
 _NAN, _INFINITE, _LEAST = 0x7FC0, 0x7F80, 0x0080  # bf16; the last is the smallest scale that has an inverse
 

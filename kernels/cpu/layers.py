@@ -7,7 +7,7 @@ have been taken. So a thread that comes late, or that the system sets aside, hol
 Sums are fp32; what enters a product is rounded to bf16 where dot products of pairs multiply it. The order of a sum
 depends only on the row it belongs to, neither on other rows of the batch nor on the number of threads. NaN stays NaN.
 
-`kernels.cpu.decode` hands it on.
+`reprise.kernels.cpu.decode` hands it on.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import carray, prange, types
 from numba.core import cgutils
 
-from kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts
-from kernels.cpu.blocks import (
+from reprise.kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts
+from reprise.kernels.cpu.blocks import (
     BITS,
     BLOCK,
     CODES,
@@ -36,7 +36,7 @@ from kernels.cpu.blocks import (
     Place,
     call_kernel,
 )
-from kernels.cpu.emit import (
+from reprise.kernels.cpu.emit import (
     I64,
     LANES,
     LOG2_E,
@@ -51,8 +51,8 @@ from kernels.cpu.emit import (
     rounded,
     widened,
 )
-from kernels.cpu.int8_rows import pack_head
-from kernels.views import Bf16, Constant, Fp32, Int32, Int64
+from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64
 
 # The parts of a layer at which a call may begin or end.
 PROJECT, TURN, ATTEND, COMPLETE = range(4)

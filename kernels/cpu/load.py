@@ -5,7 +5,7 @@ its blocks uses all of its threads; the loading thread works alone beside a comp
 Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, without
 checksums: 2.8 ms; without prefetching 6.3; torch's gather, rotation and writes 18.
 
-Import this through `kernels.block_writer`.
+Import this through `reprise.kernels.block_writer`.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.cpu.int8_rows import pack_head
-from kernels.views import Bf16, Int64
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.views import Bf16, Int64
 
 LANES = 16
 _LINE = 32  # elements per cache line
@@ -401,8 +401,8 @@ def place(
     the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment, or [0]: nothing is
     verified; wrong bool [blocks]: set for blocks with another checksum, which are not written; cos, sin: bf16 tables
     [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page,
-    row, head) in elements; shape: kv_heads, k_dim, v_dim; is_packed: the pool's rows are as in `kernels.int8_rows`, two
-    bytes to each element. A segment must be longer than 240 bytes."""
+    row, head) in elements; shape: kv_heads, k_dim, v_dim; is_packed: the pool's rows are as in
+    `reprise.kernels.int8_rows`, two bytes to each element. A segment must be longer than 240 bytes."""
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)

@@ -6,7 +6,7 @@ threads. bf16 is widened in registers and rounded once, to nearest and ties to e
 
 Measured on one core, us with torch -> compiled: rotating 1,124 rows of 12 + 4 + 4 heads of 64 1,300 -> 460.
 
-Import this through `kernels.cpu.available.prefill_kernels`.
+Import this through `reprise.kernels.cpu.available.prefill_kernels`.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.cpu.int8_rows import pack_head
-from kernels.views import Bf16, Fp32, Int64
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.views import Bf16, Fp32, Int64
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 
@@ -81,7 +81,7 @@ def place(
     turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
     the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
     the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements,
-    or is_packed: rows as in `kernels.int8_rows`, two bytes to each element; q
+    or is_packed: rows as in `reprise.kernels.int8_rows`, two bytes to each element; q
     bf16 [rows, heads, dim]. blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and
     row in it; block -1: not saved; spots without rows: none is saved."""
     dim = cos.shape[1]

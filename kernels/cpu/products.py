@@ -10,7 +10,7 @@ Weights have oneDNN's packed layout: blocks of outputs, containing pairs of inpu
 outputs fill the registers. Strips of rows and runs of outputs are as large as fits together into the cache next to a
 core.
 
-Import this through `kernels.cpu.available.product_kernels`.
+Import this through `reprise.kernels.cpu.available.product_kernels`.
 """
 
 import inspect
@@ -23,8 +23,8 @@ from numba import prange, types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.views import Bf16, Constant, Fp32, Words
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.views import Bf16, Constant, Fp32, Words
 
 LANES = 16
 ROWS = 32  # rows per group: two tiles of AMX

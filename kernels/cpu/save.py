@@ -1,7 +1,7 @@
 """Copies rows of many tensors to their places in memory, compiled by numba. The saving thread calls it while the engine
 computes (in bf16 on CPU the engine itself, between steps), so it is serial, releases the GIL, and makes no temporaries.
 
-Import this through `kernels.row_copies`, which documents the gain.
+Import this through `reprise.kernels.row_copies`, which documents the gain.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.views import Int64
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.views import Int64
 
 _LINE = 64  # bytes
 _AHEAD = 4  # rows prefetched before they are copied

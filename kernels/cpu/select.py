@@ -5,7 +5,7 @@ along lanes. `choose` brings the index up to date, scores all rows of a context 
 `attend` reads the keys and values of these alone. Sums are fp32. What is chosen and computed for a row depends on its
 own context alone, not on other rows of the batch or on the number of threads.
 
-Import this through `kernels.cpu.available.select_kernels`.
+Import this through `reprise.kernels.cpu.available.select_kernels`.
 """
 
 import inspect
@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
-from kernels.cpu.emit import compiled, intrinsic
-from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words
+from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words
 
 LANES = 16
 SIDE_BY_SIDE = 32  # keys of an index entry; page sizes are multiples of this

@@ -11,7 +11,7 @@ A segment, as uint16 words in little-endian order:
 Component by component, 32 rows at a time; row r belongs to lane r mod LANES. With AVX-512 the eight lanes of a block
 are one vector, and TOGETHER blocks are coded at the same time, so that their chains of dependent instructions overlap;
 elsewhere, and where a number is escaped, the lanes take turns. The bytes are the same. Import this through
-`kernels.codecs.transform`.
+`reprise.kernels.codecs.transform`.
 
 `transform_format` has the constants, `transform_streams` the coder's vector code, `transform_vectors` that of the rows.
 """
@@ -23,8 +23,8 @@ from numba import config, prange
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
-from kernels.cpu.emit import compiled
-from kernels.cpu.transform_format import (
+from reprise.kernels.cpu.emit import compiled
+from reprise.kernels.cpu.transform_format import (
     COARSEST,
     ESCAPE,
     ESCAPE_BITS,
@@ -50,8 +50,8 @@ from kernels.cpu.transform_format import (
     Scratch,
     Tables,
 )
-from kernels.cpu.transform_streams import decode_plain, decode_with_low, encode_plain
-from kernels.cpu.transform_vectors import (
+from reprise.kernels.cpu.transform_streams import decode_plain, decode_with_low, encode_plain
+from reprise.kernels.cpu.transform_vectors import (
     multiply_tile,
     row_energies,
     scale_rows,
@@ -60,7 +60,7 @@ from kernels.cpu.transform_vectors import (
     store_v_tile,
     sum_of_squares,
 )
-from kernels.views import Fp32
+from reprise.kernels.views import Fp32
 
 
 def _has_vectors() -> bool:

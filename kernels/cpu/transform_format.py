@@ -1,11 +1,11 @@
-"""What a segment of transform coding holds, and what coding it needs: see `kernels.cpu.transform`."""
+"""What a segment of transform coding holds, and what coding it needs: see `reprise.kernels.cpu.transform`."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.views import Fp32, Int64, Words
+from reprise.kernels.views import Fp32, Int64, Words
 
 PROBABILITY_BITS = 12
 LEAST_CLASS, LARGEST_CLASS = -14, 8  # quarter octaves of s / d: 0.09 to 4
@@ -34,8 +34,8 @@ Bits = NDArray[Any]  # of bf16 as uint16, or of fp32 as uint32; a segment's word
 
 
 class Tables(NamedTuple):
-    """The entropy coder's tables by class, as `kernels.codecs.symbols` computes them. Frequencies of a class add up to
-    2^PROBABILITY_BITS."""
+    """The entropy coder's tables by class, as `reprise.kernels.codecs.symbols` computes them. Frequencies of a class
+    add up to 2^PROBABILITY_BITS."""
 
     frequencies: Words  # [classes, SYMBOLS]; 0: escaped
     starts: Words  # [classes, SYMBOLS], sums of the frequencies before

@@ -1,6 +1,6 @@
 """Emits the entropy coder of transform coding for several streams at once, the lanes of each in one vector.
 
-Import this through `kernels.codecs.transform`.
+Import this through `reprise.kernels.codecs.transform`.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kernels.cpu.transform_format import (
+from reprise.kernels.cpu.transform_format import (
     ESCAPE,
     ESCAPED,
     GROUPS,
@@ -23,7 +23,7 @@ from kernels.cpu.transform_format import (
     SYMBOLS,
     TOGETHER,
 )
-from kernels.cpu.transform_vectors import I16, I32, I64, LANES_F32, LANES_F64, LANES_I32, Emit, vector_code
+from reprise.kernels.cpu.transform_vectors import I16, I32, I64, LANES_F32, LANES_F64, LANES_I32, Emit, vector_code
 
 
 class _Stream:

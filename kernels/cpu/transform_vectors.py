@@ -1,6 +1,6 @@
 """Emits the vector code of transform coding: rows to components by products of tiles, and back.
 
-Import this through `kernels.codecs.transform`.
+Import this through `reprise.kernels.codecs.transform`.
 """
 
 import functools
@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.emit import intrinsic
-from kernels.cpu.transform_format import LANES, ROWS, TILE
+from reprise.kernels.cpu.emit import intrinsic
+from reprise.kernels.cpu.transform_format import LANES, ROWS, TILE
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 VEC, WORDS = (ir.VectorType(kind, 16) for kind in (F32, I32))

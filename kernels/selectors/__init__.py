@@ -6,23 +6,23 @@ naive attention with a mask.
 
 from collections.abc import Callable
 
-from kernels.selectors.selector import KvSelector, SelectorInputs
+from reprise.kernels.selectors.selector import KvSelector, SelectorInputs
 
 
 def _pairs(inputs: SelectorInputs) -> KvSelector:
-    from kernels.selectors.pairs import PairSelector
+    from reprise.kernels.selectors.pairs import PairSelector
 
     return PairSelector(inputs)
 
 
 def _infinigen(inputs: SelectorInputs) -> KvSelector:
-    from kernels.selectors.infinigen import InfinigenSelector
+    from reprise.kernels.selectors.infinigen import InfinigenSelector
 
     return InfinigenSelector(inputs)
 
 
 def _quest(inputs: SelectorInputs) -> KvSelector:
-    from kernels.selectors.quest import QuestSelector
+    from reprise.kernels.selectors.quest import QuestSelector
 
     return QuestSelector(inputs)
 

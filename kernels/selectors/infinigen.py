@@ -10,8 +10,8 @@ layer foretells, is read whole.
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.selectors.selector import (
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.selectors.selector import (
     ALWAYS,
     LOG2_E,
     Candidates,

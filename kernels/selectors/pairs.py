@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.attention.torch_cpu import fits_kernels
-from kernels.cpu.available import select_kernels
-from kernels.selectors.selector import (
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.attention.torch_cpu import fits_kernels
+from reprise.kernels.cpu.available import select_kernels
+from reprise.kernels.selectors.selector import (
     Candidates,
     LayerMoments,
     SelectorInputs,
@@ -29,7 +29,7 @@ from kernels.selectors.selector import (
     strongest,
     weights,
 )
-from kernels.views import as_bits
+from reprise.kernels.views import as_bits
 
 PAIRS = 8  # of a kv head
 _MOST_KNOWN = 1024  # sequences whose rows are known to be in the index; others are indexed anew

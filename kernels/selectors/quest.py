@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.selectors.selector import (
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.selectors.selector import (
     ALWAYS,
     Candidates,
     SelectorInputs,

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
 
 LOG2_E = 1.4426950408889634
 ALWAYS = 32  # rows at either end of a context that are always read: its first and its newest block

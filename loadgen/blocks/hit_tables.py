@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
-from cache.policies import POLICIES
-from loadgen.blocks.replay import BLOCK_TOKENS, CEILINGS, HitRate, hit_rate
-from loadgen.codec import CodedKV
-from loadgen.workloads import traces
+from reprise.cache.policies import POLICIES
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS, CEILINGS, HitRate, hit_rate
+from reprise.loadgen.codec import CodedKV
+from reprise.loadgen.workloads import traces
 
 KNOWN = ("default", *POLICIES, *CEILINGS)
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from cache.blocks.keys import BLOCK_TOKENS as SERVER_BLOCK_TOKENS
-from cache.blocks.keys import BlockKey
-from cache.policies import POLICIES
-from cache.policies.belady import BeladyPolicy
-from cache.policies.eviction_policy import EvictionPolicy
-from cache.returns.return_times import ReturnTimes
-from loadgen.codec import RAW, CodedKV
-from loadgen.workloads.traces import TraceRequest
+from reprise.cache.blocks.keys import BLOCK_TOKENS as SERVER_BLOCK_TOKENS
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.belady import BeladyPolicy
+from reprise.cache.policies.eviction_policy import EvictionPolicy
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.loadgen.codec import RAW, CodedKV
+from reprise.loadgen.workloads.traces import TraceRequest
 
 BLOCK_TOKENS = 512  # in the published traces
 DEFAULT = "lookahead"  # the server's policy for all its tiers

@@ -1,11 +1,11 @@
-"""Other ways to choose a replica, for comparison with `fleet.routing.Router`."""
+"""Other ways to choose a replica, for comparison with `reprise.fleet.routing.Router`."""
 
 import math
 import random
 from collections.abc import Callable, Container
 from typing import Protocol
 
-from fleet.routing import Choice, Cost, FleetView, NoReplica, Question, Router, rendezvous
+from reprise.fleet.routing import Choice, Cost, FleetView, NoReplica, Question, Router, rendezvous
 
 
 class Policy(Protocol):

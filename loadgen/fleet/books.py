@@ -1,8 +1,8 @@
 """Checks that bytes, tokens and turns of a fleet add up at the end of a run."""
 
-from loadgen.fleet.simulation import FleetSimulation
-from loadgen.sim import books
-from loadgen.sim.store import BrokenBooks
+from reprise.loadgen.fleet.simulation import FleetSimulation
+from reprise.loadgen.sim import books
+from reprise.loadgen.sim.store import BrokenBooks
 
 
 def check(fleet: FleetSimulation) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadgen.fleet.simulation import FleetSimulation
-from loadgen.percentile import percentile
-from loadgen.sim.turn import TurnRecord
+from reprise.loadgen.fleet.simulation import FleetSimulation
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.sim.turn import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)

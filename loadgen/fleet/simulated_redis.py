@@ -109,7 +109,7 @@ class SimulatedRedis:
 
 
 class RedisLink:
-    """One replica's way to Redis: `loadgen.sim.remote.RemoteKV`."""
+    """One replica's way to Redis: `reprise.loadgen.sim.remote.RemoteKV`."""
 
     def __init__(self, redis: SimulatedRedis, owner: int) -> None:
         self._redis = redis

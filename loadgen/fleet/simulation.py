@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fleet.routing import Beat, Choice, FleetView, Question, Router, rendezvous
-from fleet.scaling import Limits, Signals, WaitWindow, wanted
-from loadgen.fleet.baselines import Policy, make_policy
-from loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
-from loadgen.workloads.workload import Conversation
+from reprise.fleet.routing import Beat, Choice, FleetView, Question, Router, rendezvous
+from reprise.fleet.scaling import Limits, Signals, WaitWindow, wanted
+from reprise.loadgen.fleet.baselines import Policy, make_policy
+from reprise.loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
+from reprise.loadgen.workloads.workload import Conversation
 
 _BEAT_PHASES = 10  # replicas do not beat at the same time
 _FOR_EVER_S = 1e9
@@ -33,7 +33,7 @@ class FleetConfig:
     """A fleet and what happens to it. Times in seconds of the virtual clock; math.inf: never."""
 
     replicas: int
-    policy: str  # of `loadgen.fleet.baselines.POLICIES`
+    policy: str  # of `reprise.loadgen.fleet.baselines.POLICIES`
     machine: Machine
     server: Config
     redis_bytes_per_s: float = 0.0  # of all instances; 0: no Redis for KV

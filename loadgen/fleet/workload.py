@@ -5,12 +5,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadgen.sim import presets
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.presets import DeployedModel
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.sim.turn import LiveSession, LiveTurn
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.sim import presets
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.presets import DeployedModel
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.sim.turn import LiveSession, LiveTurn
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 _MODEL = DeployedModel(  # a Llama of 8B, bf16, on one A100 of 80 GB
     parameters=8.0e9, num_layers=32, hidden_size=4096, kv_bytes_per_token=131_072.0, window=131_072, gpus=1, max_seqs=64

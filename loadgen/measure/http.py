@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
-from loadgen.measure.response import HttpResponse
+from reprise.loadgen.measure.response import HttpResponse
 
 Take = Callable[[int, float, bytes], None]  # (status, time on the performance counter, bytes of the body)
 

@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure import summary
-from loadgen.measure.sender import Loop, Target, TurnResult, run
-from loadgen.workloads import dialogues, think, traces
-from loadgen.workloads.filler_text import words
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, Script, arrive, digest, fitted, scaled
+from reprise.loadgen.measure import summary
+from reprise.loadgen.measure.sender import Loop, Target, TurnResult, run
+from reprise.loadgen.workloads import dialogues, think, traces
+from reprise.loadgen.workloads.filler_text import words
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, Script, arrive, digest, fitted, scaled
 
 FORMAT = "reprise-load/1"
 _PARTS = {
@@ -247,7 +247,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def client() -> dict[str, Any]:
     try:
-        own = version("reprise")
+        own = version("reprise-llm")
     except PackageNotFoundError:
         own = None
     return {

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.text import Text
 
-from loadgen.measure.sender import TurnResult
-from loadgen.measure.summary import Slo, is_good, tpot_s
-from loadgen.percentile import percentile
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.summary import Slo, is_good, tpot_s
+from reprise.loadgen.percentile import percentile
 
 _RECENT = 200  # number of latest requests that the figures cover
 

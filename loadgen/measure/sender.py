@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from loadgen.measure.http import Broken, ConnectFailed, Http, Silent
-from loadgen.measure.response import BadResponse, Events, HttpResponse
-from loadgen.workloads.workload import Conversation, Turn, message
+from reprise.loadgen.measure.http import Broken, ConnectFailed, Http, Silent
+from reprise.loadgen.measure.response import BadResponse, Events, HttpResponse
+from reprise.loadgen.workloads.workload import Conversation, Turn, message
 
 Loop = Literal["open", "closed", "sequential"]
 Messages = list[dict[str, str]]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.measure.sender import TurnResult
-from loadgen.percentile import percentile
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.percentile import percentile
 
 TIERS = ("hbm", "dram", "disk", "redis", "computed")
 SERVER_TIMES = ("ttft_ms", "queue_ms", "load_ms", "prefill_ms")

@@ -7,7 +7,7 @@ activations are no smaller than its KV, as with grouped heads, gains nothing: it
 
 from dataclasses import dataclass
 
-from loadgen.offload.hardware import Host, OffloadedModel
+from reprise.loadgen.offload.hardware import Host, OffloadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from loadgen.offload.allocation import Allocation, allocate, divide
-from loadgen.offload.hardware import Host, OffloadedModel
-from loadgen.offload.mini_batches import Load, pack
+from reprise.loadgen.offload.allocation import Allocation, allocate, divide
+from reprise.loadgen.offload.hardware import Host, OffloadedModel
+from reprise.loadgen.offload.mini_batches import Load, pack
 
 Arm = Literal["kv", "act", "hybrid", "static"]
 """What is kept: KV alone, with as many weights on the GPU as fit (FlexGen); activations alone; both, by Algorithm 1

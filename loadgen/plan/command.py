@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from loadgen.codec import CodedKV
-from loadgen.measure.load_run import check_writable, save
-from loadgen.measure.summary import Prices
-from loadgen.options import grouped, refuse_given
-from loadgen.plan import plan, replicas
-from loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.codec import CodedKV
+from reprise.loadgen.measure.load_run import check_writable, save
+from reprise.loadgen.measure.summary import Prices
+from reprise.loadgen.options import grouped, refuse_given
+from reprise.loadgen.plan import plan, replicas
+from reprise.loadgen.workloads.synthetic import Distribution
 
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False)

@@ -1,9 +1,10 @@
 """Plans the DRAM and disk for a workload: what each amount of storage hits, and what it costs in time and money.
 
-Two ways lead to the same table. A trace that names its blocks is replayed block by block (`loadgen.blocks.replay`),
-without a queue. Conversations from stated distributions are simulated with queue, batch and loads (`loadgen.sim`), on
-as many machines as they need. The amounts double from row to row, up to what keeps everything. Storage is DRAM up to a
-given size per machine, then disk. What would take longer to load than to compute is computed.
+Two ways lead to the same table. A trace that names its blocks is replayed block by block
+(`reprise.loadgen.blocks.replay`), without a queue. Conversations from stated distributions are simulated with queue,
+batch and loads (`reprise.loadgen.sim`), on as many machines as they need. The amounts double from row to row, up to
+what keeps everything. Storage is DRAM up to a given size per machine, then disk. What would take longer to load than to
+compute is computed.
 """
 
 import json
@@ -18,14 +19,14 @@ from typing import Any
 
 from rich.table import Table
 
-from loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
-from loadgen.codec import RAW
-from loadgen.measure.summary import Prices
-from loadgen.sim import Config, Machine, presets, simulate
-from loadgen.workloads import think, traces
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.traces import TraceRequest
-from loadgen.workloads.workload import Conversation, arrive
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
+from reprise.loadgen.codec import RAW
+from reprise.loadgen.measure.summary import Prices
+from reprise.loadgen.sim import Config, Machine, presets, simulate
+from reprise.loadgen.workloads import think, traces
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.traces import TraceRequest
+from reprise.loadgen.workloads.workload import Conversation, arrive
 
 ROWS = 8
 _HALVINGS = 3  # steps of bisection within the last doubling, to find the least storage that meets the target
@@ -74,8 +75,8 @@ class Plan:
 
 
 def machine_of(model: str) -> Machine:
-    """Return a preset of `loadgen.sim.presets`, or the machine for a directory with a config.json (KV in bf16, on one
-    GPU like those of the presets). Raises ValueError."""
+    """Return a preset of `reprise.loadgen.sim.presets`, or the machine for a directory with a config.json (KV in bf16,
+    on one GPU like those of the presets). Raises ValueError."""
     if model in presets.SHAPES:
         return presets.machine(model)
     try:

@@ -12,14 +12,14 @@ from typing import Any
 
 from rich.table import Table
 
-from loadgen.fleet import books
-from loadgen.fleet.result import summarize
-from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import LINK_BYTES_PER_S, SERVER, already_under_way, lifetime_s, sessions_per_s
-from loadgen.plan.plan import amount, workload
-from loadgen.sim import Machine
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, fitted
+from reprise.loadgen.fleet import books
+from reprise.loadgen.fleet.result import summarize
+from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from reprise.loadgen.fleet.workload import LINK_BYTES_PER_S, SERVER, already_under_way, lifetime_s, sessions_per_s
+from reprise.loadgen.plan.plan import amount, workload
+from reprise.loadgen.sim import Machine
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, fitted
 
 _SIMULATED = 4  # replicas at most; of a larger fleet, so many with their share of the load
 _LEAST_S, _LEAST_SESSIONS = 600.0, 400  # of a simulation

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from loadgen.measure.summary import TIERS
-from loadgen.report import tables
-from loadgen.report.svg import Axis, Series, lines, stacked
+from reprise.loadgen.measure.summary import TIERS
+from reprise.loadgen.report import tables
+from reprise.loadgen.report.svg import Axis, Series, lines, stacked
 
 _MOST_POINTS = 1500
 _STYLE = """

@@ -6,22 +6,22 @@ measured (`calibrate.py`).
     result.tier_token_hit_rate["dram"], result.ttft_mean_s, result.prefill_mean_s, result.cost, result.records
 
 The workload is what `reprise load` sends: `Conversation`s with the lengths, starts and think times of their turns.
-Their text and what they share does not matter here; `loadgen.blocks.replay` models shared blocks exactly.
+Their text and what they share does not matter here; `reprise.loadgen.blocks.replay` models shared blocks exactly.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadgen.sim.books import check
-from loadgen.sim.future import NextTurns
-from loadgen.sim.machine import Config, Costs, Machine
-from loadgen.sim.policies import SIMULATED_POLICIES
-from loadgen.sim.result import Result, summarize
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.sim.store import BrokenBooks
-from loadgen.sim.turn import TurnRecord
-from loadgen.workloads.workload import Conversation
+from reprise.loadgen.sim.books import check
+from reprise.loadgen.sim.future import NextTurns
+from reprise.loadgen.sim.machine import Config, Costs, Machine
+from reprise.loadgen.sim.policies import SIMULATED_POLICIES
+from reprise.loadgen.sim.result import Result, summarize
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.sim.store import BrokenBooks
+from reprise.loadgen.sim.turn import TurnRecord
+from reprise.loadgen.workloads.workload import Conversation
 
 __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate", "simulate_belady"]
 

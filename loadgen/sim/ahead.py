@@ -3,13 +3,13 @@
 import math
 from operator import attrgetter
 
-from cache.look_ahead import prefetch_window
-from loadgen.sim.disk import Disk
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.store import SimulatedStore
-from scheduler.line import Line
-from scheduler.queues.waiting_queue import WaitingQueue
-from scheduler.sequence import Sequence
+from reprise.cache.look_ahead import prefetch_window
+from reprise.loadgen.sim.disk import Disk
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.store import SimulatedStore
+from reprise.scheduler.line import Line
+from reprise.scheduler.queues.waiting_queue import WaitingQueue
+from reprise.scheduler.sequence import Sequence
 
 
 class SimulatedLookAhead:

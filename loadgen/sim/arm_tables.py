@@ -11,11 +11,11 @@ from typing import Any, cast, get_args
 
 from rich.table import Table
 
-from loadgen.codec import CodedKV
-from loadgen.sim import Config, Costs, Machine, presets, simulate_belady
-from loadgen.sim import simulate as run
-from loadgen.sim.machine import Truncation
-from loadgen.sim.policies import SIMULATED_POLICIES
+from reprise.loadgen.codec import CodedKV
+from reprise.loadgen.sim import Config, Costs, Machine, presets, simulate_belady
+from reprise.loadgen.sim import simulate as run
+from reprise.loadgen.sim.machine import Truncation
+from reprise.loadgen.sim.policies import SIMULATED_POLICIES
 
 DEFAULT = "lookahead"  # the server's own policy
 # The baselines neither look ahead for victims nor fetch ahead. Every other policy is simulated with fetches.

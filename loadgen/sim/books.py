@@ -1,8 +1,8 @@
 """Checks that bytes, counts and tokens add up at the end of a run."""
 
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.sim.store import BrokenBooks
-from loadgen.sim.turn import TurnRecord
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.sim.store import BrokenBooks
+from reprise.loadgen.sim.turn import TurnRecord
 
 
 def check(server: SimulatedServer) -> None:

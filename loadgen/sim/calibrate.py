@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from loadgen.sim.machine import Costs, Machine
+from reprise.loadgen.sim.machine import Costs, Machine
 
 _LINE = re.compile(r"^(reprise_\w+?)(?:\{([^}]*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

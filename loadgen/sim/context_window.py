@@ -2,9 +2,9 @@
 
 import math
 
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.store import SimulatedStore
-from loadgen.sim.turn import LiveSession, TurnRecord
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.store import SimulatedStore
+from reprise.loadgen.sim.turn import LiveSession, TurnRecord
 
 
 class ContextWindow:

@@ -3,13 +3,13 @@
 from collections.abc import Container, Hashable
 from heapq import heappop, heappush
 
-from cache.blocks.keys import BlockKey
-from cache.policies.lru import LruPolicy
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies.lru import LruPolicy
 
 
 class FirstComePolicy(LruPolicy):
-    """Ranks sessions by their first save. `cache.policies.fifo` instead gives a returning session a new place at the
-    end; of the two, this one comes closer to what AttentionStore publishes for FIFO."""
+    """Ranks sessions by their first save. `reprise.cache.policies.fifo` instead gives a returning session a new place
+    at the end; of the two, this one comes closer to what AttentionStore publishes for FIFO."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from cache.blocks.keys import BlockKey
-from cache.policies.belady import BeladyPolicy
-from loadgen.sim.turn import TurnRecord
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.policies.belady import BeladyPolicy
+from reprise.loadgen.sim.turn import TurnRecord
 
 
 class NextTurns:

@@ -1,13 +1,13 @@
 """Loads into HBM: what is found for a turn, and when it will be there. The link carries one load at a time."""
 
-from cache.stats import ResidencyValue
-from loadgen.sim.ahead import SimulatedLookAhead
-from loadgen.sim.context_window import ContextWindow
-from loadgen.sim.disk import Disk
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.remote import RemoteKV
-from loadgen.sim.store import SimulatedStore
-from loadgen.sim.turn import LiveTurn
+from reprise.cache.stats import ResidencyValue
+from reprise.loadgen.sim.ahead import SimulatedLookAhead
+from reprise.loadgen.sim.context_window import ContextWindow
+from reprise.loadgen.sim.disk import Disk
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.remote import RemoteKV
+from reprise.loadgen.sim.store import SimulatedStore
+from reprise.loadgen.sim.turn import LiveTurn
 
 
 class SimulatedLoads:

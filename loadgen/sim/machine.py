@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from loadgen.codec import RAW, CodedKV
+from reprise.loadgen.codec import RAW, CodedKV
 
 Truncation = Literal["decoupled", "coupled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The seconds that a pass of the model takes, in the terms of `scheduler.budgets.budget.StepCost`. A prompt's
-    tokens attend to their contexts (products counted in thousands: kilo pairs); a decode row reads its own context."""
+    """The seconds that a pass of the model takes, in the terms of `reprise.scheduler.budgets.budget.StepCost`. A
+    prompt's tokens attend to their contexts (products counted in thousands: kilo pairs); a decode row reads its own
+    context."""
 
     prefill_fixed_s: float  # least time of a pass over prompts, which reads the weights once
     s_per_token: float
@@ -87,8 +88,8 @@ class Config:
     """The server's configuration and the warm-up. The defaults are those of the AttentionStore paper."""
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
-    policy: str = "lookahead"  # a key of loadgen.sim.policies.SIMULATED_POLICIES
-    scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.queues.make_queue.make_queue` knows them
+    policy: str = "lookahead"  # a key of reprise.loadgen.sim.policies.SIMULATED_POLICIES
+    scheduler: str = "fcfs"  # fcfs | priority | car, as `reprise.scheduler.queues.make_queue.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (the paper's OF)

@@ -1,7 +1,7 @@
 """The server's eviction policies by name, and one more that the papers may have compared theirs with."""
 
-from cache.policies import POLICIES
-from cache.policies.eviction_policy import PolicyFactory
-from loadgen.sim.first_come import FirstComePolicy
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.loadgen.sim.first_come import FirstComePolicy
 
 SIMULATED_POLICIES: dict[str, PolicyFactory] = {**POLICIES, "first-come": lambda returns: FirstComePolicy()}

@@ -5,10 +5,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.sim.machine import Costs, Machine
-from loadgen.workloads import think
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, Turn, arrive
+from reprise.loadgen.sim.machine import Costs, Machine
+from reprise.loadgen.workloads import think
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, Turn, arrive
 
 _A100_FLOPS = 189e12
 _A100_BYTES_PER_S = 2e12  # from its data sheet

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from loadgen.measure.summary import Prices
-from loadgen.percentile import percentile
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.sim.turn import TurnRecord
+from reprise.loadgen.measure.summary import Prices
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.sim.turn import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,27 @@ import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from cache.stats import ResidencyValue
-from loadgen.sim.ahead import SimulatedLookAhead
-from loadgen.sim.context_window import ContextWindow
-from loadgen.sim.disk import Disk
-from loadgen.sim.future import ByNextTurn, NextTurns
-from loadgen.sim.loads import SimulatedLoads
-from loadgen.sim.machine import Config, Machine
-from loadgen.sim.policies import SIMULATED_POLICIES
-from loadgen.sim.remote import RemoteKV
-from loadgen.sim.store import SimulatedStore
-from loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
-from loadgen.virtual.greedy import greedy
-from loadgen.workloads.workload import Conversation
-from scheduler.ports import CacheView
-from scheduler.predictor import MaxTokensPredictor
-from scheduler.queues.make_queue import make_queue
-from scheduler.sequence import Sequence as QueuedSequence
+from reprise.cache.stats import ResidencyValue
+from reprise.loadgen.sim.ahead import SimulatedLookAhead
+from reprise.loadgen.sim.context_window import ContextWindow
+from reprise.loadgen.sim.disk import Disk
+from reprise.loadgen.sim.future import ByNextTurn, NextTurns
+from reprise.loadgen.sim.loads import SimulatedLoads
+from reprise.loadgen.sim.machine import Config, Machine
+from reprise.loadgen.sim.policies import SIMULATED_POLICIES
+from reprise.loadgen.sim.remote import RemoteKV
+from reprise.loadgen.sim.store import SimulatedStore
+from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
+from reprise.loadgen.virtual.greedy import greedy
+from reprise.loadgen.workloads.workload import Conversation
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.predictor import MaxTokensPredictor
+from reprise.scheduler.queues.make_queue import make_queue
+from reprise.scheduler.sequence import Sequence as QueuedSequence
 
 
 class _View:
-    """The part of `scheduler.ports.CacheView` that the queues use."""
+    """The part of `reprise.scheduler.ports.CacheView` that the queues use."""
 
     def __init__(self, server: "SimulatedServer") -> None:
         self._server = server

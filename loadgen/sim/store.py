@@ -9,12 +9,12 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.policies.eviction_policy import EvictionPolicy, PolicyFactory
-from cache.policies.lru import LruPolicy
-from cache.returns.return_times import ReturnTimes
-from loadgen.codec import RAW, CodedKV
-from scheduler.line import Line
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.policies.eviction_policy import EvictionPolicy, PolicyFactory
+from reprise.cache.policies.lru import LruPolicy
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.loadgen.codec import RAW, CodedKV
+from reprise.scheduler.line import Line
 
 TIERS = ("hbm", "dram", "disk")
 _TOLD = 3  # times the number of sessions that fit into an upper tier

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from loadgen.workloads.workload import Conversation
-from scheduler.sequence import Sequence
+from reprise.loadgen.workloads.workload import Conversation
+from reprise.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)

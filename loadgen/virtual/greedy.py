@@ -1,6 +1,6 @@
 """What a virtual request asks of the sampler: nothing but a length."""
 
-from scheduler.sequence import SamplingParams
+from reprise.scheduler.sequence import SamplingParams
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -1,8 +1,9 @@
 """The server without a model, a clock or bytes: the real scheduler and cache manager, tiers and steps that only take
 time. A seed decides everything, so a run that breaks an invariant is replayed by its seed.
 
-    python -m loadgen.virtual.simulation --seeds 10000           random small servers, invariants checked in every step
-    python -m loadgen.virtual.simulation --first 1234 --seeds 1  one of them again
+    python -m reprise.loadgen.virtual.simulation --seeds 10000           random small servers,
+                                                               invariants checked in every step
+    python -m reprise.loadgen.virtual.simulation --first 1234 --seeds 1  one of them again
 """
 
 import argparse
@@ -16,27 +17,27 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
-from cache.blocks.truncate import CutRules, reserved
-from cache.manager import CacheManager
-from cache.options import CacheOptions, Truncation
-from cache.policies import POLICIES
-from cache.policies.keep import BLOCK_SCORERS
-from cache.rates import Rates
-from cache.stats import ResidencyValue
-from cache.tiers.coded import split_dram
-from loadgen.virtual.greedy import greedy
-from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
-from loadgen.workloads.workload import Conversation, ConversationShape, poisson
-from scheduler.budgets.budget import StepCost, StepWork
-from scheduler.limits import SchedulerLimits
-from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from scheduler.queues.make_queue import WINDOWED, make_queue
-from scheduler.queues.waiting_queue import WaitingQueue
-from scheduler.queues.window import ShuffledWindow
-from scheduler.schedule import Chunk
-from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence, SequenceState
+from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from reprise.cache.blocks.truncate import CutRules, reserved
+from reprise.cache.manager import CacheManager
+from reprise.cache.options import CacheOptions, Truncation
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.rates import Rates
+from reprise.cache.stats import ResidencyValue
+from reprise.cache.tiers.coded import split_dram
+from reprise.loadgen.virtual.greedy import greedy
+from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
+from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
+from reprise.scheduler.budgets.budget import StepCost, StepWork
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.queues.waiting_queue import WaitingQueue
+from reprise.scheduler.queues.window import ShuffledWindow
+from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.scheduler import Scheduler
+from reprise.scheduler.sequence import Sequence, SequenceState
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 _MOST_STEPS = 100_000

@@ -5,9 +5,9 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.stored import ExtentInfo, RedisExtent
-from cache.moves import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent
+from reprise.cache.moves import (
     Deleted,
     DeleteExtents,
     DropRemote,
@@ -151,7 +151,7 @@ class VirtualTiers:
         if self._fails():
             self._push(end_s, Written(move.job_id, None, "io"))
             return
-        # `cache.blocks.stored.is_coded`
+        # `reprise.cache.blocks.stored.is_coded`
         extent_id = 2 * move.job_id + move.is_coded if self._coded_block_bytes else move.job_id
         extent = self._extents[extent_id] = ExtentInfo(extent_id, move.session, move.blocks, size)
         self._push(end_s, Written(move.job_id, extent, None))

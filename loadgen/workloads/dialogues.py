@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadgen.workloads.workload import Script, Turn
+from reprise.loadgen.workloads.workload import Script, Turn
 
 _CHARACTERS_PER_TOKEN = 4  # for English in common vocabularies
 

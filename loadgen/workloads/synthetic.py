@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loadgen.workloads.workload import Script, Turn
+from reprise.loadgen.workloads.workload import Script, Turn
 
 _NORMAL = NormalDist()
 

@@ -25,8 +25,8 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from loadgen.workloads.dialogues import open_text
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.workloads.dialogues import open_text
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 _MOONCAKE_BLOCK = 512
 _MOST_TOKENS = 1 << 30  # more in one request is a mistake

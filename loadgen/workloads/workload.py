@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from loadgen.workloads import filler_text
-from loadgen.workloads.think import ThinkTime
+from reprise.loadgen.workloads import filler_text
+from reprise.loadgen.workloads.think import ThinkTime
 
 
 @dataclass(frozen=True, slots=True)

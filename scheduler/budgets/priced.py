@@ -3,7 +3,7 @@ shorter steps cost those who wait for a first token."""
 
 import math
 
-from scheduler.budgets.budget import StepCost, StepWork
+from reprise.scheduler.budgets.budget import StepCost, StepWork
 
 _GAP_S = 24.0
 """A gap of g seconds between two tokens is as bad as g^2 / (2 * this) more seconds before a first one: readers are

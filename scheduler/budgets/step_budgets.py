@@ -1,12 +1,12 @@
 """What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
 
-from scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, TimeBudget, TokenBudget
-from scheduler.budgets.priced import PricedBudget
-from scheduler.limits import SchedulerLimits
-from scheduler.running_batch import RunningBatch
-from scheduler.schedule import Chunk, work_of
-from scheduler.tenants import Tenants
-from scheduler.waiting import Waiting
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, TimeBudget, TokenBudget
+from reprise.scheduler.budgets.priced import PricedBudget
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.running_batch import RunningBatch
+from reprise.scheduler.schedule import Chunk, work_of
+from reprise.scheduler.tenants import Tenants
+from reprise.scheduler.waiting import Waiting
 
 
 class StepBudgets:

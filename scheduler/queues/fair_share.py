@@ -4,10 +4,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from scheduler.line import Line
-from scheduler.ports import CacheView
-from scheduler.predictor import LengthPredictor
-from scheduler.sequence import Sequence
+from reprise.scheduler.line import Line
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.predictor import LengthPredictor
+from reprise.scheduler.sequence import Sequence
 
 _PER_STEP = 128  # requests in line for each step that their order may be out of date
 

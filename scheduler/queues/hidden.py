@@ -3,11 +3,11 @@ Departs from CaR's §III-B-1. The policy `car-hidden`, the default (docs/decisio
 
 from collections.abc import Sequence as Items
 
-from scheduler.budgets.budget import STALL_BUDGET_S
-from scheduler.ports import Residency
-from scheduler.queues.priority import Standing, Standings, standing, without_load
-from scheduler.queues.window import EntryOrder, ShuffledWindow
-from scheduler.sequence import Sequence
+from reprise.scheduler.budgets.budget import STALL_BUDGET_S
+from reprise.scheduler.ports import Residency
+from reprise.scheduler.queues.priority import Standing, Standings, standing, without_load
+from reprise.scheduler.queues.window import EntryOrder, ShuffledWindow
+from reprise.scheduler.sequence import Sequence
 
 
 def standing_if_exposed(residency: Residency) -> Standing:

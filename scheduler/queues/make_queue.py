@@ -2,13 +2,13 @@
 
 from functools import partial
 
-from scheduler.ports import CacheView
-from scheduler.predictor import LengthPredictor
-from scheduler.queues.fair_share import FairShare, cost_of
-from scheduler.queues.hidden import HiddenWindow, standing_if_exposed
-from scheduler.queues.priority import PriorityQueue, Standings, standing
-from scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
-from scheduler.queues.window import EntryOrder, ShuffledWindow
+from reprise.scheduler.ports import CacheView
+from reprise.scheduler.predictor import LengthPredictor
+from reprise.scheduler.queues.fair_share import FairShare, cost_of
+from reprise.scheduler.queues.hidden import HiddenWindow, standing_if_exposed
+from reprise.scheduler.queues.priority import PriorityQueue, Standings, standing
+from reprise.scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
+from reprise.scheduler.queues.window import EntryOrder, ShuffledWindow
 
 WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
 ORDERS = (*WINDOWED, "priority", "fcfs")

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Items
 from enum import IntEnum
 from typing import NamedTuple
 
-from scheduler.line import Line
-from scheduler.ports import CacheView, Residency
-from scheduler.queues.waiting_queue import FRONT
-from scheduler.sequence import Sequence
+from reprise.scheduler.line import Line
+from reprise.scheduler.ports import CacheView, Residency
+from reprise.scheduler.queues.waiting_queue import FRONT
+from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 4096  # contexts looked up per step: a tenth of a millisecond, however long histories are
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Protocol
 
-from scheduler.line import Line
-from scheduler.sequence import Sequence
+from reprise.scheduler.line import Line
+from reprise.scheduler.sequence import Sequence
 
 FRONT = 8  # where the order has no window, so many are told to the cache as the next
 

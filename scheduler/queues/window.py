@@ -6,9 +6,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.line import Line
-from scheduler.queues.priority import Standing, Standings, TransferClass
-from scheduler.sequence import Sequence
+from reprise.scheduler.line import Line
+from reprise.scheduler.queues.priority import Standing, Standings, TransferClass
+from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 1024  # of members, looked up again in a step: one at least
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from app.http.server import HttpServer
-from app.main import create_app
-from engine.messages import SchedulerState, Submit
+from reprise.app.http.server import HttpServer
+from reprise.app.main import create_app
+from reprise.engine.messages import SchedulerState, Submit
 from tests.app.fakes import STATS, FakeEngine, FakeStream, Script, make_settings
 
 IDLE = SchedulerState(

@@ -7,8 +7,8 @@ Prints its URL when it is ready, and at the end how it ended. Every answer is lo
 import sys
 from pathlib import Path
 
-from app.http.server import HttpServer
-from app.main import create_app
+from reprise.app.http.server import HttpServer
+from reprise.app.main import create_app
 from tests.app.fakes import FakeEngine, Script, make_settings
 
 

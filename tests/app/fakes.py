@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.main import create_app
-from app.settings.settings import Settings
-from engine.messages import (
+from reprise.app.main import create_app
+from reprise.app.settings.settings import Settings
+from reprise.engine.messages import (
     Adopt,
     ModelInfo,
     Output,
@@ -30,7 +30,7 @@ from engine.messages import (
     TokenLogprob,
     TokensBySource,
 )
-from engine.process.client import EngineFailed, EngineLost, EngineUnavailable
+from reprise.engine.process.client import EngineFailed, EngineLost, EngineUnavailable
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -190,7 +190,7 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """The interface of `engine.process.client.EngineClient`."""
+    """The interface of `reprise.engine.process.client.EngineClient`."""
 
     directory: Path
     script: Script = field(default_factory=Script)

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from app.errors import invalid_grammar
+from reprise.app.errors import invalid_grammar
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, on_loopback
 
 KEY = {"authorization": "Bearer sk-secret-1"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.main import create_app
-from app.state_dir import DamagedSecret, SecretKeeper, load_tenant_secret, read_tenant_secret, weakness
+from reprise.app.main import create_app
+from reprise.app.state_dir import DamagedSecret, SecretKeeper, load_tenant_secret, read_tenant_secret, weakness
 from tests.app.fakes import FakeEngine, make_settings, until
 
 

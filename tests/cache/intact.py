@@ -1,6 +1,6 @@
 import numpy as np
 
-from cache.storage.slab import Segments
+from reprise.cache.storage.slab import Segments
 
 
 def is_intact(slots: Segments, layer: int, slot: int) -> bool:

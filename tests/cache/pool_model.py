@@ -10,13 +10,13 @@ detected.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
-from cache.blocks.rows import PARKED
-from cache.blocks.stored import ExtentInfo, SessionRecord, is_coded
-from cache.blocks.table import BlockRow
-from cache.blocks.truncate import CutRules
-from cache.manager import CacheManager
-from cache.moves import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, is_coded
+from reprise.cache.blocks.table import BlockRow
+from reprise.cache.blocks.truncate import CutRules
+from reprise.cache.manager import CacheManager
+from reprise.cache.moves import (
     CapturePiece,
     CopyRows,
     Deleted,
@@ -38,12 +38,12 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from cache.options import CacheOptions, Truncation
-from cache.policies import POLICIES
-from cache.rates import Rates
-from cache.requests.context import LoadState, RequestContext
-from cache.requests.opening import ClientCut
-from scheduler.line import Line
+from reprise.cache.options import CacheOptions, Truncation
+from reprise.cache.policies import POLICIES
+from reprise.cache.rates import Rates
+from reprise.cache.requests.context import LoadState, RequestContext
+from reprise.cache.requests.opening import ClientCut
+from reprise.scheduler.line import Line
 
 EMPTY = -1
 GARBAGE = -2

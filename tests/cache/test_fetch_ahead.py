@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.moves import FetchBlocks
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.moves import FetchBlocks
 from tests.cache.pool_model import PoolModel, make_manager
 
 PAGES = 8

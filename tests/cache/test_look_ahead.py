@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import look_ahead as ahead
-from cache.blocks.rows import ContextRows
-from cache.look_ahead import LookAhead, prefetch_window
-from cache.requests.running import Requests
-from cache.returns.regulars import Regulars
-from cache.returns.return_times import ReturnTimes
-from cache.returns.succession import Succession
-from scheduler.line import Line
+from reprise.cache import look_ahead as ahead
+from reprise.cache.blocks.rows import ContextRows
+from reprise.cache.look_ahead import LookAhead, prefetch_window
+from reprise.cache.requests.running import Requests
+from reprise.cache.returns.regulars import Regulars
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.cache.returns.succession import Succession
+from reprise.scheduler.line import Line
 from tests.cache.test_rates import make_rates
 
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.policies import POLICIES
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.policies import POLICIES
 from tests.cache.pool_model import PoolModel, make_manager
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]

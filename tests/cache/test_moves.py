@@ -1,4 +1,4 @@
-from cache.moves import AbandonLoad, Orders, ReleaseLoad
+from reprise.cache.moves import AbandonLoad, Orders, ReleaseLoad
 
 
 def test_moves_are_taken_once_in_the_order_of_the_decisions():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.rates import LoadProgress, Rates, deadline_s
-from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
+from reprise.cache.rates import LoadProgress, Rates, deadline_s
+from reprise.cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 
 MB = 1_000_000
 

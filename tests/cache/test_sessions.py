@@ -2,7 +2,7 @@
 
 import random
 
-from cache.moves import PutSession, WriteExtent
+from reprise.cache.moves import PutSession, WriteExtent
 from tests.cache.pool_model import PoolModel, make_manager
 
 NAME = ("", "", "s")

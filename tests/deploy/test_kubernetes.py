@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from app.http.middleware import OPEN_PATHS
-from app.settings.settings import load_settings
-from fleet.secrets import make_secrets
+from reprise.app.http.middleware import OPEN_PATHS
+from reprise.app.settings.settings import load_settings
+from reprise.fleet.secrets import make_secrets
 from tests.docker.test_fleet_compose import SERVICES
 from tests.docker.test_one_server import image_environment
 

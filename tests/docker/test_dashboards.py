@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.gateway.metrics import Metrics as GatewayMetrics
+from reprise.fleet.gateway.metrics import Metrics as GatewayMetrics
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, FakeEngine, in_process, make_settings, write_tokenizer
 from tests.docker.queries import ALERTS, ALERTS_TEST, DOCKER, FLEET, SERVER, alerts, labels_in, names_in, panels, shown

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from app.settings.settings import load_settings
-from fleet.secrets import RAY_PASSWORD, RAY_TOKEN, make_secrets
+from reprise.app.settings.settings import load_settings
+from reprise.fleet.secrets import RAY_PASSWORD, RAY_TOKEN, make_secrets
 from tests.docker.test_one_server import DOCKER, image_environment
 
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text(encoding="utf-8"))[

@@ -172,12 +172,14 @@ def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def copy_sources(tree: Path) -> None:
-    """Copy what travels to the builder, and the container files."""
+    """Copy what travels to the builder, links as links, and the container files."""
     sent = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name in (*sent, "docker", ".dockerignore"):
         source, target = ROOT / name, tree / name
         if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, target, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy2(source, target)
 

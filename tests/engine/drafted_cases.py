@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from engine.build import page_dtype
-from engine.step import drafter
-from engine.step.drafts import Candidate
-from kernels.cpu.available import decode_kernels, flash_kernels, product_kernels
+from reprise.engine.build import page_dtype
+from reprise.engine.step import drafter
+from reprise.engine.step.drafts import Candidate
+from reprise.kernels.cpu.available import decode_kernels, flash_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model
 

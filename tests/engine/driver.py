@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import torch
 
-from cache.blocks.rows import PARKED
-from engine.build.engine import build_engine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.messages import (
+from reprise.cache.blocks.rows import PARKED
+from reprise.engine.build.engine import build_engine
+from reprise.engine.config import EngineConfig
+from reprise.engine.engine import Engine
+from reprise.engine.messages import (
     Output,
     Submit,
     Timings,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.hf_model import attention_implementation
+from reprise.engine.model.hf_model import attention_implementation
 
 WINDOW = 24  # of every sliding window here: smaller than a page, and than most texts
 VOCAB = 199

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.cpu.optimise import Optimised, optimise_for_cpu
-from engine.model.hf_model import KvSink, ModelRunner, prepare
-from engine.model.pages import make_pages
-from engine.model.probe import KvShape, ProbeResult, probe
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import AttentionBackend, KvPages
-from kernels.kv_copy import gather_rows
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.cpu.optimise import Optimised, optimise_for_cpu
+from reprise.engine.model.hf_model import KvSink, ModelRunner, prepare
+from reprise.engine.model.pages import make_pages
+from reprise.engine.model.probe import KvShape, ProbeResult, probe
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages
+from reprise.kernels.kv_copy import gather_rows
 from tests.engine.models import CPU, copied, random_ids
 from tests.engine.raw_codec import RawCodec, Segment
 

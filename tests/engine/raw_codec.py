@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages
-from kernels.kv_copy import write_rows
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.kv_copy import write_rows
 
 Rotate = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, k_plain [tokens, kv_heads, k_dim], positions [tokens]) -> keys as the model would cache them there."""

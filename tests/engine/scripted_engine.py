@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-import engine.process.loop
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.messages import (
+import reprise.engine.process.loop
+from reprise.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from reprise.engine.messages import (
     Adopt,
     Head,
     ModelInfo,
@@ -29,8 +29,8 @@ from engine.messages import (
     Timings,
     TokensBySource,
 )
-from engine.process.loop import StepEngine
-from scheduler.sequence import SamplingParams
+from reprise.engine.process.loop import StepEngine
+from reprise.scheduler.sequence import SamplingParams
 
 REPORT = TokensBySource(
     prompt_tokens=3,
@@ -392,6 +392,6 @@ def build(config: EngineConfig, go_on: Callable[[], None]) -> StepEngine | Refus
 
 
 if __name__ == "__main__":
-    engine.process.loop.CLOSE_S = 0.5
-    engine.process.loop.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
-    sys.exit(engine.process.loop.run(build))
+    reprise.engine.process.loop.CLOSE_S = 0.5
+    reprise.engine.process.loop.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
+    sys.exit(reprise.engine.process.loop.run(build))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cache.moves import FillFromPage
-from engine.codec.activation import KvProjection
-from engine.model.loading import ModelRefused
+from reprise.cache.moves import FillFromPage
+from reprise.engine.codec.activation import KvProjection
+from reprise.engine.model.loading import ModelRefused
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.transfer.loader import Loader
+from reprise.cache.transfer.loader import Loader
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
 from tests.engine.test_coded_tiers import codec_of, make, random_calibration_text, turn

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cache.blocks.keys import salt_of, token_bytes
-from cache.blocks.stored import is_coded
-from cache.moves import EncodeBlocks, WriteExtent
+from reprise.cache.blocks.keys import salt_of, token_bytes
+from reprise.cache.blocks.stored import is_coded
+from reprise.cache.moves import EncodeBlocks, WriteExtent
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
@@ -40,7 +40,7 @@ def vanilla() -> Any:
 @pytest.fixture(autouse=True)
 def random_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [torch.tensor(random_ids(320, seed)) for seed in range(6)]
-    monkeypatch.setattr("engine.codec.text.calibration_text", lambda _: (texts[:3], texts[3:]))
+    monkeypatch.setattr("reprise.engine.codec.text.calibration_text", lambda _: (texts[:3], texts[3:]))
 
 
 @pytest.fixture
@@ -298,12 +298,12 @@ def test_engines_of_one_calibration_share_coded_kv_in_redis(path, tmp_path, redi
 
 def test_a_calibration_is_made_once(make, monkeypatch):
     make()
-    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    monkeypatch.setattr("reprise.engine.codec.calibration.calibrate", lambda *_, **__: pytest.fail("calibrated again"))
     make()
 
 
 def test_a_budget_that_cannot_be_kept_leaves_kv_raw_and_says_so(make, monkeypatch):
-    monkeypatch.setattr("engine.codec.calibration.calibrate", lambda *_, **__: None)
+    monkeypatch.setattr("reprise.engine.codec.calibration.calibrate", lambda *_, **__: None)
     driver = make()
     assert any("stays raw" in warning for warning in driver.engine.model.warnings)
     turn(driver, "1", random_ids(HISTORY, 1))

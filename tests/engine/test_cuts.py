@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cache.blocks.context import SessionContext
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import apply_cuts
-from cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.blocks.context import SessionContext
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import apply_cuts
+from reprise.cache.policies.keep import BLOCK_SCORERS
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import random_ids, save_tiny
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.step import drafter
-from engine.step.sampler import BadLogits, Sampler
+from reprise.engine.step import drafter
+from reprise.engine.step.sampler import BadLogits, Sampler
 from tests.app.fakes import write_tokenizer
 from tests.engine.drafted_cases import Pair, all_of_them, arms, measure_nothing, save_model
 from tests.engine.driver import Driver

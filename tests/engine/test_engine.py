@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import BACKENDS
-from kernels.attention.torch_cpu import TorchAttention
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver, assert_greedy, generate
 from tests.engine.models import RARE, VOCAB, random_ids, save_tiny, tiny_model, vanilla_logits
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cache.moves import FillFromPage
-from engine.build import page_dtype
-from engine.model.loading import ModelRefused
-from kernels.cpu.available import decode_kernels, dots_of_pairs
+from reprise.cache.moves import FillFromPage
+from reprise.engine.build import page_dtype
+from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import random_ids, save_tiny
 

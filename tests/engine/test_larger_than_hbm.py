@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.rows import PARKED
-from cache.requests.context import RequestContext
-from engine.model.loading import ModelRefused
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.requests.context import RequestContext
+from reprise.engine.model.loading import ModelRefused
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import VOCAB, random_ids, save_tiny
 

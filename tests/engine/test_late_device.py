@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.transfer import transfer
-from engine.model.batch import BatchInput
+from reprise.cache.transfer import transfer
+from reprise.engine.model.batch import BatchInput
 from tests.cache.transfer.scrambled_streams import ScrambledStreams
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import VOCAB, family_model

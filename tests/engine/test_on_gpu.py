@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.step.compute import Computed
+from reprise.engine.step.compute import Computed
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model
 

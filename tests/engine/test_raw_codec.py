@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
 from tests.engine.raw_codec import RawCodec, Segment, SegmentKey
 
 HEADS, K_DIM, V_DIM, PAGES, SIZE = 2, 8, 6, 4, 8

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cache.blocks.keys import salt_of
-from engine.build.model import load
-from engine.model.loading import ModelRefused
-from kernels.cpu.available import decode_kernels, dots_of_pairs
-from kernels.selectors import SELECTORS
+from reprise.cache.blocks.keys import salt_of
+from reprise.engine.build.model import load
+from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
+from reprise.kernels.selectors import SELECTORS
 from tests.engine.driver import Driver, config
 from tests.engine.models import random_ids
 

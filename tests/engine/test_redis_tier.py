@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages import Adopt, Head, SessionReply, SessionRequest
+from reprise.engine.messages import Adopt, Head, SessionReply, SessionRequest
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
@@ -228,7 +228,7 @@ def test_what_is_loaded_stays_for_another_time_to_live(make: Make, redis_server:
 def test_a_session_that_is_always_served_at_home_stays_in_redis(
     make: Make, vanilla: Any, redis_server: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache.tiers.redis._RENEW_S", 0.0)
+    monkeypatch.setattr("reprise.cache.tiers.redis._RENEW_S", 0.0)
     home, other = make(), make()
     text = turn(home, "a", random_ids(HISTORY, 1)).text
     last_head(home)

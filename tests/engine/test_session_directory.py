@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages import SessionReply, SessionRequest
+from reprise.engine.messages import SessionReply, SessionRequest
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cache.storage.extent_format import aligned, header_size
+from reprise.cache.storage.extent_format import aligned, header_size
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import random_ids, save_tiny
 

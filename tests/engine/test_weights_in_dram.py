@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import WeightsConfig
-from engine.model.loading import ModelRefused
+from reprise.engine.config import WeightsConfig
+from reprise.engine.model.loading import ModelRefused
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny
 

@@ -1,13 +1,13 @@
-"""Runs a real engine inside the event loop, in the place of `engine.process.client.EngineClient`."""
+"""Runs a real engine inside the event loop, in the place of `reprise.engine.process.client.EngineClient`."""
 
 import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
-from engine.build.engine import build_engine
-from engine.messages import Output, SessionReply, SessionRequest, Submit
-from engine.process.stream import OutputStream
+from reprise.engine.build.engine import build_engine
+from reprise.engine.messages import Output, SessionReply, SessionRequest, Submit
+from reprise.engine.process.stream import OutputStream
 from tests.engine.driver import config
 
 

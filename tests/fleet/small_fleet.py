@@ -13,11 +13,11 @@ from unittest.mock import patch
 import httpx
 from starlette.types import ASGIApp
 
-from app.http.bounded_server import BoundedServer
-from app.main import create_app
-from app.settings.settings import Settings
-from fleet.directory import Directory
-from fleet.gateway import server as gateway_server
+from reprise.app.http.bounded_server import BoundedServer
+from reprise.app.main import create_app
+from reprise.app.settings.settings import Settings
+from reprise.fleet.directory import Directory
+from reprise.fleet.gateway import server as gateway_server
 from tests.app.fakes import FakeEngine, Running, make_settings, until, write_tokenizer
 from tests.redis_servers import RedisServer
 
@@ -81,7 +81,7 @@ async def small_fleet(
 
 
 def secret_of(path: Path) -> bytes:
-    from app.state_dir import load_tenant_secret
+    from reprise.app.state_dir import load_tenant_secret
 
     return load_tenant_secret(path.parent, path)
 

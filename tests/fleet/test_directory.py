@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet import directory as directory_module
-from fleet.directory import (
+from reprise.fleet import directory as directory_module
+from reprise.fleet.directory import (
     Directory,
     DirectoryFlushed,
     DirectoryFull,
     DirectoryUnavailable,
     Foreign,
 )
-from fleet.keys import SessionName
-from fleet.records import Commit, Committed, Heartbeat, Outcome, Place
+from reprise.fleet.keys import SessionName
+from reprise.fleet.records import Commit, Committed, Heartbeat, Outcome, Place
 from tests.redis_servers import RedisServer, redis_server
 
 SECRET = bytes(range(32))
@@ -190,7 +190,7 @@ async def test_a_session_whose_claimer_waits_while_it_is_deleted_and_begun_anew_
 
 
 async def test_deletions_that_were_trimmed_show(server, monkeypatch):
-    monkeypatch.setattr("fleet.directory.MAX_FORGOTTEN", 2)
+    monkeypatch.setattr("reprise.fleet.directory.MAX_FORGOTTEN", 2)
     async with fleet(server, "a") as (a,):
         epochs = [(await a.forget("alice", f"chat {n}")).epoch for n in range(3)]
         assert not (await a.beat(heartbeat("a"), since=0)).reaches_back
@@ -352,7 +352,7 @@ async def test_nothing_of_a_session_that_is_not_pinned_any_more_stays_for_ever(s
 
 
 async def test_rows_that_are_sent_again_take_no_room(server, monkeypatch):
-    monkeypatch.setattr("fleet.directory.MAX_TRANSCRIPT_BYTES", 5000)
+    monkeypatch.setattr("reprise.fleet.directory.MAX_TRANSCRIPT_BYTES", 5000)
     async with fleet(server, "a") as (a,):
         epoch = (await claim(a)).epoch
         rows = {b"%d" % n: bytes(1000) for n in range(4)}
@@ -362,7 +362,7 @@ async def test_rows_that_are_sent_again_take_no_room(server, monkeypatch):
 
 
 async def test_what_leads_to_a_session_is_bounded_and_leaves_with_it(server, monkeypatch):
-    monkeypatch.setattr("fleet.directory.MAX_CHAINS", 3)
+    monkeypatch.setattr("reprise.fleet.directory.MAX_CHAINS", 3)
     async with fleet(server, "a") as (a,):
         held = await claim(a)
         for n in range(5):

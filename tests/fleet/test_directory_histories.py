@@ -31,9 +31,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fleet.directory import Directory, DirectoryFlushed
-from fleet.keys import SessionName
-from fleet.records import FIRST_EPOCH, Commit, Forgotten, Outcome
+from reprise.fleet.directory import Directory, DirectoryFlushed
+from reprise.fleet.keys import SessionName
+from reprise.fleet.records import FIRST_EPOCH, Commit, Forgotten, Outcome
 from tests.fleet.test_directory import MODEL, SECRET, heartbeat
 from tests.redis_servers import RedisServer, redis_server
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.turn.prepare import session_id_of as id_of_the_app
-from engine.messages import salt_of
-from fleet.identify import (
+from reprise.app.turn.prepare import session_id_of as id_of_the_app
+from reprise.engine.messages import salt_of
+from reprise.fleet.identify import (
     MAX_ANSWERS,
     TurnBody,
     choices_of,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.keys import BadSeal, Keys, SessionName
+from reprise.fleet.keys import BadSeal, Keys, SessionName
 
 SECRET = bytes(range(32))
 NAMES = st.builds(SessionName, tenant=st.text(max_size=4), session_id=st.text(max_size=4), salt=st.text(max_size=4))

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet.identify import conversation_of, read_body
-from fleet.keys import SessionName
+from reprise.fleet.identify import conversation_of, read_body
+from reprise.fleet.keys import SessionName
 from tests.app.fakes import Running, until
 from tests.fleet.small_fleet import CHAT, SmallFleet, chat, small_fleet
 from tests.redis_servers import RedisServer, redis_server

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet.load import ROOMY_S, counted, load_of
+from reprise.fleet.load import ROOMY_S, counted, load_of
 from tests.app.fakes import STATS, model_info
 
 MODEL_FIELDS = {"kv_bytes_per_token": 1000}

@@ -1,9 +1,9 @@
 """A gateway's table, with a directory that answers or does not."""
 
-from fleet.directory import DirectoryUnavailable
-from fleet.members import Members
-from fleet.records import Heartbeat, Member, Roll
-from fleet.routing import STALE_S, Beat, FleetView
+from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.members import Members
+from reprise.fleet.records import Heartbeat, Member, Roll
+from reprise.fleet.routing import STALE_S, Beat, FleetView
 
 LOAD = Beat(wait_s=0.0, s_per_token=0.001, s_per_kilo_pair=0.0, kv_bytes_per_token=100.0)
 

@@ -3,7 +3,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.outbox import Outbox, Unsent
+from reprise.fleet.outbox import Outbox, Unsent
 
 
 def unsent(session_id: str = "chat", **changes: Any) -> Unsent:

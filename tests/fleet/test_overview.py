@@ -2,10 +2,10 @@
 
 import pytest
 
-from fleet.members import Members
-from fleet.overview import overview, state_of
-from fleet.records import Heartbeat
-from fleet.routing import STALE_S, FleetView
+from reprise.fleet.members import Members
+from reprise.fleet.overview import overview, state_of
+from reprise.fleet.records import Heartbeat
+from reprise.fleet.routing import STALE_S, FleetView
 from tests.fleet.gateway.harness import LOAD, FakeDirectory
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet import protocol
-from fleet.protocol import (
+from reprise.fleet import protocol
+from reprise.fleet.protocol import (
     BadEnvelope,
     BadFrame,
     Forged,

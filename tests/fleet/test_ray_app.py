@@ -119,7 +119,15 @@ def ray_fleet(directory: Path, *flags: str, **settings: Any) -> Iterator[RayFlee
         own["REPRISE_CACHE__DISK_DIR"] = str(directory / "state")
         port = free_port()
         shared = {**SMALL, "model.source": "bundled", "server.drain_s": 5, "fleet.redis_url": redis.url, **settings}
-        command = [sys.executable, "-c", "from app.cli.program import main; main()", "fleet", "up", "--port", str(port)]
+        command = [
+            sys.executable,
+            "-c",
+            "from reprise.app.cli.program import main; main()",
+            "fleet",
+            "up",
+            "--port",
+            str(port),
+        ]
         command += [*flags, *(word for name, value in shared.items() for word in (f"--{name}", str(value)))]
         with (directory / "log").open("wb") as sink:
             process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=sink, stderr=subprocess.STDOUT)

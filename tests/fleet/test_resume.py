@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from fleet.protocol import (
+from reprise.fleet.protocol import (
     FRAMED,
     RELAY_HEADER,
     RESUME_HEADER,

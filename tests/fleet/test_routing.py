@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, builds, dictionaries, floats, integers, lists, none, sampled_from, tuples
 
-from fleet.routing import (
+from reprise.fleet.routing import (
     MOST_ASSIGNMENTS,
     STALE_S,
     Beat,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import builds, floats, integers, just, lists
 
-from fleet.scaling import WINDOW_S, Limits, Signals, WaitWindow, predicted_wait_s, wanted
+from reprise.fleet.scaling import WINDOW_S, Limits, Signals, WaitWindow, predicted_wait_s, wanted
 
 SHARES = floats(0, 1)
 SIGNALS = builds(

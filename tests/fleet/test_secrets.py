@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from app.cli.fleet_command import cli
-from app.settings.settings import load_settings
-from app.state_dir import load_tenant_secret
-from app.tenancy.configured_keys import make_keyring
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.keys import SessionName
-from fleet.records import Commit, Heartbeat, Place
-from fleet.secrets import RAY_PASSWORD, SecretsExist, make_secrets
+from reprise.app.cli.fleet_command import cli
+from reprise.app.settings.settings import load_settings
+from reprise.app.state_dir import load_tenant_secret
+from reprise.app.tenancy.configured_keys import make_keyring
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
+from reprise.fleet.records import Commit, Heartbeat, Place
+from reprise.fleet.secrets import RAY_PASSWORD, SecretsExist, make_secrets
 from tests.redis_servers import RedisServer, redis_server
 
 NAME = SessionName("alice", "a chat")

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from app.tenancy.keyring import digest_of
-from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, response_digest
-from fleet.keys import SessionName
-from fleet.protocol import COUNTED_HEADER, RELAY_HEADER, RESUME_HEADER
+from reprise.app.tenancy.keyring import digest_of
+from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, response_digest
+from reprise.fleet.keys import SessionName
+from reprise.fleet.protocol import COUNTED_HEADER, RELAY_HEADER, RESUME_HEADER
 from tests.app.fakes import Running
 from tests.fleet.small_fleet import CHAT, SmallFleet, bearer, chat, small_fleet
 from tests.redis_servers import RedisServer, redis_server

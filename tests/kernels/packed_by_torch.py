@@ -1,9 +1,9 @@
-"""What `kernels.triton_packed` computes, by torch's own operations."""
+"""What `reprise.kernels.triton_packed` computes, by torch's own operations."""
 
 import torch
 from torch import Tensor
 
-from kernels.packed_rows import PackedRows, unpacked
+from reprise.kernels.packed_rows import PackedRows, unpacked
 
 MOST_ROWS = 64
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.packed import ZERO, Codes
+from reprise.kernels.packed import ZERO, Codes
 
 Form = tuple[int, int, bool]
 """bits, inputs of a group, whether there are lows"""

@@ -1,9 +1,9 @@
-"""What `kernels.triton_rows` computes, by torch's own operations, which round as the kernels do."""
+"""What `reprise.kernels.triton_rows` computes, by torch's own operations, which round as the kernels do."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kv_copy import write_rows
+from reprise.kernels.kv_copy import write_rows
 
 
 def takes_norm(columns: int) -> bool:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import BACKENDS
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import (
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import (
     AttentionBackend,
     AttentionMeta,
     AttentionParams,
@@ -26,7 +26,7 @@ from kernels.attention.ragged_batch import (
     BackendUnavailable,
     KvPages,
 )
-from kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.int8_rows import pack_rows, unpack_rows
 from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
 
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
@@ -300,8 +300,9 @@ def test_the_oracle_reads_the_kv_head_of_the_group():
 
 def test_listing_the_backends_loads_nothing():
     script = (
-        "import sys, kernels.attention as a; print(sorted(a.BACKENDS), 'triton' in sys.modules, "
-        "[m for m in sys.modules if m.startswith('kernels.attention.') and m != 'kernels.attention.ragged_batch'])"
+        "import sys, reprise.kernels.attention as a; print(sorted(a.BACKENDS), 'triton' in sys.modules, "
+        "[m for m in sys.modules if m.startswith('reprise.kernels.attention.') "
+        "and m != 'reprise.kernels.attention.ragged_batch'])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
@@ -331,7 +332,7 @@ def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_pat
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from kernels.attention.triton_paged import _attend, _merge
+    from reprise.kernels.attention.triton_paged import _attend, _merge
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
@@ -362,7 +363,7 @@ def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_pat
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_registers_suffice_for_heads_of_128(capability, rows, monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    from kernels.attention.triton_paged import _attend, _warps
+    from reprise.kernels.attention.triton_paged import _attend, _warps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
-from kernels.block_writer import BlockWriter, block_writer
-from kernels.cpu.available import decode_kernels, load_kernels
-from kernels.int8_rows import packed_width
-from kernels.kv_copy import write_rows
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.block_writer import BlockWriter, block_writer
+from reprise.kernels.cpu.available import decode_kernels, load_kernels
+from reprise.kernels.int8_rows import packed_width
+from reprise.kernels.kv_copy import write_rows
 
 ROWS = 32  # of a block
 needs_numba = pytest.mark.skipif(load_kernels() is None, reason="no numba here")
@@ -177,7 +177,7 @@ def test_other_types_go_another_way() -> None:
 
 
 def test_without_kernels_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kernels.cpu.load", None)
+    monkeypatch.setitem(sys.modules, "reprise.kernels.cpu.load", None)
     assert load_kernels.__wrapped__() is None
 
 

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kernels import checksums as module
-from kernels.checksums import checksums
+from reprise.kernels import checksums as module
+from reprise.kernels.checksums import checksums
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import draws
-from kernels.draws import MOST_LIKELY, NO_KEY, Survey
+from reprise.kernels import draws
+from reprise.kernels.draws import MOST_LIKELY, NO_KEY, Survey
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernel_in_tritons_interpreter")
@@ -15,7 +15,7 @@ SHAPES = [(3, 40, 1.0), (2, 5000, 3.0), (2, 2500, 0.0), (2, 4100, 12.0)]
 
 
 def surveyed(device: str, rows: int, vocab: int, spread: float) -> None:
-    from kernels.triton_draws import survey
+    from reprise.kernels.triton_draws import survey
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab, generator=generator) * spread).to(device)
@@ -61,7 +61,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_draws import _TILE, _survey
+    from reprise.kernels.triton_draws import _TILE, _survey
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("starts_ptr", "keys_ptr", "counts_ptr", "ids_ptr"), "*i64")

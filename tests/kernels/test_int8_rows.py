@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.available import load_kernels
-from kernels.int8_rows import LEVELS, SCALE_BYTES, pack_rows, packed_width, unpack_rows
-from kernels.kv_copy import gather_rows, read_rows, write_rows
-from kernels.views import as_bits
+from reprise.kernels.cpu.available import load_kernels
+from reprise.kernels.int8_rows import LEVELS, SCALE_BYTES, pack_rows, packed_width, unpack_rows
+from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
+from reprise.kernels.views import as_bits
 
 ODD = [0.0, -0.0, 1e-40, -3e-39, 1.2e-38, 5e-37, 1e38, 3.3e38, math.inf, -math.inf, math.nan]
 
@@ -72,7 +72,7 @@ def test_pages_of_int8_take_numbers_and_bytes() -> None:
 @settings(deadline=None, max_examples=200)
 @given(heads())
 def test_compiled_code_makes_the_same_bytes(rows: Tensor) -> None:
-    from kernels.cpu import int8_rows
+    from reprise.kernels.cpu import int8_rows
 
     compiled: Any = int8_rows
     wanted = pack_rows(rows)

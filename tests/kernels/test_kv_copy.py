@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.kv_copy import copy_rows, gather_rows, write_rows
+from reprise.kernels.kv_copy import copy_rows, gather_rows, write_rows
 
 PAGES, PAGE_SIZE = 4, 3
 SLOTS = st.lists(st.integers(0, PAGES * PAGE_SIZE - 1), unique=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.packed import ZERO, Codes, pack, unpack, unpack_codes, unpack_rows
+from reprise.kernels.packed import ZERO, Codes, pack, unpack, unpack_codes, unpack_rows
 from tests.kernels.packed_weights import FORMS, Form, random_codes, truth
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.packed import pack, unpack
-from kernels.packed_rows import by_rows, joined, unpacked
+from reprise.kernels.packed import pack, unpack
+from reprise.kernels.packed_rows import by_rows, joined, unpacked
 from tests.kernels.packed_weights import FORMS, Form, random_codes, truth
 
 CPU = torch.device("cpu")

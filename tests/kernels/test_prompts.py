@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.prompts import PromptAttention, prompt_attention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.prompts import PromptAttention, prompt_attention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 PARAMS = AttentionParams(scale=0.3, window=None, softcap=None, sinks=None)
 # query rows and context of each sequence: no history, a history that ends within a page, one row

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels.row_copies
-from kernels.row_copies import copy_into_blocks, save_kernels
+import reprise.kernels.row_copies
+from reprise.kernels.row_copies import copy_into_blocks, save_kernels
 
 BLOCKS, ROWS, HEADS = 4, 8, 2
 DIMS = (3, 16, 40)  # of the targets
@@ -42,7 +42,7 @@ def test_what_it_cannot_copy_is_left_to_others(monkeypatch):
     target, pieces = torch.zeros(BLOCKS, ROWS, HEADS, 4), np.array([[0, 0, 0, 0, 2]])
     scattered = torch.ones(4, 2 * HEADS, 4)[:, ::2]
     assert not copy_into_blocks([target], [[scattered]], pieces)
-    monkeypatch.setattr(kernels.row_copies, "save_kernels", lambda: None)
+    monkeypatch.setattr(reprise.kernels.row_copies, "save_kernels", lambda: None)
     assert not copy_into_blocks([target], [[torch.ones(4, HEADS, 4)]], pieces)
     assert not target.any()
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.attention.running_softmax import RunningSoftmax
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.running_softmax import RunningSoftmax
 
 PAGE, HEADS, KV_HEADS, K_DIM, V_DIM = 32, 4, 2, 16, 8
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
-from kernels.block_writer import block_writer
-from kernels.kv_copy import write_rows
-from kernels.row_copies import copy_into_blocks
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.block_writer import block_writer
+from reprise.kernels.kv_copy import write_rows
+from reprise.kernels.row_copies import copy_into_blocks
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
@@ -77,8 +77,8 @@ def blocks_written(
 @in_interpreter
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_writes_blocks_into_pages(shape: tuple[int, int, int, int]) -> None:
-    from kernels import triton_copies
-    from kernels.block_writer import _CudaWriter
+    from reprise.kernels import triton_copies
+    from reprise.kernels.block_writer import _CudaWriter
 
     # The interpreter rounds float16 as the device does, bf16 it cuts off.
     blocks_written("cpu", shape, lambda pages: _CudaWriter(triton_copies, pages, ROWS), torch.float16)
@@ -116,7 +116,7 @@ def expected_of(memory: list[Tensor], sources: list[list[Tensor]], pieces: np.nd
 @in_interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_copies_rows_by_addresses(dtype: torch.dtype) -> None:
-    from kernels import triton_copies
+    from reprise.kernels import triton_copies
 
     memory, sources, pieces = some_rows("cpu", dtype)
     copies = [
@@ -155,7 +155,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_copies import _LINES, _copy_rows, _write_blocks
+    from reprise.kernels.triton_copies import _LINES, _copy_rows, _write_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pointers = {"blocks_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")}

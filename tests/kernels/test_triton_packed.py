@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.packed import pack
-from kernels.packed_rows import by_rows
+from reprise.kernels.packed import pack
+from reprise.kernels.packed_rows import by_rows
 from tests.kernels import packed_by_torch
 from tests.kernels.packed_weights import FORMS, Form, random_codes
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 def multiplied(device: str, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Beyond x and what is added lies NaN, which nobody may read."""
-    from kernels.triton_packed import product, shares
+    from reprise.kernels.triton_packed import product, shares
 
     rows, outputs, inputs = shape
     weight = by_rows(pack(random_codes(form, outputs, inputs, seed=rows)), torch.device(device))
@@ -43,7 +43,7 @@ def multiplied(device: str, form: Form, shape: tuple[int, int, int], dtype: torc
 
 
 def unpacks(device: str, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    from kernels.triton_packed import unpack
+    from reprise.kernels.triton_packed import unpack
 
     rows, outputs, inputs = shape
     weight = by_rows(pack(random_codes(form, outputs, inputs, seed=rows)), torch.device(device))
@@ -81,7 +81,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_packed import _STAGES, _WARPS, _product, _sum, _unpack
+    from reprise.kernels.triton_packed import _STAGES, _WARPS, _product, _sum, _unpack
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plain = {"has_bias": False, "adds": True, "tile_outputs": 64}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from engine.model import hf_model
+from reprise.engine.model import hf_model
 from tests.kernels import rows_by_torch
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
@@ -22,7 +22,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 def turned(device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    from kernels.triton_rows import turn_halves
+    from reprise.kernels.triton_rows import turn_halves
 
     tokens, heads, dims, turns = shape
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def turned(device: str, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 
 
 def normed(device: str, width: int, dtype: torch.dtype) -> None:
-    from kernels.triton_rows import norm
+    from reprise.kernels.triton_rows import norm
 
     torch.manual_seed(0)
     theirs = LlamaRMSNorm(width, eps=1e-5).to(dtype).to(device)
@@ -44,7 +44,7 @@ def normed(device: str, width: int, dtype: torch.dtype) -> None:
 
 
 def sum_normed(device: str, width: int, dtype: torch.dtype) -> None:
-    from kernels.triton_rows import add_norm
+    from reprise.kernels.triton_rows import add_norm
 
     torch.manual_seed(0)
     x, added = ((3 * torch.randn(7, width)).to(dtype).to(device) for _ in range(2))
@@ -56,7 +56,7 @@ def sum_normed(device: str, width: int, dtype: torch.dtype) -> None:
 
 def placed(device: str, shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype) -> None:
     """The rest of the pools stays what it was, NaN."""
-    from kernels.triton_rows import place
+    from reprise.kernels.triton_rows import place
 
     tokens, num_q, num_k, dims, turns, has_norms = shape
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def placed(device: str, shape: tuple[int, int, int, int, int, bool], dtype: torc
 
 
 def gate_opened(device: str, width: int, dtype: torch.dtype) -> None:
-    from kernels.triton_rows import gated
+    from reprise.kernels.triton_rows import gated
 
     torch.manual_seed(0)
     both = (3 * torch.randn(2, 3, 2 * width)).to(dtype).to(device)
@@ -166,7 +166,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_rows import _gated, _norm, _place, _turn
+    from reprise.kernels.triton_rows import _gated, _norm, _place, _turn
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     turns = {"heads": 32, "dims": 128, "half": 64, "tile": 8, "half_padded": 64, "rest_padded": 1}

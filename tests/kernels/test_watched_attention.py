@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import KvPages
-from kernels.attention.watched import WatchedAttention
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.attention.watched import WatchedAttention
 from tests.kernels.test_attention import CASES, Case, a_batch
 
 BLOCK = 8

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 import typer
 from typer.testing import CliRunner
 
-from loadgen.options import grouped, refuse_given
+from reprise.loadgen.options import grouped, refuse_given
 
 
 @dataclass(frozen=True, slots=True)

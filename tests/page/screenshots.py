@@ -13,7 +13,7 @@ import httpx
 from benchmarks.harness.fleet import fleet_processes
 from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import free_port, serve
-from model.directories import SMOLLM2
+from reprise.model.directories import SMOLLM2
 from tests.page.browser import chromium, send
 
 DOCS = ROOT / "docs"

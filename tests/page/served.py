@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.observe.live import Live
-from fleet.records import Heartbeat
+from reprise.app.observe.live import Live
+from reprise.fleet.records import Heartbeat
 from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokenizer
 from tests.fleet.gateway.harness import LOAD, Fleet, fleet
 
@@ -28,8 +28,8 @@ class Served:
 
 @dataclass
 class ServedFleet:
-    """A gateway before one server, the replica `a`. It looks once a second at `fleet.directory`, whose beats may be
-    changed from any thread."""
+    """A gateway before one server, the replica `a`. It looks once a second at `reprise.fleet.directory`, whose beats
+    may be changed from any thread."""
 
     url: str
     engine: FakeEngine

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import CodecChecks
+from reprise.engine.messages import CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, Script, session_info
 from tests.page.browser import ANSWERS, answered, send

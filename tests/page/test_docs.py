@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openapi import OPERATIONS
+from reprise.app.api.openapi import OPERATIONS
 from tests.page.served import Served
 
 

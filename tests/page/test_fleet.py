@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet.gateway.metrics import Resumed
-from fleet.routing import STALE_S
+from reprise.fleet.gateway.metrics import Resumed
+from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import LOAD
 from tests.page.browser import send
 from tests.page.served import ServedFleet, served, served_fleet

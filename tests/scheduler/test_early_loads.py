@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.early_loads import EarlyLoads
+from reprise.scheduler.early_loads import EarlyLoads
 from tests.conftest import make_sequence
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.forecast import Forecast
-from scheduler.predictor import MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.forecast import Forecast
+from reprise.scheduler.predictor import MaxTokensPredictor, QuantilePredictor
 from tests.conftest import greedy, make_sequence
 
 

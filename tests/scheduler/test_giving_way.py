@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from scheduler.budgets.budget import StepCost
+from reprise.scheduler.budgets.budget import StepCost
 from tests.scheduler.test_scheduler import make_loop
 
 

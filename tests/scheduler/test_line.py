@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.line import Line, common_ends
+from reprise.scheduler.line import Line, common_ends
 
 ITEMS = st.integers(0, 300)
 

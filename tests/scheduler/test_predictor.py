@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.predictor import MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.predictor import MaxTokensPredictor, QuantilePredictor
 from tests.conftest import greedy, make_sequence
 
 
@@ -78,7 +78,7 @@ def test_the_longer_an_answer_is_the_longer_it_is_expected_to_be():
 
 
 def test_it_does_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr("scheduler.predictor._MAX_GROUPS", 10)
+    monkeypatch.setattr("reprise.scheduler.predictor._MAX_GROUPS", 10)
     predictor = QuantilePredictor(quantile=0.5)
     for number in range(100):
         predictor.learn(answer(10, session=str(number)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.sequence import SequenceState
+from reprise.scheduler.sequence import SequenceState
 from tests.scheduler.test_load_ahead import a_full_house
 from tests.scheduler.test_scheduler import make_loop
 

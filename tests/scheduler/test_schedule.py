@@ -1,7 +1,7 @@
 """Tests what a step is made of."""
 
-from scheduler.budgets.budget import StepWork
-from scheduler.schedule import Chunk, work_of
+from reprise.scheduler.budgets.budget import StepWork
+from reprise.scheduler.schedule import Chunk, work_of
 from tests.conftest import make_sequence
 
 

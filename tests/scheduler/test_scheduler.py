@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.budgets.budget import StepCost
-from scheduler.limits import SchedulerLimits
-from scheduler.predictor import MaxTokensPredictor
-from scheduler.queues.make_queue import WINDOWED, make_queue
-from scheduler.scheduler import QueueFull, Scheduler
-from scheduler.sequence import SequenceState
+from reprise.scheduler.budgets.budget import StepCost
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.predictor import MaxTokensPredictor
+from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.scheduler import QueueFull, Scheduler
+from reprise.scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence
 
 

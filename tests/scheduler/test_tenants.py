@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.queues.waiting_queue import FcfsQueue
-from scheduler.tenants import Tenants
+from reprise.scheduler.queues.waiting_queue import FcfsQueue
+from reprise.scheduler.tenants import Tenants
 from tests.conftest import make_sequence
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.timer import WaitingLoad, due
+from reprise.scheduler.timer import WaitingLoad, due
 
 
 def loads(*seconds):

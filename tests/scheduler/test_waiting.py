@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.queues.waiting_queue import FcfsQueue
-from scheduler.waiting import Waiting
+from reprise.scheduler.queues.waiting_queue import FcfsQueue
+from reprise.scheduler.waiting import Waiting
 from tests.conftest import make_sequence
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.limits import SchedulerLimits
-from scheduler.predictor import QuantilePredictor
-from scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
-from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.predictor import QuantilePredictor
+from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
+from reprise.scheduler.scheduler import Scheduler
+from reprise.scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.conftest import greedy, make_sequence
 from tests.scheduler.test_scheduler import make_cost

@@ -56,11 +56,11 @@ def test_names_used_twice_say_where() -> None:
 
 def test_folders_import_each_other_side_by_side_or_one_inside_the_other() -> None:
     parsed = [
-        module("app/main.py", "from app.http import server"),
+        module("app/main.py", "from reprise.app.http import server"),
         module("app/errors.py"),
-        module("app/http/server.py", "import app.errors\nfrom app.turn.service import Service"),
-        module("app/turn/service.py", "from cache import table"),
-        module("app/turn/ports.py", "def f():\n    from app.http.server import serve"),
+        module("app/http/server.py", "import reprise.app.errors\nfrom reprise.app.turn.service import Service"),
+        module("app/turn/service.py", "from reprise.cache import table"),
+        module("app/turn/ports.py", "def f():\n    from reprise.app.http.server import serve"),
         module("cache/table.py"),
     ]
     assert both_ways(parsed, nested=False) == [

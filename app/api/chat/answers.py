@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from app.errors import ApiError
-from app.http.event_stream import DONE, PING, event
-from app.text.answer_parser import AnswerParts
-from app.turn.answer import Answer, Delta
-from app.turn.generation import Generation
-from app.turn.kv_sources import SOURCES, source_fields, tokens_by_source
-from engine.messages import TokensBySource
+from reprise.app.errors import ApiError
+from reprise.app.http.event_stream import DONE, PING, event
+from reprise.app.text.answer_parser import AnswerParts
+from reprise.app.turn.answer import Answer, Delta
+from reprise.app.turn.generation import Generation
+from reprise.app.turn.kv_sources import SOURCES, source_fields, tokens_by_source
+from reprise.engine.messages import TokensBySource
 
 
 def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:

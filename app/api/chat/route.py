@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.calls import body_of, caller_of, service_of, stream
-from app.api.chat.answers import Chunks, cache_header, completion
-from app.api.operation import described
-from app.http.event_stream import until_disconnect
-from app.schemas import answers
-from app.schemas.chat import ChatCompletionRequest
-from app.turn.generation import Generation
+from reprise.app.api.calls import body_of, caller_of, service_of, stream
+from reprise.app.api.chat.answers import Chunks, cache_header, completion
+from reprise.app.api.operation import described
+from reprise.app.http.event_stream import until_disconnect
+from reprise.app.schemas import answers
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.turn.generation import Generation
 
 router = APIRouter()
 

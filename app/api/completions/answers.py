@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.chat.answers import merged_ours, usage_of
-from app.errors import ApiError
-from app.http.event_stream import DONE, PING, event
-from app.schemas.completions import CompletionRequest
-from app.turn.answer import Delta
-from app.turn.many_prompts import ManyPrompts
-from app.turn.prepare import Prompt
+from reprise.app.api.chat.answers import merged_ours, usage_of
+from reprise.app.errors import ApiError
+from reprise.app.http.event_stream import DONE, PING, event
+from reprise.app.schemas.completions import CompletionRequest
+from reprise.app.turn.answer import Delta
+from reprise.app.turn.many_prompts import ManyPrompts
+from reprise.app.turn.prepare import Prompt
 
 Entry = dict[str, Any]
 """The log-probability entry of one token, in the form of chat answers."""

@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.calls import body_of, caller_of, readiness_of, service_of, stream
-from app.api.chat.answers import cache_header
-from app.api.completions.answers import CompletionFrames
-from app.api.operation import described
-from app.errors import invalid
-from app.http.event_stream import until_disconnect
-from app.schemas import answers
-from app.schemas.completions import CompletionRequest
-from app.turn.generation import Generation
-from app.turn.many_prompts import ManyPrompts
-from app.turn.prepare import Caller, Prompt
-from app.turn.readiness import Readiness
-from app.turn.service import TurnService
+from reprise.app.api.calls import body_of, caller_of, readiness_of, service_of, stream
+from reprise.app.api.chat.answers import cache_header
+from reprise.app.api.completions.answers import CompletionFrames
+from reprise.app.api.operation import described
+from reprise.app.errors import invalid
+from reprise.app.http.event_stream import until_disconnect
+from reprise.app.schemas import answers
+from reprise.app.schemas.completions import CompletionRequest
+from reprise.app.turn.generation import Generation
+from reprise.app.turn.many_prompts import ManyPrompts
+from reprise.app.turn.prepare import Caller, Prompt
+from reprise.app.turn.readiness import Readiness
+from reprise.app.turn.service import TurnService
 
 router = APIRouter()
 

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-from app.api.chat.answers import cached_tokens, ours
-from app.errors import ApiError
-from app.http.event_stream import event
-from app.turn.answer import Answer, Delta
-from app.turn.generation import Generation
+from reprise.app.api.chat.answers import cached_tokens, ours
+from reprise.app.errors import ApiError
+from reprise.app.http.event_stream import event
+from reprise.app.turn.answer import Answer, Delta
+from reprise.app.turn.generation import Generation
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

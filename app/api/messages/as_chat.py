@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.errors import from_validation
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.messages import (
+from reprise.app.errors import from_validation
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.messages import (
     CountTokensRequest,
     MessageParam,
     MessagesRequest,

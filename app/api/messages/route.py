@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.calls import body_of, caller_of, service_of, stream
-from app.api.chat.answers import cache_header
-from app.api.messages.answers import MessageFrames, message
-from app.api.messages.as_chat import chat_request
-from app.api.operation import described
-from app.http.event_stream import until_disconnect
-from app.schemas import answers
-from app.schemas.messages import CountTokensRequest, MessagesRequest
-from app.turn.generation import Generation
+from reprise.app.api.calls import body_of, caller_of, service_of, stream
+from reprise.app.api.chat.answers import cache_header
+from reprise.app.api.messages.answers import MessageFrames, message
+from reprise.app.api.messages.as_chat import chat_request
+from reprise.app.api.operation import described
+from reprise.app.http.event_stream import until_disconnect
+from reprise.app.schemas import answers
+from reprise.app.schemas.messages import CountTokensRequest, MessagesRequest
+from reprise.app.turn.generation import Generation
 
 router = APIRouter()
 

@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.api.calls import body_of, engine_of, readiness_of, require_admin, sessions_of, settings_of
-from app.api.operation import described
-from app.api.reprise.sessions import MAX_LISTED, describe_session
-from app.errors import ApiError, from_validation, session_not_found, unavailable
-from app.observe.live import tiers_of
-from app.schemas import answers
-from app.schemas.fields import SESSION_ID, Part
+from reprise.app.api.calls import body_of, engine_of, readiness_of, require_admin, sessions_of, settings_of
+from reprise.app.api.operation import described
+from reprise.app.api.reprise.sessions import MAX_LISTED, describe_session
+from reprise.app.errors import ApiError, from_validation, session_not_found, unavailable
+from reprise.app.observe.live import tiers_of
+from reprise.app.schemas import answers
+from reprise.app.schemas.fields import SESSION_ID, Part
 
 CLEAR_AT_ONCE = 32  # sessions deleted concurrently: each waits for the disk while the engine keeps answering
 CLEAR_PAGE = 200  # sessions per listing: the engine walks all their blocks for one

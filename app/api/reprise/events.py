@@ -5,11 +5,11 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.calls import readiness_of, settings_of
-from app.http.event_stream import HEADERS, event, send_within, until_disconnect
-from app.observe.live import Live, Watcher, events
-from app.tenancy.keyring import Keyring
-from app.turn.readiness import Readiness, Status
+from reprise.app.api.calls import readiness_of, settings_of
+from reprise.app.http.event_stream import HEADERS, event, send_within, until_disconnect
+from reprise.app.observe.live import Live, Watcher, events
+from reprise.app.tenancy.keyring import Keyring
+from reprise.app.turn.readiness import Readiness, Status
 
 router = APIRouter()
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from app.api.calls import require_admin
-from app.api.operation import described
-from app.errors import from_validation
-from app.schemas import answers
+from reprise.app.api.calls import require_admin
+from reprise.app.api.operation import described
+from reprise.app.errors import from_validation
+from reprise.app.schemas import answers
 
 router = APIRouter()
 

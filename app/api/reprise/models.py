@@ -5,13 +5,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 
-from app.api.calls import engine_of, readiness_of, settings_of
-from app.api.operation import described
-from app.schemas import answers
-from app.settings.settings import Settings
-from app.turn.ports import codec_in_use
-from app.turn.readiness import Readiness
-from engine.messages import ModelInfo, Stats
+from reprise.app.api.calls import engine_of, readiness_of, settings_of
+from reprise.app.api.operation import described
+from reprise.app.schemas import answers
+from reprise.app.settings.settings import Settings
+from reprise.app.turn.ports import codec_in_use
+from reprise.app.turn.readiness import Readiness
+from reprise.engine.messages import ModelInfo, Stats
 
 router = APIRouter()
 

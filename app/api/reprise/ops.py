@@ -7,14 +7,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from app.api.calls import engine_of, readiness_of, require_admin
-from app.api.operation import described
-from app.conversations.redis_store import RedisStore
-from app.errors import unavailable
-from app.schemas import answers
-from app.turn.readiness import Status
-from app.version import version
-from engine.messages import WIRE_VERSION
+from reprise.app.api.calls import engine_of, readiness_of, require_admin
+from reprise.app.api.operation import described
+from reprise.app.conversations.redis_store import RedisStore
+from reprise.app.errors import unavailable
+from reprise.app.schemas import answers
+from reprise.app.turn.readiness import Status
+from reprise.app.version import version
+from reprise.engine.messages import WIRE_VERSION
 
 router = APIRouter()
 

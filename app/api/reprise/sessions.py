@@ -8,14 +8,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.api.calls import count_request, sessions_of, settings_of
-from app.api.operation import described
-from app.errors import from_validation, session_not_found
-from app.http.body import parse_body
-from app.schemas import answers
-from app.schemas.fields import SESSION_ID
-from app.turn.sessions import Question
-from engine.messages import SessionInfo, SessionReply, given_salt, is_exact
+from reprise.app.api.calls import count_request, sessions_of, settings_of
+from reprise.app.api.operation import described
+from reprise.app.errors import from_validation, session_not_found
+from reprise.app.http.body import parse_body
+from reprise.app.schemas import answers
+from reprise.app.schemas.fields import SESSION_ID
+from reprise.app.turn.sessions import Question
+from reprise.engine.messages import SessionInfo, SessionReply, given_salt, is_exact
 
 MAX_LISTED = 1000
 router = APIRouter()

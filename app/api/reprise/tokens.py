@@ -7,12 +7,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from app.api.calls import body_of, caller_of, readiness_of, service_of
-from app.api.operation import described
-from app.errors import from_validation, invalid
-from app.schemas import answers
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from reprise.app.api.calls import body_of, caller_of, readiness_of, service_of
+from reprise.app.api.operation import described
+from reprise.app.errors import from_validation, invalid
+from reprise.app.schemas import answers
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from app.api.chat.answers import cached_tokens, ours
-from app.api.responses.as_chat import id_within, wants_logprobs
-from app.errors import ApiError
-from app.schemas.responses import ResponseRequest
-from app.turn.answer import Delta
-from app.turn.generation import Generation
+from reprise.app.api.chat.answers import cached_tokens, ours
+from reprise.app.api.responses.as_chat import id_within, wants_logprobs
+from reprise.app.errors import ApiError
+from reprise.app.schemas.responses import ResponseRequest
+from reprise.app.turn.answer import Delta
+from reprise.app.turn.generation import Generation
 
 Event = dict[str, Any]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.errors import ApiError, from_validation
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.responses import Item as InputItem
-from app.schemas.responses import ResponseRequest
+from reprise.app.errors import ApiError, from_validation
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.responses import Item as InputItem
+from reprise.app.schemas.responses import ResponseRequest
 
 Item = dict[str, Any]
 

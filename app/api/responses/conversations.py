@@ -5,15 +5,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.calls import body_of
-from app.api.operation import described
-from app.api.responses.as_chat import items_with_ids, new_id
-from app.api.responses.response_service import not_found
-from app.api.responses.route import ItemPage, listed, page_of, responses_of
-from app.conversations.response_store import NotStored, StoredConversation, TooLong
-from app.errors import ApiError, invalid
-from app.schemas import answers
-from app.schemas.responses import ConversationRequest, ItemsRequest
+from reprise.app.api.calls import body_of
+from reprise.app.api.operation import described
+from reprise.app.api.responses.as_chat import items_with_ids, new_id
+from reprise.app.api.responses.response_service import not_found
+from reprise.app.api.responses.route import ItemPage, listed, page_of, responses_of
+from reprise.app.conversations.response_store import NotStored, StoredConversation, TooLong
+from reprise.app.errors import ApiError, invalid
+from reprise.app.schemas import answers
+from reprise.app.schemas.responses import ConversationRequest, ItemsRequest
 
 router = APIRouter()
 

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from app.api.responses.answers import Event, ResponseBuilder
-from app.api.responses.as_chat import Item, chat_request, id_within, items_with_ids, renamed
-from app.conversations.redis_store import RedisStore
-from app.conversations.response_store import NotStored, ResponseStore, TooLong
-from app.errors import ApiError, invalid
-from app.http.event_stream import PING, event
-from app.schemas.responses import ResponseRequest
-from app.turn.answer import Delta
-from app.turn.generation import Generation
-from app.turn.prepare import Caller
-from app.turn.service import TurnService
-from fleet.identify import background_id, response_digest
+from reprise.app.api.responses.answers import Event, ResponseBuilder
+from reprise.app.api.responses.as_chat import Item, chat_request, id_within, items_with_ids, renamed
+from reprise.app.conversations.redis_store import RedisStore
+from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong
+from reprise.app.errors import ApiError, invalid
+from reprise.app.http.event_stream import PING, event
+from reprise.app.schemas.responses import ResponseRequest
+from reprise.app.turn.answer import Delta
+from reprise.app.turn.generation import Generation
+from reprise.app.turn.prepare import Caller
+from reprise.app.turn.service import TurnService
+from reprise.fleet.identify import background_id, response_digest
 
 log = logging.getLogger(__name__)
 

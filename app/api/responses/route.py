@@ -6,14 +6,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.api.calls import body_of, caller_of, stream
-from app.api.operation import described
-from app.api.responses.response_service import Responses, not_found
-from app.conversations.response_store import NotStored
-from app.errors import from_validation
-from app.http.event_stream import until_disconnect
-from app.schemas import answers
-from app.schemas.responses import ResponseRequest
+from reprise.app.api.calls import body_of, caller_of, stream
+from reprise.app.api.operation import described
+from reprise.app.api.responses.response_service import Responses, not_found
+from reprise.app.conversations.response_store import NotStored
+from reprise.app.errors import from_validation
+from reprise.app.http.event_stream import until_disconnect
+from reprise.app.schemas import answers
+from reprise.app.schemas.responses import ResponseRequest
 
 router = APIRouter()
 

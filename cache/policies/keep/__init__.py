@@ -4,11 +4,11 @@ test compares the two."""
 
 from collections.abc import Callable
 
-from cache.policies.keep.attended import AttendedScorer
-from cache.policies.keep.block_scorer import BlockScorer
-from cache.policies.keep.episodes import EpisodeScorer
-from cache.policies.keep.keydiff import KeyDiffScorer
-from cache.policies.keep.oldest import OldestScorer
+from reprise.cache.policies.keep.attended import AttendedScorer
+from reprise.cache.policies.keep.block_scorer import BlockScorer
+from reprise.cache.policies.keep.episodes import EpisodeScorer
+from reprise.cache.policies.keep.keydiff import KeyDiffScorer
+from reprise.cache.policies.keep.oldest import OldestScorer
 
 BLOCK_SCORERS: dict[str, Callable[[], BlockScorer]] = {
     "oldest": OldestScorer,

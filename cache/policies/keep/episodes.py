@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from cache.policies.keep.block_scorer import CutBlocks, Needs
-from cache.policies.keep.words import Vector, WordWeights, cosine, unit
+from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs
+from reprise.cache.policies.keep.words import Vector, WordWeights, cosine, unit
 
 _PIECE_BLOCKS = 4  # the least blocks of a piece, which is in one episode as a whole
 _MOST_PIECES = 64

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cache.policies.keep.block_scorer import CutBlocks, Needs, with_guesses
+from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs, with_guesses
 
 
 class KeyDiffScorer:

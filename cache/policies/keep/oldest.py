@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cache.policies.keep.block_scorer import CutBlocks, Needs
+from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs
 
 
 class OldestScorer:

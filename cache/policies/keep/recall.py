@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from cache.policies.keep.words import rarity
+from reprise.cache.policies.keep.words import rarity
 
 _RARE_SHARE = 8  # a token tells what a message is about if at most one block in so many has it
 _COMMON_SHARE = 2  # and one that more than every second block has tells nothing

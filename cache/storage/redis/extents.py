@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
-from cache.blocks.keys import typed_fields
-from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
-from cache.storage.extent_format import (
+from reprise.cache.blocks.keys import typed_fields
+from reprise.cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
+from reprise.cache.storage.extent_format import (
     MAX_HEADER_BYTES,
     ExtentHeader,
     PackedHeader,
@@ -22,10 +22,10 @@ from cache.storage.extent_format import (
     decode_header,
     encode_header,
 )
-from cache.storage.rare_log import RareLog
-from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
-from cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
-from cache.storage.throttle import Throttle
+from reprise.cache.storage.rare_log import RareLog
+from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
+from reprise.cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
+from reprise.cache.storage.throttle import Throttle
 
 FIELD_BYTES = (5 << 18) - 64
 """Below a size class of jemalloc: powers of two cost a quarter more memory. Smaller fields are slower, larger ones keep
@@ -119,7 +119,7 @@ class RedisExtents:
         deadline_s: float,
     ) -> None:
         """urls: of all servers, among which extents are spread by their names. segment_bytes: of one block, by layer;
-        coded_segment_bytes: of one that a codec has encoded. key: `cache.storage.extent_format.record_key`.
+        coded_segment_bytes: of one that a codec has encoded. key: `reprise.cache.storage.extent_format.record_key`.
         capacity_bytes: of all extents on one server, whoever wrote them; 0: whatever Redis allows. ttl_s: how long an
         extent stays that nobody uses. Raises ValueError for a URL that is none."""
         if not urls:
@@ -148,7 +148,7 @@ class RedisExtents:
         name = blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
         if self._sizes.coded is None:
             return name
-        # The last bit says what the id's says (`cache.blocks.stored.is_coded`).
+        # The last bit says what the id's says (`reprise.cache.blocks.stored.is_coded`).
         return name[:-1] + bytes([name[-1] & 0xFE | extent_id & 1])
 
     def key_of(self, name: bytes) -> bytes:

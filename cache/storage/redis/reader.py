@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 
-from cache.blocks.keys import BlockKey
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import runs
-from cache.storage.extent_format import ExtentHeader
-from cache.storage.extent_reader import Landed, in_turn
-from cache.storage.redis.extents import FIELD_BYTES, RedisExtents
-from cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal, WrongLength
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_file import runs
+from reprise.cache.storage.extent_format import ExtentHeader
+from reprise.cache.storage.extent_reader import Landed, in_turn
+from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents
+from reprise.cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal, WrongLength
 
 _AHEAD = 8  # fields asked for before they are read: ten MiB that Redis may have to hold for us
 

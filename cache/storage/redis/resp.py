@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from cache.storage.errors import Reason
+from reprise.cache.storage.errors import Reason
 
 Part = bytes | memoryview
 Reply = object

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.model.cpu.modules import FEW_ROWS, FewProduct, RmsNorm
-from engine.model.hf_model import Step, current_step, is_in_step
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.attention.torch_cpu import TorchAttention, attend_selected, fits_kernels
-from kernels.cpu.available import decode_kernels, dots_of_pairs, select_kernels
-from kernels.selectors.selector import StepSelection
-from kernels.views import as_bits
+from reprise.engine.model.cpu.modules import FEW_ROWS, FewProduct, RmsNorm
+from reprise.engine.model.hf_model import Step, current_step, is_in_step
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.torch_cpu import TorchAttention, attend_selected, fits_kernels
+from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs, select_kernels
+from reprise.kernels.selectors.selector import StepSelection
+from reprise.kernels.views import as_bits
 
 _NOWHERE = np.empty((0, 2), np.int64)
 _K_POOL, _V_POOL, _SAVED = -3, -2, -1  # fields of a layer that are filled in later

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from engine.model.cpu.layer import DecoderLayer
-from engine.model.cpu.modules import FEW_ROWS
-from engine.model.hf_model import Step, forward, takes_logit_rows
-from engine.model.known_parts import agree
-from engine.model.pages import blank_pages
-from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend
+from reprise.engine.model.cpu.layer import DecoderLayer
+from reprise.engine.model.cpu.modules import FEW_ROWS
+from reprise.engine.model.hf_model import Step, forward, takes_logit_rows
+from reprise.engine.model.known_parts import agree
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import ProbeResult, single_sequence_meta
+from reprise.kernels.attention.ragged_batch import AttentionBackend
 
 _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.cpu.few_rows import FewRows, LayerParts
-from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
-from engine.model.cpu.modules import ExactGate, ExactLinear, Gate, PackedLinear, RmsNorm, SummedLinear
-from engine.model.cpu.quantised import QuantisedGate, QuantisedLinear, QuantisedTogether
-from engine.model.hf_model import Step, attend, current_step, in_part, turn_halves
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, Selection
+from reprise.engine.model.cpu.few_rows import FewRows, LayerParts
+from reprise.engine.model.cpu.many_rows import NOWHERE, rotate_and_write
+from reprise.engine.model.cpu.modules import ExactGate, ExactLinear, Gate, PackedLinear, RmsNorm, SummedLinear
+from reprise.engine.model.cpu.quantised import QuantisedGate, QuantisedLinear, QuantisedTogether
+from reprise.engine.model.hf_model import Step, attend, current_step, in_part, turn_halves
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, Selection
 
 
 class DecoderLayer(nn.Module):

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import prefill_kernels
-from kernels.kv_copy import write_rows
-from kernels.views import as_bf16, as_bits, as_stream
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.cpu.available import prefill_kernels
+from reprise.kernels.kv_copy import write_rows
+from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 _CHECK_ROWS = 5
 NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots if nothing is saved

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.known_parts import agree
-from kernels.cpu.available import decode_kernels, dots_of_pairs, product_kernels, tiles_of_pairs
-from kernels.views import as_bits
+from reprise.engine.model.known_parts import agree
+from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs, product_kernels, tiles_of_pairs
+from reprise.kernels.views import as_bits
 
 # oneDNN lays weights out for a given number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16
@@ -36,7 +36,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer for the compiled kernels of a few rows. fields: see `kernels.cpu.blocks`."""
+    """A linear layer for the compiled kernels of a few rows. fields: see `reprise.kernels.cpu.blocks`."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -133,9 +133,9 @@ class PackedLinear(nn.Module):
 
 
 class ExactLinear(nn.Module):
-    """A linear layer that computes each row in the same way however many there are (`kernels.cpu.products`). Slower
-    than `PackedLinear` for one row and for hundreds. x [..., in], plus a residual [tokens, out] to add -> [..., out].
-    Raises RuntimeError if there are no such kernels."""
+    """A linear layer that computes each row in the same way however many there are (`reprise.kernels.cpu.products`).
+    Slower than `PackedLinear` for one row and for hundreds. x [..., in], plus a residual [tokens, out] to add ->
+    [..., out]. Raises RuntimeError if there are no such kernels."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engine.model.cpu.few_rows import FewRows, Layers, join_runs
-from engine.model.cpu.last_layer import finish_wanted_rows_only
-from engine.model.cpu.layer import DecoderLayer
-from engine.model.cpu.modules import (
+from reprise.engine.model.cpu.few_rows import FewRows, Layers, join_runs
+from reprise.engine.model.cpu.last_layer import finish_wanted_rows_only
+from reprise.engine.model.cpu.layer import DecoderLayer
+from reprise.engine.model.cpu.modules import (
     ExactLinear,
     GatedMlp,
     PackedLinear,
@@ -18,15 +18,15 @@ from engine.model.cpu.modules import (
     RmsNorm,
     packing_works,
 )
-from engine.model.cpu.quantised import QuantisedLinear
-from engine.model.cpu.short_way import find_short_way
-from engine.model.hf_model import SHORT_WAY, Step, running
-from engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
-from engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
-from engine.model.pages import blank_pages
-from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend
-from kernels.kv_copy import read_rows
+from reprise.engine.model.cpu.quantised import QuantisedLinear
+from reprise.engine.model.cpu.short_way import find_short_way
+from reprise.engine.model.hf_model import SHORT_WAY, Step, running
+from reprise.engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
+from reprise.engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import ProbeResult, single_sequence_meta
+from reprise.kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.kv_copy import read_rows
 
 _LINEAR = (nn.Linear, QuantisedLinear)
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

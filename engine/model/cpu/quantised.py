@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.cpu.modules import FewProduct
-from engine.model.known_parts import agree
-from kernels.cpu.available import decode_kernels, dots_of_pairs
-from kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
-from kernels.views import as_bits
+from reprise.engine.model.cpu.modules import FewProduct
+from reprise.engine.model.known_parts import agree
+from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
+from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
+from reprise.kernels.views import as_bits
 
 _NOTHING = np.empty((0, 0), np.uint16)
 _CHECK_ROWS = (1, 3, 20)  # unpacked in registers by one, by some, and unpacked into memory

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.cpu.few_rows import FewRows, Layers
-from engine.model.cpu.modules import RmsNorm
-from engine.model.hf_model import Step, forward
-from engine.model.loading import rope_limit
-from engine.model.pages import blank_pages
-from engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
-from kernels.attention.ragged_batch import AttentionBackend
+from reprise.engine.model.cpu.few_rows import FewRows, Layers
+from reprise.engine.model.cpu.modules import RmsNorm
+from reprise.engine.model.hf_model import Step, forward
+from reprise.engine.model.loading import rope_limit
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
+from reprise.kernels.attention.ragged_batch import AttentionBackend
 
 _CHECK_TOKENS = 5
 _CHECK_POSITION = 300  # of the first row: where rotations show

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.cuda.quantised import CudaQuantisedLinear, join_packed
-from engine.model.hf_model import current_step, in_part
-from engine.model.known_layers import KnownLayer
-from kernels.attention.ragged_batch import AttentionParams
+from reprise.engine.model.cuda.quantised import CudaQuantisedLinear, join_packed
+from reprise.engine.model.hf_model import current_step, in_part
+from reprise.engine.model.known_layers import KnownLayer
+from reprise.kernels.attention.ragged_batch import AttentionParams
 
 
 class CudaLayer(nn.Module):
@@ -22,7 +22,7 @@ class CudaLayer(nn.Module):
     uses the rotary tables and the current step."""
 
     def __init__(self, known: KnownLayer, index: int, params: AttentionParams, kernels: ModuleType) -> None:
-        """kernels: `kernels.triton_rows`."""
+        """kernels: `reprise.kernels.triton_rows`."""
         super().__init__()
         self.index, self._params, self._head_dim, self._kernels = index, params, known.head_dim, kernels
         self._norm, self._post_norm = (_weight_and_eps(norm) for norm in known.norms)

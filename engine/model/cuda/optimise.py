@@ -14,13 +14,13 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from engine.model.cuda.layer import CudaLayer, joined, linear
-from engine.model.cuda.quantised import CudaQuantisedLinear
-from engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
-from engine.model.known_parts import is_gated_mlp, replace_child, share_product
-from engine.model.probe import ProbeResult
-from kernels.attention.ragged_batch import AttentionBackend
-from kernels.triton_kernels import triton_rows
+from reprise.engine.model.cuda.layer import CudaLayer, joined, linear
+from reprise.engine.model.cuda.quantised import CudaQuantisedLinear
+from reprise.engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
+from reprise.engine.model.known_parts import is_gated_mlp, replace_child, share_product
+from reprise.engine.model.probe import ProbeResult
+from reprise.kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.triton_kernels import triton_rows
 
 _SIBLINGS, _GATE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 Kernel = Callable[..., Tensor]

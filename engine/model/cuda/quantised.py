@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.known_parts import agree
-from kernels.packed_rows import PackedRows, joined, unpacked
+from reprise.engine.model.known_parts import agree
+from reprise.kernels.packed_rows import PackedRows, joined, unpacked
 
 log = logging.getLogger(__name__)
 _UNPACKED_BYTES = 64 << 20  # of a weight that are unpacked at once, for products of many rows
@@ -24,7 +24,7 @@ class CudaQuantisedLinear(nn.Module):
     torch unpacks it."""
 
     def __init__(self, weight: PackedRows, bias: Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> None:
-        """dtype: of the numbers that a weight stands for. kernels: `kernels.triton_packed`."""
+        """dtype: of the numbers that a weight stands for. kernels: `reprise.kernels.triton_packed`."""
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.packed, self._dtype, self._kernels = weight, dtype, kernels

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cache.storage.throttle import Throttle
-from engine.config import WEIGHT_BUFFERS
-from engine.model.decoder_layers import decoder_layers
-from engine.model.offload.weight_stream import WeightStream
+from reprise.cache.storage.throttle import Throttle
+from reprise.engine.config import WEIGHT_BUFFERS
+from reprise.engine.model.decoder_layers import decoder_layers
+from reprise.engine.model.offload.weight_stream import WeightStream
 
 _ALIGNMENT = 64  # bytes, of every weight in a buffer
 

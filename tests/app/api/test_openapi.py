@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-import app.api
-from app.api.openapi import OPERATIONS, describe
-from app.schemas import answers
-from app.schemas.chat import ChatCompletionRequest
+import reprise.app.api
+from reprise.app.api.openapi import OPERATIONS, describe
+from reprise.app.schemas import answers
+from reprise.app.schemas.chat import ChatCompletionRequest
 from tests.app.fakes import Running, session_info
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -32,7 +32,7 @@ async def test_every_path_is_described_or_known_not_to_be(running: Running):
     document = (await running.http.get("/openapi.json")).json()
     modules = [
         module
-        for found in pkgutil.walk_packages(app.api.__path__, "app.api.")
+        for found in pkgutil.walk_packages(reprise.app.api.__path__, "reprise.app.api.")
         if hasattr(module := importlib.import_module(found.name), "router")
     ]
     served = [

@@ -11,11 +11,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from app.cli import program
-from app.state_dir import load_tenant_secret
-from cache.blocks.stored import SessionRecord, StoredBlock
-from cache.storage.extent_format import checksum, record_key
-from cache.storage.extent_store import ExtentStore
+from reprise.app.cli import program
+from reprise.app.state_dir import load_tenant_secret
+from reprise.cache.blocks.stored import SessionRecord, StoredBlock
+from reprise.cache.storage.extent_format import checksum, record_key
+from reprise.cache.storage.extent_store import ExtentStore
 from tests.cache.storage.disk_helpers import forge, make_tier
 
 SEGMENTS = (512, 512)

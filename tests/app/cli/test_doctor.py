@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app.cli import doctor, expected_sizes, program
-from app.cli.finding import Finding, Level
-from app.settings.settings import GIB, Settings
-from engine.build.resources import Memory
-from engine.config import INT8_SCALE_BYTES
-from kernels.int8_rows import SCALE_BYTES, packed_width
-from model import directories
+from reprise.app.cli import doctor, expected_sizes, program
+from reprise.app.cli.finding import Finding, Level
+from reprise.app.settings.settings import GIB, Settings
+from reprise.engine.build.resources import Memory
+from reprise.engine.config import INT8_SCALE_BYTES
+from reprise.kernels.int8_rows import SCALE_BYTES, packed_width
+from reprise.model import directories
 
 LIBRARIES = {
     "torch": "2.13.0", "transformers": "5.0", "numba": "0.68", "triton": None, "flash_attn": None,

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli.fleet_command import cli
-from fleet.keys import SessionName
+from reprise.app.cli.fleet_command import cli
+from reprise.fleet.keys import SessionName
 from tests.fleet.gateway.harness import fleet, one_answer, record
 
 KEYS = {"server": {"admin_keys": ("key-of-admin",), "api_keys": ("key-of-alice",)}}
@@ -93,7 +93,7 @@ def test_a_fleet_needs_a_redis(own_environment):
 @pytest.mark.parametrize("words", [["up", "--fleet.redis_url", "redis://127.0.0.1:1/0"], ["deploy"]])
 def test_a_fleet_needs_ray(own_environment, monkeypatch, words):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "fleet.ray_app", raising=False)
+    monkeypatch.delitem(sys.modules, "reprise.fleet.ray_app", raising=False)
     refused = CliRunner().invoke(cli, words)
     assert refused.exit_code == 1
     assert "pip install '.[fleet]'" in refused.stderr
@@ -103,7 +103,7 @@ def test_servers_get_their_settings_by_the_environment(own_environment, tmp_path
     config = tmp_path / "fleet.toml"
     config.write_text('fleet.redis_url = "redis://127.0.0.1:1/0"\n')
     words = ["--config", str(config), "--replicas", "3", "--host", "127.0.0.2", "--port", "9", "--cache.dram_gib", "2"]
-    with mock.patch("fleet.supervise.local_fleet.LocalFleet") as started:
+    with mock.patch("reprise.fleet.supervise.local_fleet.LocalFleet") as started:
         assert CliRunner().invoke(cli, ["up", *words]).exit_code == 0
     assert os.environ["REPRISE_CACHE__DRAM_GIB"] == "2"
     assert "REPRISE_SERVER__PORT" not in os.environ, "it is the gateway's"

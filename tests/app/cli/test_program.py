@@ -13,20 +13,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app.cli import doctor, program
-from app.cli.ready_panel import panel
-from app.settings.help import SECTIONS
-from app.settings.settings import Settings, SettingsError, known_settings, parse_flags
-from app.turn.sampling import SamplingDefaults
-from cache.storage.extent_store import ExtentStore
-from model import directories
+from reprise.app.cli import doctor, program
+from reprise.app.cli.ready_panel import panel
+from reprise.app.settings.help import SECTIONS
+from reprise.app.settings.settings import Settings, SettingsError, known_settings, parse_flags
+from reprise.app.turn.sampling import SamplingDefaults
+from reprise.cache.storage.extent_store import ExtentStore
+from reprise.model import directories
 from tests.app.fakes import model_info
 
 ROOT = Path(__file__).parents[3]
 
 
 def reprise(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from app.cli.program import main; main()", *arguments]
+    command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "COLUMNS": "200", **environ}
     )
@@ -272,7 +272,7 @@ def test_a_server_that_is_stopped_while_it_loads_has_not_failed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["serve", "--model", "bundled", "--port", str(port), "--cache.disk_dir", str(tmp_path)]
-    command = [sys.executable, "-c", "from app.cli.program import main; main()", *words]
+    command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
         while True:
             with contextlib.suppress(httpx.TransportError):

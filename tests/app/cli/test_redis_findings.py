@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.cli.finding import Finding
-from app.cli.redis_findings import look_at_redis
-from app.settings.settings import Settings
+from reprise.app.cli.finding import Finding
+from reprise.app.cli.redis_findings import look_at_redis
+from reprise.app.settings.settings import Settings
 from tests.redis_servers import RedisServer, redis_server
 
 

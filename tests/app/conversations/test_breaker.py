@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.conversations.breaker import Breaker
+from reprise.app.conversations.breaker import Breaker
 
 
 def test_it_opens_after_failures_in_a_row_and_lets_one_through_after_a_pause():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.conversations import database
-from app.conversations.database import MAX_SET_ASIDE, Database
+from reprise.app.conversations import database
+from reprise.app.conversations.database import MAX_SET_ASIDE, Database
 
 SCHEMA = "CREATE TABLE notes (id INTEGER PRIMARY KEY, text BLOB NOT NULL)"
 
@@ -132,7 +132,7 @@ def test_only_damage_moves_a_file_in_use(path, code):
 ON_A_FULL_DISK = """
 import logging, resource, sqlite3, sys
 from pathlib import Path
-from app.conversations.database import Database
+from reprise.app.conversations.database import Database
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -3,8 +3,8 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.conversations.digests import link
-from app.conversations.known_chains import RecentChains
+from reprise.app.conversations.digests import link
+from reprise.app.conversations.known_chains import RecentChains
 
 SCOPE = b"s" * 16
 MESSAGES = st.lists(

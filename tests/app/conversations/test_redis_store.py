@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.conversations import redis_store
-from app.conversations.response_store import NotStored, TooLong
-from app.conversations.stored_records import BadRecord, item_of, items_of, response_of
-from app.errors import ApiError
+from reprise.app.conversations import redis_store
+from reprise.app.conversations.response_store import NotStored, TooLong
+from reprise.app.conversations.stored_records import BadRecord, item_of, items_of, response_of
+from reprise.app.errors import ApiError
 from tests.app.conversations.test_response_store import DAY_S, body, items, redis_server
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
@@ -160,7 +160,7 @@ async def test_garbage_is_never_a_500(engine: FakeEngine, tmp_path) -> None:
 
 async def test_a_reply_is_bounded_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it has come: its length alone would take the memory."""
-    from app.conversations import redis_reply
+    from reprise.app.conversations import redis_reply
 
     monkeypatch.setattr(redis_reply, "MAX_REPLY_BYTES", 10_000)
     async with fake_redis() as fake:

@@ -3,10 +3,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.conversations import redis_store, response_store
-from app.conversations.redis_store import RedisStore, RedisStoreUnavailable
-from app.conversations.response_store import NotStored, ResponseStore, TooLong
-from app.errors import ApiError
+from reprise.app.conversations import redis_store, response_store
+from reprise.app.conversations.redis_store import RedisStore, RedisStoreUnavailable
+from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong
+from reprise.app.errors import ApiError
 from tests.app.fakes import FakeEngine, in_process, make_settings
 from tests.redis_servers import RedisServer
 from tests.redis_servers import redis_server as run_redis

@@ -4,12 +4,21 @@ from array import array
 
 import pytest
 
-from app.conversations.digests import digest
-from app.conversations.rendered_chat import RenderedChat
-from app.conversations.splice import Candidate, Splice, changed, exact, in_place, prompt_alone, shifted, splice_of
-from app.conversations.transcript_store import RecordedAnswer
-from app.text.tokenizer import SHIELD
-from model.corpus import CHAT_TEMPLATE
+from reprise.app.conversations.digests import digest
+from reprise.app.conversations.rendered_chat import RenderedChat
+from reprise.app.conversations.splice import (
+    Candidate,
+    Splice,
+    changed,
+    exact,
+    in_place,
+    prompt_alone,
+    shifted,
+    splice_of,
+)
+from reprise.app.conversations.transcript_store import RecordedAnswer
+from reprise.app.text.tokenizer import SHIELD
+from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import TRIMS, assistant, tokenizer_with, user
 
 PIECES = ("the", " cat", " sat", " on", " the", " mat")

@@ -2,7 +2,7 @@ import asyncio
 import threading
 from typing import Any
 
-from app.conversations.text_thread import LONG_CHARS, TextThread
+from reprise.app.conversations.text_thread import LONG_CHARS, TextThread
 
 
 class SlowTranscripts:

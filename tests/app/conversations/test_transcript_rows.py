@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.conversations.transcript_rows import TranscriptRow, encode_row, readable
+from reprise.app.conversations.transcript_rows import TranscriptRow, encode_row, readable
 from tests.app.conversations.test_transcript_store import (
     add_conversation,
     answer_of,

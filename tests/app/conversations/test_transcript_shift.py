@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import app.conversations.transcripts
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.transcripts import MIN_SHIFTED_TOKENS
-from model.corpus import CHAT_TEMPLATE
+import reprise.app.conversations.transcripts
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.transcripts import MIN_SHIFTED_TOKENS
+from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import (
     ODD_SPLIT,
     STRIPS_THINKING,
@@ -152,7 +152,7 @@ def test_another_system_prompt_or_tenant_or_model_is_another_conversation(client
 
 def test_an_endless_conversation_is_begun_anew(client: Dropper, monkeypatch: pytest.MonkeyPatch):
     whole = client.talk(5, [])
-    monkeypatch.setattr(app.conversations.transcripts, "MAX_STREAM_TOKENS", 200)
+    monkeypatch.setattr(reprise.app.conversations.transcripts, "MAX_STREAM_TOKENS", 200)
     assert client.shorten([*whole[2:], user("next")]).shift is None
 
 

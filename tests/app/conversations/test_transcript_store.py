@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.conversations import transcript_store
-from app.conversations.digests import digest
-from app.conversations.prepared_prompt import Base, PreparedPrompt
-from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
+from reprise.app.conversations import transcript_store
+from reprise.app.conversations.digests import digest
+from reprise.app.conversations.prepared_prompt import Base, PreparedPrompt
+from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 
 TENANT = "tenant"
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.conversations.transcripts import Transcripts
-from app.text.tokenizer import SHIELD, ChatTokenizer, PromptTooLong
-from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.conversations.transcripts import Transcripts
+from reprise.app.text.tokenizer import SHIELD, ChatTokenizer, PromptTooLong
+from reprise.model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.app.text.test_tokenizer import saved, sentencepiece_like
 
 END = 2  # <|im_end|>

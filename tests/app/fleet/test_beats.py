@@ -1,7 +1,7 @@
 """A server in a fleet says that it lives, whatever else it does, until it leaves."""
 
-from fleet.directory import Directory
-from fleet.keys import SessionName
+from reprise.fleet.directory import Directory
+from reprise.fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, in_process
 from tests.app.fleet.test_replica import TENANT, beaten, directory_of, model_dir, redis, settings_of
 from tests.fleet.gateway.harness import until

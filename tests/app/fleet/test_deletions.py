@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import app.fleet.beats
-from app.fleet.deletions import _read, _write
+import reprise.app.fleet.beats
+from reprise.app.fleet.deletions import _read, _write
 from tests.app.fakes import FakeEngine, Running, in_process, session_info, write_tokenizer
 from tests.app.fleet.test_handover import HELLO, replica, say, settings_of
 from tests.redis_servers import RedisServer, redis_server
@@ -52,7 +52,7 @@ async def test_it_deletes_before_it_is_ready_and_keeps_the_rest(server, tmp_path
 
 
 async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("fleet.directory.MAX_FORGOTTEN", 2)
+    monkeypatch.setattr("reprise.fleet.directory.MAX_FORGOTTEN", 2)
     async with replica(server, tmp_path, "b") as b:
         async with replica(server, tmp_path, "a") as a:
             for session in ("kept", "gone", "again"):
@@ -67,7 +67,7 @@ async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(serve
 
 
 async def test_without_a_directory_it_waits_and_then_takes_requests(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(app.fleet.beats, "JOIN_S", 0.3)
+    monkeypatch.setattr(reprise.app.fleet.beats, "JOIN_S", 0.3)
     server.stop()
     engine = FakeEngine(write_tokenizer(tmp_path / "model"))
     async with in_process(engine, settings_of(server, tmp_path, "a")) as running, asyncio.timeout(60):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from app.conversations.transcript_rows import Exported
-from app.settings.settings import Settings
-from engine.messages import Head
-from fleet.directory import Directory, DirectoryUnavailable
-from fleet.keys import SessionName
+from reprise.app.conversations.transcript_rows import Exported
+from reprise.app.settings.settings import Settings
+from reprise.engine.messages import Head
+from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until, write_tokenizer
 from tests.redis_servers import RedisServer, redis_server
 
@@ -248,6 +248,6 @@ async def test_a_replica_that_ends_lets_go_and_leaves(server, tmp_path):
 
 
 def test_a_server_alone_does_not_load_redis():
-    program = "import sys, app.main; print('redis' in sys.modules)"
+    program = "import sys, reprise.app.main; print('redis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "False"

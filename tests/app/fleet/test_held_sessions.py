@@ -1,7 +1,7 @@
 """What a replica remembers of its sessions is bounded."""
 
-from app.fleet.held_sessions import HeldSessions
-from fleet.keys import SessionName
+from reprise.app.fleet.held_sessions import HeldSessions
+from reprise.fleet.keys import SessionName
 
 
 def test_those_used_longest_ago_are_forgotten_unless_a_turn_of_them_runs():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.api.responses.as_chat import id_within
-from fleet.directory import Directory
-from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, runs_at
-from fleet.keys import SessionName
-from fleet.protocol import RELAY_HEADER, relay_token
+from reprise.app.api.responses.as_chat import id_within
+from reprise.fleet.directory import Directory
+from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, runs_at
+from reprise.fleet.keys import SessionName
+from reprise.fleet.protocol import RELAY_HEADER, relay_token
 from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
 from tests.redis_servers import RedisServer, redis_server
 

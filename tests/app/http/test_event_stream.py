@@ -6,8 +6,8 @@ import time
 import httpx
 import pytest
 
-from app.errors import ClientGone
-from app.http.event_stream import until_disconnect
+from reprise.app.errors import ClientGone
+from reprise.app.http.event_stream import until_disconnect
 from tests.app.fakes import FakeEngine, Running, events, make_settings, on_loopback, until
 
 ANSWER = "Hello there, how are you today?"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.http.host_names import is_ours
+from reprise.app.http.host_names import is_ours
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
 

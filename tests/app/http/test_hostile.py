@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from app.http.server import HttpServer
-from app.main import create_app
+from reprise.app.http.server import HttpServer
+from reprise.app.main import create_app
 from tests.app.fakes import FakeEngine, make_settings, session_info
 
 ALPHA, BETA, ADMIN = "sk-alpha-hostile", "sk-beta-hostile", "sk-admin-hostile"

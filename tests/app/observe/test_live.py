@@ -4,8 +4,8 @@ import itertools
 import msgspec
 import pytest
 
-from app.observe import live as live_module
-from app.observe.live import Live, Watcher, events
+from reprise.app.observe import live as live_module
+from reprise.app.observe.live import Live, Watcher, events
 from tests.app.fakes import STATS, FakeEngine, session_info
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.observe import logs
+from reprise.app.observe import logs
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
 
@@ -79,11 +79,11 @@ def test_lines_for_people_name_the_request_and_the_fields() -> None:
 def test_the_engines_lines_are_taken_apart() -> None:
     written: list[str] = []
     output = logs.EngineOutput(written.append)
-    output("2026-01-02 03:04:05,678 WARNING engine.engine: it is")
+    output("2026-01-02 03:04:05,678 WARNING reprise.engine.engine: it is")
     assert written == []
     output(" late\nTraceback (most recent call last):\n\n")
     first, second = map(json.loads, written)
-    assert (first["level"], first["logger"], first["message"]) == ("WARNING", "engine.engine", "it is late")
+    assert (first["level"], first["logger"], first["message"]) == ("WARNING", "reprise.engine.engine", "it is late")
     assert first["time"].endswith("+00:00")
     assert (second["process"], second["message"]) == ("engine", "Traceback (most recent call last):")
 

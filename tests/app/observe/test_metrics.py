@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import MISS_REASONS, CodecChecks
+from reprise.engine.messages import MISS_REASONS, CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.api.reprise.test_ops import samples
 from tests.app.fakes import STATS, FakeEngine, in_process, make_settings

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.observe import tracing
-from app.observe.tracing import NoTracer, OtelTracer, TracingUnavailable, make_tracer
-from app.settings.settings import SettingsError, load_settings
+from reprise.app.observe import tracing
+from reprise.app.observe.tracing import NoTracer, OtelTracer, TracingUnavailable, make_tracer
+from reprise.app.settings.settings import SettingsError, load_settings
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -26,7 +26,7 @@ async def test_an_answer_is_a_span_with_its_phases_below(
     engine: FakeEngine, tmp_path: Path, exporter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = OtelTracer(exporter, "0")
-    monkeypatch.setattr("app.main.make_tracer", lambda endpoint, version: tracer)
+    monkeypatch.setattr("reprise.app.main.make_tracer", lambda endpoint, version: tracer)
     engine.script.step_s = 0.002
     async with in_process(engine, make_settings(tmp_path)) as running:
         body = {"model": "test-model", "messages": [{"role": "user", "content": "my secret prompt"}]}
@@ -57,7 +57,7 @@ async def test_an_exporter_that_fails_harms_no_answer(
         def closed(self, turn: Any) -> None:
             raise RuntimeError("no collector")
 
-    monkeypatch.setattr("app.main.make_tracer", lambda endpoint, version: Broken())
+    monkeypatch.setattr("reprise.app.main.make_tracer", lambda endpoint, version: Broken())
     async with in_process(engine, make_settings(tmp_path)) as running:
         assert (await running.chat()).status_code == 200
         assert running.app.state.service.places.taken == 0
@@ -75,7 +75,7 @@ def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.Monk
 def test_phases_end_where_the_first_token_came() -> None:
     from types import SimpleNamespace
 
-    from engine.messages import Timings
+    from reprise.engine.messages import Timings
 
     timings = Timings(queue_ms=100.0, load_ms=50.0, prefill_ms=250.0, decode_ms=900.0)
     choice: Any = SimpleNamespace(timings=timings, first_token_s=10.0, last_token_s=11.0)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.errors import ApiError, from_validation
-from app.http.body import parse_json
-from app.schemas.chat import ChatCompletionRequest, Message
-from app.turn.sampling import OPENAI, sampling
+from reprise.app.errors import ApiError, from_validation
+from reprise.app.http.body import parse_json
+from reprise.app.schemas.chat import ChatCompletionRequest, Message
+from reprise.app.turn.sampling import OPENAI, sampling
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 HELLO = [{"role": "user", "content": "Hello"}]

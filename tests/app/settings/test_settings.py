@@ -4,7 +4,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from app.settings.settings import (
+from reprise.app.settings.settings import (
     CacheSettings,
     SchedulerSettings,
     SelectorSettings,
@@ -14,11 +14,11 @@ from app.settings.settings import (
     load_settings,
     stray_variables,
 )
-from cache.policies import POLICIES
-from cache.policies.keep import BLOCK_SCORERS
-from kernels.selectors import SELECTORS
-from model.directories import source_of
-from scheduler.queues.make_queue import ORDERS
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.kernels.selectors import SELECTORS
+from reprise.model.directories import source_of
+from reprise.scheduler.queues.make_queue import ORDERS
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tenancy.bucket import Bucket
+from reprise.app.tenancy.bucket import Bucket
 
 
 def test_a_minute_worth_is_there_at_once_and_comes_back_evenly():

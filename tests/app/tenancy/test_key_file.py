@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from app.cli.program import cli
-from app.tenancy.key_file import KeyFileError, add_key, follow_keys, load_keys, remove_key
-from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
+from reprise.app.cli.program import cli
+from reprise.app.tenancy.key_file import KeyFileError, add_key, follow_keys, load_keys, remove_key
+from reprise.app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
 from tests.app.fakes import until
 
 HASH = "a" * 64
@@ -142,7 +142,7 @@ def test_what_is_no_table_of_its_own_is_left_alone(tmp_path, text):
 
 
 async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "app.tenancy.key_file")
+    caplog.set_level(logging.INFO, "reprise.app.tenancy.key_file")
     path = tmp_path / "keys.toml"
     first = add_key(path, "alice", admin=False)
     handed: list[list[Key]] = []

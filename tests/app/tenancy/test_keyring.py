@@ -1,8 +1,8 @@
 import pytest
 
-from app.tenancy.configured_keys import make_keyring
-from app.tenancy.key_file import add_key
-from app.tenancy.keyring import LOCAL_TENANT, Key, KeyLimits, Keyring, digest_of
+from reprise.app.tenancy.configured_keys import make_keyring
+from reprise.app.tenancy.key_file import add_key
+from reprise.app.tenancy.keyring import LOCAL_TENANT, Key, KeyLimits, Keyring, digest_of
 from tests.app.fakes import make_settings
 
 

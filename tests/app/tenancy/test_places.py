@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import ApiError
-from app.tenancy.keyring import KeyLimits
-from app.tenancy.places import MAX_RETRY_S, Places, duration
+from reprise.app.errors import ApiError
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.app.tenancy.places import MAX_RETRY_S, Places, duration
 
 
 class Clock:

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import ApiError
-from app.tenancy.keyring import KeyLimits
-from app.tenancy.quotas import excess_of, leaving
-from engine.messages import SessionInfo
+from reprise.app.errors import ApiError
+from reprise.app.tenancy.keyring import KeyLimits
+from reprise.app.tenancy.quotas import excess_of, leaving
+from reprise.engine.messages import SessionInfo
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info, until
 
 TENANT = "local"
@@ -103,7 +103,7 @@ async def test_without_quotas_nobody_looks(engine: FakeEngine, tmp_path):
 
 
 async def test_many_sessions_are_seen_page_by_page(limited: Running, monkeypatch):
-    monkeypatch.setattr("app.tenancy.quotas.PAGE", 2)
+    monkeypatch.setattr("reprise.app.tenancy.quotas.PAGE", 2)
     for number in range(5):
         limited.engine.kept[TENANT, f"s{number}"] = kept(number)
     await limited.chat()

@@ -8,8 +8,8 @@ from functools import partial
 import httpx
 import pytest
 
-from app.tenancy.key_file import follow_keys, remove_key
-from app.tenancy.keyring import digest_of
+from reprise.app.tenancy.key_file import follow_keys, remove_key
+from reprise.app.tenancy.keyring import digest_of
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until
 
 SLOW, FREE, ADMIN = "sk-of-the-slow-one", "sk-of-the-free-one", "sk-of-the-admin"
@@ -29,7 +29,7 @@ admin = true
 
 @pytest.fixture
 async def keyed(engine: FakeEngine, tmp_path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
-    monkeypatch.setattr("app.tenancy.configured_keys.follow_keys", partial(follow_keys, look_s=0.02))
+    monkeypatch.setattr("reprise.app.tenancy.configured_keys.follow_keys", partial(follow_keys, look_s=0.02))
     path = tmp_path / "keys.toml"
     path.write_text(FILE)
     path.chmod(0o600)

@@ -1,7 +1,7 @@
 import pytest
 
-from app.schemas.chat import ChatCompletionRequest
-from app.tenancy.weights import service_tier
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.tenancy.weights import service_tier
 
 
 def served(max_weight: float = 4.0, **fields: object) -> tuple[str, float]:

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from app.text.answer_form import AnswerForm
-from app.text.answer_parser import Call
+from reprise.app.text.answer_form import AnswerForm
+from reprise.app.text.answer_parser import Call
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALLING = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.answer_parser import AnswerParser, AnswerParts
+from reprise.app.text.answer_parser import AnswerParser, AnswerParts
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "}"], "b": {"c": "\\""}}}\n</tool_call>'
 ARGUMENTS = '{"a": [1, "}"], "b": {"c": "\\""}}'

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from app.errors import ApiError
-from app.schemas.chat import ChatCompletionRequest
-from app.text.grammars import grammar_of
+from reprise.app.errors import ApiError
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.text.grammars import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.message_bounds import MessageBounds
-from app.text.tokenizer import SHIELD, ChatTokenizer
-from model.corpus import CHAT_TEMPLATE
+from reprise.app.text.message_bounds import MessageBounds
+from reprise.app.text.tokenizer import SHIELD, ChatTokenizer
+from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import (
     COUNTS,
     SHOUTS,

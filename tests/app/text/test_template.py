@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from app.text.template import TemplateError
-from app.text.tokenizer import ChatTokenizer
-from model.corpus import CHAT_TEMPLATE
+from reprise.app.text.template import TemplateError
+from reprise.app.text.tokenizer import ChatTokenizer
+from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.text.test_tokenizer import MESSAGES, TOOLS, byte_level, chat, rendered, saved
 
 TEMPLATES = {

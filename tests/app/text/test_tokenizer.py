@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from app.text.detokenizer import StopFinder
-from app.text.template import TemplateError
-from app.text.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, TokenizerError
-from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
+from reprise.app.text.detokenizer import StopFinder
+from reprise.app.text.template import TemplateError
+from reprise.app.text.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, TokenizerError
+from reprise.model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[3]
 SENTENCES = [
@@ -282,7 +282,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path):
 
 
 def test_no_tensor_library_is_loaded():
-    program = "import sys, app.text.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+    program = "import sys, reprise.app.text.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,7 +1,7 @@
 import pytest
 
-from app.errors import ApiError
-from app.turn.deadline import Deadline
+from reprise.app.errors import ApiError
+from reprise.app.turn.deadline import Deadline
 
 
 def of(*, field_s: float | None = None, header: str | None = None) -> Deadline:

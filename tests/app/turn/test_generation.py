@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.tokenizer import ChatTokenizer
-from app.turn.answer import Answer, Delta, tokens_within
-from app.turn.prepare import plain_parser
-from engine.messages import Output, TokenLogprob
+from reprise.app.text.tokenizer import ChatTokenizer
+from reprise.app.turn.answer import Answer, Delta, tokens_within
+from reprise.app.turn.prepare import plain_parser
+from reprise.engine.messages import Output, TokenLogprob
 
 
 @pytest.fixture(scope="module")

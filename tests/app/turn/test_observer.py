@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from app.errors import ApiError
-from app.observe.tracing import NoTracer
-from app.turn.answer import Answer
-from app.turn.observer import ObservedTurn, Observers, TurnObserver
+from reprise.app.errors import ApiError
+from reprise.app.observe.tracing import NoTracer
+from reprise.app.turn.answer import Answer
+from reprise.app.turn.observer import ObservedTurn, Observers, TurnObserver
 from tests.app.fakes import Running, events, in_process, make_settings, until
 
 
@@ -37,7 +37,7 @@ class Listener(NoTracer):
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
     found = Listener()
-    monkeypatch.setattr("app.main.make_tracer", lambda endpoint, version: found)
+    monkeypatch.setattr("reprise.app.main.make_tracer", lambda endpoint, version: found)
     return found
 
 

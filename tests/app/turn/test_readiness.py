@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.process.client import EngineFailed
+from reprise.engine.process.client import EngineFailed
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
 

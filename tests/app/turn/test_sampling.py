@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
+from reprise.app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 RECOMMENDED = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}

@@ -6,9 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
-from app.conversations.prepared_prompt import PreparedPrompt
-from app.schemas.chat import ChatCompletionRequest
-from app.turn.prepare import Caller
+from reprise.app.conversations.prepared_prompt import PreparedPrompt
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.turn.prepare import Caller
 from tests.app.fakes import Running
 
 QUESTION = {"role": "user", "content": "Hello"}
@@ -78,7 +78,7 @@ async def test_nobody_waits_for_another_answer_to_the_same_question(running: Run
 
 
 async def test_who_goes_on_reading_is_not_waited_for_for_ever(running: Running, split: list[int], monkeypatch):
-    monkeypatch.setattr("app.turn.stopped_streams.CLOSING_S", 0.02)
+    monkeypatch.setattr("reprise.app.turn.stopped_streams.CLOSING_S", 0.02)
     service = running.app.state.service
     running.engine.script.step_s = 0.5
     other = await service.generate(asked(QUESTION), Caller(tenant="local", arrived_s=time.monotonic()))

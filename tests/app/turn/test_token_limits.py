@@ -1,6 +1,6 @@
 import pytest
 
-from app.turn.token_limits import answer_limit
+from reprise.app.turn.token_limits import answer_limit
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from benchmarks.fidelity.sparsity import WatchedAttention, arms, least_attended
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages
 
 PARAMS = AttentionParams(scale=0.5, window=None, softcap=None, sinks=None)
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.fidelity.equality import MODES
 from benchmarks.harness import models
-from model.directories import BUNDLED
+from reprise.model.directories import BUNDLED
 
 
 def test_models_have_names_and_results_of_their_own(tmp_path: Path, monkeypatch) -> None:

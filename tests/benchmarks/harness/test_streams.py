@@ -7,7 +7,7 @@ from benchmarks.fidelity import replay_dialogues, soak
 from benchmarks.fidelity.replay_dialogues import Conversation, Turn
 from benchmarks.harness.result_files import ROOT, describe_machine
 from benchmarks.harness.streams import NEAR_TIE, StreamedAnswer, Token, ask, ask_stamped, client_of, first_difference
-from loadgen.measure.http import Http
+from reprise.loadgen.measure.http import Http
 from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokenizer
 
 

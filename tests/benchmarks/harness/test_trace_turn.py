@@ -64,7 +64,7 @@ def test_a_landmark_is_a_function_that_there_is():
 def test_processes_log_what_they_enter_while_the_switch_is_on(tmp_path):
     code = """
 import sys, time
-from cache.blocks.keys import token_bytes
+from reprise.cache.blocks.keys import token_bytes
 token_bytes([1])
 print("ready", flush=True)
 for _ in sys.stdin:
@@ -91,6 +91,8 @@ for _ in sys.stdin:
     assert [(file, function) for _, file, function in content["entries"]] == [("cache/blocks/keys.py", "token_bytes")]
     # It is told apart from the engine by its command.
     engine = tmp_path / "1.json"
-    engine.write_text(json.dumps({**content, "command": ["python", "-m", "engine.process.loop"], "entries": []}))
+    engine.write_text(
+        json.dumps({**content, "command": ["python", "-m", "reprise.engine.process.loop"], "entries": []})
+    )
     http_log, engine_log = read_logs(tmp_path)
     assert (len(http_log.entries), len(engine_log.entries)) == (1, 0)

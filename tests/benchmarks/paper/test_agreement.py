@@ -1,8 +1,8 @@
 import pytest
 
 from benchmarks.paper import agreement
-from loadgen.measure.sender import TurnResult
-from loadgen.virtual.simulation import VirtualServer
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.virtual.simulation import VirtualServer
 
 
 def result(session, turn, due_s, done_s, prompt, answer, hits=(0, 0, 0)):

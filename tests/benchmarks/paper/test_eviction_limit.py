@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.paper.eviction_limit import Recorded, _Frozen, accounts, closed, fit, hindsight, kinds, world
-from cache.returns.survival import ReturnModel, bin_end_s, features
-from loadgen.blocks.replay import BLOCK_TOKENS
-from loadgen.workloads.traces import TraceRequest
+from reprise.cache.returns.survival import ReturnModel, bin_end_s, features
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS
+from reprise.loadgen.workloads.traces import TraceRequest
 
 SPAN_S = 3000.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.paper.figures import execute, long_documents, runs
 from benchmarks.paper.text import _whole
-from loadgen.sim import Config, Machine
+from reprise.loadgen.sim import Config, Machine
 
 
 def test_every_run_differs_from_the_paper_in_things_that_exist():

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from benchmarks.paper.fit import BOUNDS, POINTS, STEPS, beside, squares
-from loadgen.sim.presets import FITTED
+from reprise.loadgen.sim.presets import FITTED
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.paper.hybridserve import GROUPED, MODELS, RTX_4090, implied_flops
-from loadgen.offload.allocation import allocate
+from reprise.loadgen.offload.allocation import allocate
 
 BY_NAME = {model.name: model for model in MODELS}
 

@@ -13,7 +13,7 @@ from benchmarks.harness.experiment import Run
 from benchmarks.scheduling import classes, classes_foretold
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe, overtakes
 from benchmarks.scheduling.legs import Shape
-from loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.sender import TurnResult
 
 SHAPE = Shape(conversations=6, first_tokens=200, turn_tokens=50, answer_tokens=4, turns=2)
 MIX = Mix(SHAPE, turns=20, new_share=0.25, new_tokens=100)

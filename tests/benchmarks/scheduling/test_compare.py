@@ -10,8 +10,8 @@ from benchmarks.scheduling import legs as schedulers_legs
 from benchmarks.scheduling import report, tenants
 from benchmarks.scheduling.legs import Leg, Sample, Shape
 from benchmarks.speed import itl, planning_cost
-from loadgen.measure.sender import TurnResult
-from model.directories import BUNDLED
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.model.directories import BUNDLED
 
 
 def sample(**changes) -> Sample:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.scheduling.foretold import BEGIN_S, SETTLE_S, begun, compare, machine_of, play, service_rate
 from benchmarks.scheduling.legs import Shape, arrivals
-from scheduler.budgets.budget import StepCost, StepWork
+from reprise.scheduler.budgets.budget import StepCost, StepWork
 
 SHAPE = Shape(conversations=4, first_tokens=200, turn_tokens=50, answer_tokens=4, turns=2)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.scheduling import poisson
-from loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.sender import TurnResult
 
 
 def turn(number, ttft_s, gap_s=0.02, tokens=4):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.harness.stub_server import Stub
 from benchmarks.speed import load_rate, modes
-from loadgen.measure.sender import Target, TurnResult, run
+from reprise.loadgen.measure.sender import Target, TurnResult, run
 
 
 def test_arrivals_are_offered_at_the_rate():

@@ -9,8 +9,8 @@ from benchmarks.truncation.keeping import RECALL, SYSTEM, Asked, ask, asked_agai
 from benchmarks.truncation.kept import CHUNK, KeptBench, cut, recall
 from benchmarks.truncation.quality import kept_rows, rows_without
 from benchmarks.truncation.retrieval import Question
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.policies.keep import BLOCK_SCORERS
 
 TOKENS = [*range(100, 356), *range(50, 370)]
 WINDOW = 512

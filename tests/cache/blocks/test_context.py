@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.context import SessionContext, digest_of
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
-from cache.blocks.lineage import Lineage
+from reprise.cache.blocks.context import SessionContext, digest_of
+from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from reprise.cache.blocks.lineage import Lineage
 
 DOMAIN = KeyDomain(secret=b"s", fingerprint=b"f", tenant="t", salt="")
 TOKENS = list(range(10 * BLOCK_TOKENS))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.head import MAX_EXTENTS, BadHead, decode_head, encode_head
-from cache.blocks.stored import SessionRecord
+from reprise.cache.blocks.head import MAX_EXTENTS, BadHead, decode_head, encode_head
+from reprise.cache.blocks.stored import SessionRecord
 
 KEY = bytes(32)
 NAMES = ("t", "salt", "s")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, given_salt, is_exact, salt_of, token_bytes, typed_fields
+from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain, given_salt, is_exact, salt_of, token_bytes, typed_fields
 
 FIELDS = st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4), st.integers(-20, 300)), max_size=4)
 TOKEN = st.integers(0, 2**32 - 1)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cache.blocks.table
-from cache.blocks.keys import BlockKey
-from cache.blocks.table import BlockRow, CacheTable, common_prefix
+import reprise.cache.blocks.table
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, CacheTable, common_prefix
 
 ROOT = BlockKey(b"root")
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -88,7 +88,7 @@ def test_a_thousand_conversations_behind_one_system_prompt_are_not_compared_one_
         table.publish(row(i, [7, i % 10, i // 10 % 10, i // 100]))
     compared = []
     monkeypatch.setattr(
-        cache.blocks.table, "common_prefix", lambda *args: compared.append(args) or common_prefix(*args)
+        reprise.cache.blocks.table, "common_prefix", lambda *args: compared.append(args) or common_prefix(*args)
     )
     found = table.closest_child(ROOT, [7, 3, 4, 99], "mine", 4)
     assert found is not None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import (
     DoesNotFit,
     apply_cuts,
     blocks_of,

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.belady import BeladyPolicy
+from reprise.cache.policies.belady import BeladyPolicy
 
 KEYS = st.integers(0, 6).map(lambda number: b"%d" % number)
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.policies.lookahead import LookaheadPolicy
-from cache.policies.lru import LruPolicy
-from cache.policies.queue_line import QueueLine
-from cache.returns.ranking import Ranking
-from cache.returns.return_times import ReturnTimes, shared_rank
+from reprise.cache.policies.lookahead import LookaheadPolicy
+from reprise.cache.policies.lru import LruPolicy
+from reprise.cache.policies.queue_line import QueueLine
+from reprise.cache.returns.ranking import Ranking
+from reprise.cache.returns.return_times import ReturnTimes, shared_rank
 
 
 class Told:

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies import POLICIES
-from cache.returns.return_times import ReturnTimes
+from reprise.cache.policies import POLICIES
+from reprise.cache.returns.return_times import ReturnTimes
 
 KEYS = st.integers(0, 9).map(lambda number: b"%d" % number)
 SESSIONS = st.sampled_from("ABC")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.queue_line import QueueLine
+from reprise.cache.policies.queue_line import QueueLine
 
 ITEMS = st.integers(0, 300)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import CutRules
-from cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import CutRules
+from reprise.cache.policies.keep import BLOCK_SCORERS
 from tests.cache.pool_model import PoolModel, make_manager
 
 WINDOW = 16 * BLOCK_TOKENS

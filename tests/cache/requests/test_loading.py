@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.moves import LoadBlocks
+from reprise.cache.moves import LoadBlocks
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.cache.requests.test_matching import CUT, tokens
 

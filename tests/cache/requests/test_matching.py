@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.truncate import CutRules
-from loadgen.virtual.simulation import Simulation, VirtualServer
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.cache.blocks.truncate import CutRules
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
 
 CUT = CutRules(allowed=True, keep_first=0, message_starts=(200,), important=())

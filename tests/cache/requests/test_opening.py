@@ -1,7 +1,7 @@
 """Tests histories that the client has shortened itself."""
 
-from cache.blocks.truncate import CutRules
-from cache.requests.opening import ClientCut
+from reprise.cache.blocks.truncate import CutRules
+from reprise.cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, make_manager
 
 TEXT = [*range(1000, 1400)]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.rows import PARKED
-from cache.requests.parking import chunk_pages
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.rows import PARKED
+from reprise.cache.requests.parking import chunk_pages
 from tests.cache.pool_model import PoolModel, make_manager
 
 PAGES, MOST = 8, 4

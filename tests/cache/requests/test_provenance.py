@@ -1,6 +1,6 @@
 """Tests why the tokens of a prompt are said to be cached or not."""
 
-from cache.blocks.truncate import CutRules
+from reprise.cache.blocks.truncate import CutRules
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.cache.requests.test_matching import tokens
 

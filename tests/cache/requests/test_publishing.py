@@ -1,7 +1,7 @@
 """Tests under which names blocks are found that a context gives back."""
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import CutRules
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import CutRules
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.cache.requests.test_matching import tokens
 

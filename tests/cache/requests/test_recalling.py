@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.context import MAX_DROPPED, SessionContext
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import CutRules, apply_cuts, blocks_of
-from cache.moves import LoadBlocks
-from cache.policies.keep import BLOCK_SCORERS
-from cache.requests.opening import ClientCut
+from reprise.cache.blocks.context import MAX_DROPPED, SessionContext
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import CutRules, apply_cuts, blocks_of
+from reprise.cache.moves import LoadBlocks
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, domain_of, make_manager
 
 WINDOW = 16 * BLOCK_TOKENS

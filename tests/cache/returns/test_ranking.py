@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.returns import ranking
-from cache.returns.ranking import Ranking
+from reprise.cache.returns import ranking
+from reprise.cache.returns.ranking import Ranking
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40))))

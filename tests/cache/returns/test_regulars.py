@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.returns.regulars import Regulars
+from reprise.cache.returns.regulars import Regulars
 
 A, B = ("t", "", "a"), ("t", "", "b")
 

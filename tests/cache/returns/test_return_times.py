@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.returns.return_times import ReturnTimes, shared_rank
+from reprise.cache.returns.return_times import ReturnTimes, shared_rank
 
 EVENTS = st.lists(
     st.one_of(

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.returns.succession import Succession
+from reprise.cache.returns.succession import Succession
 
 
 def foretold(*names):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.returns.survival import NUM_BINS, ReturnModel, best_rate, bin_end_s, features
+from reprise.cache.returns.survival import NUM_BINS, ReturnModel, best_rate, bin_end_s, features
 
 CHANCES = st.floats(0.0, 1.0)
 WIDTHS = st.floats(0.1, 100.0)

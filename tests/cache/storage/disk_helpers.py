@@ -7,10 +7,10 @@ import struct
 import msgspec
 import pytest
 
-from cache.blocks.stored import SessionRecord, StoredBlock
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import ExtentHeader, checksum, encode_header, header_size
-from cache.storage.extent_store import ExtentStore
+from reprise.cache.blocks.stored import SessionRecord, StoredBlock
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import ExtentHeader, checksum, encode_header, header_size
+from reprise.cache.storage.extent_store import ExtentStore
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
 FINGERPRINT = b"a model"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.storage.directory_lock import DirectoryLock, DirectoryLocked, used_by
+from reprise.cache.storage.directory_lock import DirectoryLock, DirectoryLocked, used_by
 
 
 @pytest.fixture

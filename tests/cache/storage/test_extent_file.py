@@ -7,9 +7,9 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.storage import extent_file
-from cache.storage.extent_file import io_buffer, write_extent
-from cache.storage.extent_format import ALIGNMENT, Layout
+from reprise.cache.storage import extent_file
+from reprise.cache.storage.extent_file import io_buffer, write_extent
+from reprise.cache.storage.extent_format import ALIGNMENT, Layout
 
 VIEWS = st.tuples(
     st.integers(0, 3).map(lambda start: start * 2048),  # half of them where a device wants them

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord, StoredBlock
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import (
+from reprise.cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord, StoredBlock
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import (
     ALIGNMENT,
     FORMAT_VERSION,
     ExtentHeader,

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cache.storage.extent_file as extent_file
-from cache.storage.directory import stored_models
-from cache.storage.directory_lock import DirectoryLocked, used_by
-from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_format import SegmentSizes, checksum
-from cache.storage.throttle import CREDIT_S, Throttle
+import reprise
+import reprise.cache.storage.extent_file as extent_file
+from reprise.cache.storage.directory import stored_models
+from reprise.cache.storage.directory_lock import DirectoryLocked, used_by
+from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
+from reprise.cache.storage.extent_format import SegmentSizes, checksum
+from reprise.cache.storage.throttle import CREDIT_S, Throttle
 from tests.cache.storage.disk_helpers import (
     FINGERPRINT,
     RECORD_KEY,
@@ -307,11 +308,11 @@ def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.cache.storage.disk_helpers import make_tier\n"
-        "from cache.storage.directory_lock import DirectoryLocked\n"
+        "from reprise.cache.storage.directory_lock import DirectoryLocked\n"
         "try: make_tier(Path(sys.argv[1])).open()\n"
         "except DirectoryLocked as locked: print(locked)"
     )
-    root = Path(extent_file.__file__).parents[2]
+    root = Path(reprise.__file__).parents[1]
     told = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True
     )
@@ -418,7 +419,7 @@ def test_many_sessions_are_deleted_for_little_more_than_one(tier, tmp_path, monk
     """What costs is to wait for the device."""
     extents = [put(tier, name=f"n{number}", session=make_session(f"s{number}")) for number in range(300)]
     synced = []
-    monkeypatch.setattr("cache.storage.shards.sync_directory", synced.append)
+    monkeypatch.setattr("reprise.cache.storage.shards.sync_directory", synced.append)
     tier.delete(*(extent.extent_id for extent in extents))
     tier.delete_sessions(*(("tenant", "", f"s{number}") for number in range(300)))
     assert len(synced) <= 256

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-import cache.storage.extent_file as extent_file
-import cache.storage.extent_store as disk
-from cache.storage.directory_lock import DirectoryLocked
-from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_store import READ_THREADS, WRITE_THREADS
+import reprise.cache.storage.extent_file as extent_file
+import reprise.cache.storage.extent_store as disk
+from reprise.cache.storage.directory_lock import DirectoryLocked
+from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
+from reprise.cache.storage.extent_store import READ_THREADS, WRITE_THREADS
 from tests.cache.storage.disk_helpers import (
     FINGERPRINT,
     SEGMENTS,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.storage import extent_store, extent_writer
-from cache.storage.errors import TierFailed
-from cache.storage.extent_format import FORMAT_VERSION, MAX_EXTENT_ID
+from reprise.cache.storage import extent_store, extent_writer
+from reprise.cache.storage.errors import TierFailed
+from reprise.cache.storage.extent_format import FORMAT_VERSION, MAX_EXTENT_ID
 from tests.cache.storage.disk_helpers import (
     FINGERPRINT,
     bytes_of_files,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.errors import BlockMissing
+from reprise.cache.storage.errors import BlockMissing
 from tests.cache.storage.disk_helpers import (
     SEGMENTS,
     bytes_of_files,

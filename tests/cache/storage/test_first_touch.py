@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from cache.storage import first_touch
-from cache.storage.first_touch import FirstTouch
-from cache.storage.slab import LayerShape, Slab
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.storage import first_touch
+from reprise.cache.storage.first_touch import FirstTouch
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.kernels.attention.ragged_batch import KvPages
 
 SLOTS = 64
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")

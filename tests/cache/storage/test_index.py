@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
-from cache.blocks.stored import ExtentInfo
-from cache.storage.index import _TOGETHER, DiskIndex
+from reprise.cache.blocks.stored import ExtentInfo
+from reprise.cache.storage.index import _TOGETHER, DiskIndex
 from tests.cache.storage.disk_helpers import RECORD_KEY, make_blocks, make_session
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.key_likeness import KeyLikeness
-from cache.storage.slab import LayerShape, Slab
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.key_likeness import KeyLikeness
+from reprise.cache.storage.slab import LayerShape, Slab
 
 SLOTS, HEADS, DIM, LAYERS = 6, 2, 8, 4
 

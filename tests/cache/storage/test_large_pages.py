@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.storage import large_pages
-from cache.storage.large_pages import CALM_CALLS, SIZE, LargePages
+from reprise.cache.storage import large_pages
+from reprise.cache.storage.large_pages import CALM_CALLS, SIZE, LargePages
 
 COUNT = 4
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import (
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import (
     FORMAT_VERSION,
     PACKED_VERSION,
     ExtentHeader,
@@ -21,7 +21,7 @@ from cache.storage.extent_format import (
     encode_header,
     header_size,
 )
-from cache.storage.extent_reader import ExtentReader
+from reprise.cache.storage.extent_reader import ExtentReader
 from tests.cache.storage.disk_helpers import (
     RECORD_KEY,
     SEGMENTS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.storage.packing import WIDTHS, pack, unpack
+from reprise.cache.storage.packing import WIDTHS, pack, unpack
 
 GUARD = 7
 

@@ -1,5 +1,5 @@
-import cache.storage.rare_log as rare_log
-from cache.storage.rare_log import RareLog
+import reprise.cache.storage.rare_log as rare_log
+from reprise.cache.storage.rare_log import RareLog
 
 
 def test_one_of_a_kind_in_a_while_with_a_count(monkeypatch, caplog):

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.slab import LayerShape, Slab
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.slab import LayerShape, Slab
 from tests.cache.intact import is_intact
 
 SHAPES = [LayerShape(kv_heads=2, k_dim=8, v_dim=8), LayerShape(kv_heads=1, k_dim=12, v_dim=4)]

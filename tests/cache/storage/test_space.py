@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from cache.storage.directory import Foreign
-from cache.storage.errors import TierFull
-from cache.storage.space import DiskSpace
+from reprise.cache.storage.directory import Foreign
+from reprise.cache.storage.errors import TierFull
+from reprise.cache.storage.space import DiskSpace
 
 
 @pytest.fixture

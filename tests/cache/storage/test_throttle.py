@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.storage.throttle import CREDIT_S, Throttle
+from reprise.cache.storage.throttle import CREDIT_S, Throttle
 
 
 class Clock:

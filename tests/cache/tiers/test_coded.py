@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.moves import EncodeBlocks, WriteExtent
-from cache.policies import POLICIES
-from cache.tiers.coded import rows_share, split_dram
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.moves import EncodeBlocks, WriteExtent
+from reprise.cache.policies import POLICIES
+from reprise.cache.tiers.coded import rows_share, split_dram
 from tests.cache.pool_model import PoolModel, make_manager
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache.blocks.stored import RedisExtent, SessionRecord, StoredBlock
-from cache.moves import DropRemote, FetchBlocks, Fetched, FetchRemote, RenewRemote
+from reprise.cache.blocks.stored import RedisExtent, SessionRecord, StoredBlock
+from reprise.cache.moves import DropRemote, FetchBlocks, Fetched, FetchRemote, RenewRemote
 from tests.cache.blocks.test_scores import tokens
 from tests.cache.pool_model import PoolModel, make_manager
 

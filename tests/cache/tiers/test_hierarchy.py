@@ -14,12 +14,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.blocks.truncate import CutRules, DoesNotFit
-from cache.moves import EncodeBlocks, FetchBlocks, FillFromPage, FillFromSlot, LoadBlocks, WriteExtent
-from cache.policies import POLICIES
-from cache.policies.keep import BLOCK_SCORERS
-from cache.requests.opening import ClientCut
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.truncate import CutRules, DoesNotFit
+from reprise.cache.moves import EncodeBlocks, FetchBlocks, FillFromPage, FillFromSlot, LoadBlocks, WriteExtent
+from reprise.cache.policies import POLICIES
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, make_manager
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache.tiers.pages import PageAllocator
+from reprise.cache.tiers.pages import PageAllocator
 
 WHICH = st.integers(0, 30)
 

@@ -3,16 +3,16 @@
 import math
 from array import array
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
-from cache.blocks.table import BlockRow, CacheTable
-from cache.moves import DeleteExtents, DeleteRemote, Orders, RenewRemote, UploadExtent
-from cache.policies.lru import LruPolicy
-from cache.returns.return_times import ReturnTimes
-from cache.stats import CacheStats
-from cache.tiers.disk import DiskLedger
-from cache.tiers.holds import DirtyBlocks, PinnedSessions
-from cache.tiers.redis import RedisLedger
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
+from reprise.cache.blocks.table import BlockRow, CacheTable
+from reprise.cache.moves import DeleteExtents, DeleteRemote, Orders, RenewRemote, UploadExtent
+from reprise.cache.policies.lru import LruPolicy
+from reprise.cache.returns.return_times import ReturnTimes
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.disk import DiskLedger
+from reprise.cache.tiers.holds import DirtyBlocks, PinnedSessions
+from reprise.cache.tiers.redis import RedisLedger
 
 OFFSET_S = 1e9
 

@@ -1,7 +1,7 @@
 """Tests when the blocks that turns have left are written to disk."""
 
-from cache.moves import PutSession, WriteExtent
-from scheduler.line import Line
+from reprise.cache.moves import PutSession, WriteExtent
+from reprise.scheduler.line import Line
 from tests.cache.blocks.test_scores import tokens
 from tests.cache.pool_model import PoolModel, make_manager
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from cache.transfer.device_streams import Fence
+from reprise.cache.transfer.device_streams import Fence
 
 
 class ScrambledFence:

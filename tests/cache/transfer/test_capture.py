@@ -2,7 +2,7 @@
 
 import torch
 
-from cache.transfer.capture import Captured, CaptureSink
+from reprise.cache.transfer.capture import Captured, CaptureSink
 
 
 def test_what_layers_show_is_kept_for_the_step_that_runs():

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.moves import BlockLoad, CapturePiece
-from cache.storage.slab import CodedSlab, LayerShape, Slab
-from cache.transfer import coding
-from cache.transfer.capture import Captured, CapturedRows
-from cache.transfer.coding import Decoder, encode_into, encode_slots, sums_of
-from cache.transfer.device_streams import HostStream
-from cache.transfer.layer_source import slot_source
-from cache.transfer.row_saver import place_rows
-from kernels.codecs.quantised import Fp8Codec
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.moves import BlockLoad, CapturePiece
+from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab
+from reprise.cache.transfer import coding
+from reprise.cache.transfer.capture import Captured, CapturedRows
+from reprise.cache.transfer.coding import Decoder, encode_into, encode_slots, sums_of
+from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.layer_source import slot_source
+from reprise.cache.transfer.row_saver import place_rows
+from reprise.kernels.codecs.quantised import Fp8Codec
 from tests.cache.intact import is_intact
 
 

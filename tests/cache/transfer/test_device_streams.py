@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.moves import (
     BlockLoad,
     CapturePiece,
     CopyRows,
@@ -26,12 +26,12 @@ from cache.moves import (
     Saved,
     SealSlot,
 )
-from cache.storage.slab import LayerShape, Slab
-from cache.storage.throttle import Throttle
-from cache.transfer.capture import Captured
-from cache.transfer.device_streams import DeviceStreams, Fence, HostStreams
-from cache.transfer.transfer import Transfer
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.capture import Captured
+from reprise.cache.transfer.device_streams import DeviceStreams, Fence, HostStreams
+from reprise.cache.transfer.transfer import Transfer
+from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 from tests.cache.transfer.scrambled_streams import ScrambledStreams
 

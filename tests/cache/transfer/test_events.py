@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.moves import Saved
-from cache.transfer.events import Events
+from reprise.cache.moves import Saved
+from reprise.cache.transfer.events import Events
 
 
 def test_what_is_told_wakes_the_engine_if_it_waits_and_nobody_else(monkeypatch):

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cache.blocks.keys import BlockKey
-from cache.moves import BlockLoad
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import checksum
-from cache.storage.slab import LayerShape, Slab
-from cache.transfer import layer_source
-from cache.transfer.layer_source import KEPT_BYTES, LAYERS_LANDED, ExtentSource, Landings
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import checksum
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.transfer import layer_source
+from reprise.cache.transfer.layer_source import KEPT_BYTES, LAYERS_LANDED, ExtentSource, Landings
 from tests.cache.intact import is_intact
 
 SHAPES = [LayerShape(heads, 16, 16) for heads in (1, 2, 1, 3, 1)]

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import BlockLoad
-from cache.rates import LoadProgress
-from cache.transfer.device_streams import HostStream
-from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.rates import LoadProgress
+from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 
 LAYERS, BUFFER = 6, 2
 DONE = HostStream().fence()

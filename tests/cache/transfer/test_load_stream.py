@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import BlockLoad, Late, LoadBlocks, Loaded, Transferred
-from cache.rates import LoadProgress
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import checksum
-from cache.storage.extent_reader import Landed, in_turn
-from cache.storage.slab import LayerShape, Slab
-from cache.storage.throttle import Throttle
-from cache.transfer import layer_source
-from cache.transfer.device_streams import HostStream
-from cache.transfer.events import Events
-from cache.transfer.layer_source import LAYERS_LANDED
-from cache.transfer.load_stream import LoadStream
-from cache.transfer.loader import Loader
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.moves import BlockLoad, Late, LoadBlocks, Loaded, Transferred
+from reprise.cache.rates import LoadProgress
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import checksum
+from reprise.cache.storage.extent_reader import Landed, in_turn
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer import layer_source
+from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.layer_source import LAYERS_LANDED
+from reprise.cache.transfer.load_stream import LoadStream
+from reprise.cache.transfer.loader import Loader
+from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 
 needs_team = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs AVX-512")

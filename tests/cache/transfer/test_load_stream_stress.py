@@ -9,20 +9,20 @@ from functools import partial
 import pytest
 import torch
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import BlockLoad, LoadBlocks, Loaded
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_format import checksum
-from cache.storage.extent_reader import in_turn
-from cache.storage.slab import LayerShape, Slab
-from cache.storage.throttle import Throttle
-from cache.transfer import layer_source, load_reader
-from cache.transfer.device_streams import HostStream
-from cache.transfer.events import Events
-from cache.transfer.layer_source import Landings
-from cache.transfer.load_stream import LoadStream
-from cache.transfer.loader import Loader
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.moves import BlockLoad, LoadBlocks, Loaded
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_format import checksum
+from reprise.cache.storage.extent_reader import in_turn
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer import layer_source, load_reader
+from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.layer_source import Landings
+from reprise.cache.transfer.load_stream import LoadStream
+from reprise.cache.transfer.loader import Loader
+from reprise.kernels.attention.ragged_batch import KvPages
 
 LAYERS, LOADS, MOST_BLOCKS = 6, 6, 5
 SHAPE = LayerShape(2, 16, 16)

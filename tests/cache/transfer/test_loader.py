@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import BlockLoad
-from cache.storage.extent_format import checksum
-from cache.storage.slab import LayerShape, Slab
-from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
-from cache.transfer.loader import Loader, PagePool
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.moves import BlockLoad
+from reprise.cache.storage.extent_format import checksum
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.transfer.layer_source import ExtentSource, Landings, SlotSource
+from reprise.cache.transfer.loader import Loader, PagePool
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
 SLOTS, PAGES, SIZE = 6, 4, 64

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.moves import (
+from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.moves import (
     BlockLoad,
     CapturePiece,
     CopyRows,
@@ -32,17 +32,17 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from cache.storage.errors import BlockMissing, TierFull
-from cache.storage.extent_format import checksum
-from cache.storage.slab import LayerShape, Slab
-from cache.storage.thread_priority import SAVING, WRITING
-from cache.storage.throttle import Throttle
-from cache.transfer.capture import Captured
-from cache.transfer.device_streams import HostStream
-from cache.transfer.events import Events
-from cache.transfer.save_stream import SaveStream
-from cache.transfer.transfer import Transfer
-from kernels.attention.ragged_batch import KvPages
+from reprise.cache.storage.errors import BlockMissing, TierFull
+from reprise.cache.storage.extent_format import checksum
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.storage.thread_priority import SAVING, WRITING
+from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.capture import Captured
+from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.save_stream import SaveStream
+from reprise.cache.transfer.transfer import Transfer
+from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 from tests.cache.storage.disk_helpers import make_tier
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.stored import SessionRecord
-from cache.moves import Deleted, DeleteExtents, PutSession
-from cache.storage.errors import TierFailed
-from cache.transfer import write_stream
-from cache.transfer.events import Events
-from cache.transfer.write_stream import WriteStream
+from reprise.cache.blocks.stored import SessionRecord
+from reprise.cache.moves import Deleted, DeleteExtents, PutSession
+from reprise.cache.storage.errors import TierFailed
+from reprise.cache.transfer import write_stream
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.write_stream import WriteStream
 
 
 def record(number):

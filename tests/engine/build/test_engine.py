@@ -9,12 +9,12 @@ import psutil
 import pytest
 import torch
 
-from engine.build import model, room, tiers
-from engine.build.engine import build_engine
-from engine.build.resources import Memory
-from engine.engine import Engine
-from engine.messages import ModelInfo
-from engine.model.loading import ModelRefused
+from reprise.engine.build import model, room, tiers
+from reprise.engine.build.engine import build_engine
+from reprise.engine.build.resources import Memory
+from reprise.engine.engine import Engine
+from reprise.engine.messages import ModelInfo
+from reprise.engine.model.loading import ModelRefused
 from tests.engine.driver import Driver, assert_greedy, config
 from tests.engine.models import FAMILIES, family_model, random_ids, save_tiny, tiny_model
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import first_steps
-from engine.model.loading import ModelRefused
+from reprise.engine.build import first_steps
+from reprise.engine.model.loading import ModelRefused
 
 CUDA = torch.device("cuda")
 

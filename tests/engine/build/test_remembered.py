@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import first_steps, remembered
-from engine.build.engine import build_engine
-from engine.build.remembered import FirstSteps, Remembered, key_of
-from engine.model.warm_up import WarmUp
+from reprise.engine.build import first_steps, remembered
+from reprise.engine.build.engine import build_engine
+from reprise.engine.build.remembered import FirstSteps, Remembered, key_of
+from reprise.engine.model.warm_up import WarmUp
 from tests.engine.driver import config
 from tests.engine.models import save_tiny
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import resources
-from engine.build.resources import Memory, disk_room, memory, within_groups
+from reprise.engine.build import resources
+from reprise.engine.build.resources import Memory, disk_room, memory, within_groups
 
 GIB = 1 << 30
 MACHINE = Memory(total=64 * GIB, available=48 * GIB)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, tiny_model
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.requests.parking import chunk_pages
-from engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, dram_warnings, parking_pages
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.requests.parking import chunk_pages
+from reprise.engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, dram_warnings, parking_pages
 
 DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cache.blocks.keys import BLOCK_TOKENS
-from cache.storage.errors import BlockMissing
-from cache.storage.extent_reader import ExtentReader
-from kernels.attention import BACKENDS
-from kernels.attention.torch_cpu import TorchAttention
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.extent_reader import ExtentReader
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import family_model, random_ids, save_tiny
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cache.blocks.keys import BLOCK_TOKENS
-from engine.codec.activation import KvProjection, _columns, find_projection, watch_inputs
-from engine.codec.quality import Subject
-from engine.model.hf_model import prepare
-from engine.model.loading import ModelRefused
-from engine.model.probe import probe
-from kernels.attention import BACKENDS
+from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.engine.codec.activation import KvProjection, _columns, find_projection, watch_inputs
+from reprise.engine.codec.quality import Subject
+from reprise.engine.model.hf_model import prepare
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.probe import probe
+from reprise.kernels.attention import BACKENDS
 from tests.engine.models import FAMILIES, copied, family_model, random_ids
 from tests.engine.paged import PAGE, Pool, optimise
 

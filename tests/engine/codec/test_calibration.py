@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine.codec.calibration import calibrate, statistics
-from engine.codec.quality import HistoryCoder, Subject, measure
-from engine.model.hf_model import prepare
-from engine.model.probe import probe
-from kernels.attention.torch_cpu import TorchAttention
+from reprise.engine.codec.calibration import calibrate, statistics
+from reprise.engine.codec.quality import HistoryCoder, Subject, measure
+from reprise.engine.model.hf_model import prepare
+from reprise.engine.model.probe import probe
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.models import random_ids, tiny_model
 
 

@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine.codec.calibration import Calibrated
-from engine.codec.calibration_file import load, save
-from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+from reprise.engine.codec.calibration import Calibrated
+from reprise.engine.codec.calibration_file import load, save
+from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
 MODEL = b"\x01" * 16
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.codec.quality import HistoryCoder, Subject, coded, measure, raw_blocks, rows_of
-from engine.model.hf_model import prepare
-from engine.model.probe import probe
-from kernels.attention.torch_cpu import TorchAttention
+from reprise.engine.codec.quality import HistoryCoder, Subject, coded, measure, raw_blocks, rows_of
+from reprise.engine.model.hf_model import prepare
+from reprise.engine.model.probe import probe
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.models import random_ids, tiny_model, vanilla_logits
 
 

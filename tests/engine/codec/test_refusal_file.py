@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.codec.refusal_file import load, refuses, save
+from reprise.engine.codec.refusal_file import load, refuses, save
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Tests the text on which codecs are calibrated."""
 
-from engine.codec.text import calibration_text
-from model.directories import BUNDLED
+from reprise.engine.codec.text import calibration_text
+from reprise.model.directories import BUNDLED
 
 
 def test_pieces_to_learn_from_and_others_to_score():

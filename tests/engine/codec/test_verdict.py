@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.codec.verdict import LAST, LEAST, CodecVerdict
-from engine.messages import DIVERGENCE_BOUNDS
+from reprise.engine.codec.verdict import LAST, LEAST, CodecVerdict
+from reprise.engine.messages import DIVERGENCE_BOUNDS
 
 BUDGET = 0.001
 

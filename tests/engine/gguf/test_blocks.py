@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from engine.gguf.blocks import codes_of, is_kept
-from kernels.packed import pack, unpack
+from reprise.engine.gguf.blocks import codes_of, is_kept
+from reprise.kernels.packed import pack, unpack
 from tests.engine.gguf.gguf_files import stored
 
 KEPT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]

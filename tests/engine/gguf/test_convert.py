@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from engine.gguf import convert as convert_module
-from engine.gguf import foreign
-from engine.gguf.convert import convert
-from engine.gguf.reader import GgufFile, GgufRefused
+from reprise.engine.gguf import convert as convert_module
+from reprise.engine.gguf import foreign
+from reprise.engine.gguf.convert import convert
+from reprise.engine.gguf.reader import GgufFile, GgufRefused
 from tests.engine.gguf import gguf_files
 
 TEXTS = ("the thing in the tin", " 12 0123", "<|im_start|>user\nthe<|im_end|>", "ünï ☃ \n\n  a", "a <think> b")

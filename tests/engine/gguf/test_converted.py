@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.gguf import converted
-from engine.gguf.reader import GgufRefused
-from engine.packed.directory import ABANDONED_S, KEPT
+from reprise.engine.gguf import converted
+from reprise.engine.gguf.reader import GgufRefused
+from reprise.engine.packed.directory import ABANDONED_S, KEPT
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.gguf.convert import convert
-from engine.gguf.reader import MAX_ITEMS, GgufFile, GgufRefused
+from reprise.engine.gguf.convert import convert
+from reprise.engine.gguf.reader import MAX_ITEMS, GgufFile, GgufRefused
 from tests.engine.gguf import gguf_files
 
 F32 = 0
@@ -64,7 +64,7 @@ def test_every_kind_of_value_is_read(tmp_path):
 
 
 def test_many_rows_come_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.gguf.reader.CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr("reprise.engine.gguf.reader.CHUNK_ELEMENTS", 8)
     file = opened(tmp_path / "a", header(tensors=(tensor("w", (3, 5)),)).ljust(96, b"\0") + bytes(range(60)))
     parts = list(file.rows(file.tensors["w"]))
     assert [(first, rows.shape) for first, rows in parts] == [(0, (2, 3)), (2, (2, 3)), (4, (1, 3))]

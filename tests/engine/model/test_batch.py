@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from tests.engine.models import CPU
 
 MAX_SEQS, MAX_PAGES = 4, 6

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import first_steps, model
-from engine.build.engine import build_engine
-from engine.model.exactness import Exactness, Proof
-from engine.model.loading import ModelRefused
-from kernels.cpu.available import flash_kernels, product_kernels
+from reprise.engine.build import first_steps, model
+from reprise.engine.build.engine import build_engine
+from reprise.engine.model.exactness import Exactness, Proof
+from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.cpu.available import flash_kernels, product_kernels
 from tests.engine.driver import Driver, config
 from tests.engine.models import family_model
 

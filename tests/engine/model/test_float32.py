@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.float32 import in_float32
+from reprise.engine.model.float32 import in_float32
 from tests.engine.models import FAMILIES, copied, family_model, random_ids, tiny_model
 
 IDS = torch.tensor([random_ids(12, 0)])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from cache.transfer.capture import Captured, CaptureSink
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.graph_runner import GraphRunner
-from engine.model.hf_model import ModelRunner, prepare
-from engine.model.pages import make_pages
-from engine.model.probe import probe
-from engine.model.warm_up import WarmUp
-from kernels.attention.naive import NaiveAttention
+from reprise.cache.transfer.capture import Captured, CaptureSink
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.graph_runner import GraphRunner
+from reprise.engine.model.hf_model import ModelRunner, prepare
+from reprise.engine.model.pages import make_pages
+from reprise.engine.model.probe import probe
+from reprise.engine.model.warm_up import WarmUp
+from reprise.kernels.attention.naive import NaiveAttention
 from tests.engine.models import CPU, VOCAB, copied, family_model
 
 PAGE, PAGES, MOST = 16, 24, 96

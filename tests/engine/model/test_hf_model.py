@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotation
 
-from engine.model.hf_model import RopeCall, Step, forward, turns_halves
-from engine.model.loading import rope_limit
-from engine.model.probe import single_sequence_meta
-from kernels.attention import BACKENDS
+from reprise.engine.model.hf_model import RopeCall, Step, forward, turns_halves
+from reprise.engine.model.loading import rope_limit
+from reprise.engine.model.probe import single_sequence_meta
+from reprise.kernels.attention import BACKENDS
 from tests.engine.models import CPU, FAMILIES, VOCAB, copied, family_model, random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import PAGE, Played, Pool, Served, Text, optimise, play, serve, slots_of
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from reprise.engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
 from tests.engine.models import CPU, copied, random_ids, save_tiny, tiny_model, vanilla_logits
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.moments import measure_moments, rotated_pairs
+from reprise.engine.model.moments import measure_moments, rotated_pairs
 from tests.engine.models import CPU, family_model, random_ids
 from tests.engine.paged import PAGE, Pool, serve
 
@@ -17,7 +17,7 @@ def test_moments_are_of_all_tokens_and_do_not_hang_on_chunks(name: str, monkeypa
     texts = [torch.tensor(random_ids(length, seed=length)) for length in (70, 33)]
     found = []
     for chunk in (256, 16):
-        monkeypatch.setattr("engine.model.moments._CHUNK", chunk)
+        monkeypatch.setattr("reprise.engine.model.moments._CHUNK", chunk)
         found.append(measure_moments(pool.runner, texts, ropes, page_size=PAGE, most_rows=96, device=CPU))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.queries, other.queries, rtol=1e-3, atol=1e-3)

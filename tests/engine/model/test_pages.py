@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import ModelRunner, prepare
-from engine.model.pages import bytes_per_token, make_pages
-from engine.model.probe import KvShape, probe
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import KvPages
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.hf_model import ModelRunner, prepare
+from reprise.engine.model.pages import bytes_per_token, make_pages
+from reprise.engine.model.probe import KvShape, probe
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import KvPages
 from tests.engine.models import CPU, tiny_model
 from tests.engine.paged import PAGE
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.batch import BatchItem, build_batch
-from engine.model.cpu.modules import FEW_ROWS, packing_works
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import KvPages, Selection
-from kernels.cpu.available import select_kernels
-from kernels.selectors.selector import ALWAYS, Candidates, Selecting
+from reprise.engine.model.batch import BatchItem, build_batch
+from reprise.engine.model.cpu.modules import FEW_ROWS, packing_works
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.cpu.available import select_kernels
+from reprise.kernels.selectors.selector import ALWAYS, Candidates, Selecting
 from tests.engine.models import CPU, copied, family_model, random_ids
 from tests.engine.paged import PAGE, Pool, Served, Text, optimise, serve
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model import probe as probe_module
-from engine.model.hf_model import RopeCall, Step, is_in_step, prepare
-from engine.model.loading import ModelRefused
-from engine.model.probe import ProbeResult, probe
-from kernels.attention import BACKENDS
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.engine.model import probe as probe_module
+from reprise.engine.model.hf_model import RopeCall, Step, is_in_step, prepare
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.probe import ProbeResult, probe
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from tests.engine.models import FAMILIES, KEEP_STATES, WINDOW, copied, family_model, large_key_biases, tiny_model
 from tests.engine.paged import PAGE
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.hf_model import prepare, turn_halves
-from engine.model.probe import ProbeResult, probe
-from engine.model.rotations import ModelRotations
-from kernels.attention import BACKENDS
+from reprise.engine.model.hf_model import prepare, turn_halves
+from reprise.engine.model.probe import ProbeResult, probe
+from reprise.engine.model.rotations import ModelRotations
+from reprise.kernels.attention import BACKENDS
 from tests.engine.models import family_model
 from tests.engine.paged import PAGE
 

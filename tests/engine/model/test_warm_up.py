@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.loading import ModelRefused
-from engine.model.warm_up import WarmUp, efficient_tokens
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.warm_up import WarmUp, efficient_tokens
 
 
 @pytest.mark.parametrize(

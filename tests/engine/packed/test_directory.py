@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.packed.directory import INDEX, DamagedDirectory, is_packed, read, read_index, write
-from kernels.packed import PackedWeight, pack
+from reprise.engine.packed.directory import INDEX, DamagedDirectory, is_packed, read, read_index, write
+from reprise.kernels.packed import PackedWeight, pack
 from tests.kernels.packed_weights import FORMS, random_codes
 
 
@@ -36,7 +36,7 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
 
 
 def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.packed.directory._SHARD_BYTES", 3000)
+    monkeypatch.setattr("reprise.engine.packed.directory._SHARD_BYTES", 3000)
     a_directory(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert len(list(read(tmp_path))) == len(FORMS) + 1

@@ -10,12 +10,12 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import nn
 
-from engine.gguf.convert import convert
-from engine.model.cpu.quantised import QuantisedLinear
-from engine.model.loading import ModelRefused, load_model
-from engine.packed.directory import KEPT, is_packed
-from engine.packed.from_directory import packed
-from kernels.cpu.available import decode_kernels, product_kernels
+from reprise.engine.gguf.convert import convert
+from reprise.engine.model.cpu.quantised import QuantisedLinear
+from reprise.engine.model.loading import ModelRefused, load_model
+from reprise.engine.packed.directory import KEPT, is_packed
+from reprise.engine.packed.from_directory import packed
+from reprise.kernels.cpu.available import decode_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.gguf import gguf_files
 from tests.engine.models import random_ids, save_tiny, tiny_model

@@ -15,10 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine.process.client
-from engine.messages import Head, Output, SessionRequest, TokenLogprob
-from engine.process.child import MALLOC, engine_environment
-from engine.process.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, EngineUnavailable, OutputStream
+import reprise.engine.process.client
+from reprise.engine.messages import Head, Output, SessionRequest, TokenLogprob
+from reprise.engine.process.child import MALLOC, engine_environment
+from reprise.engine.process.client import (
+    EngineClient,
+    EngineFailed,
+    EngineLost,
+    EngineTimeout,
+    EngineUnavailable,
+    OutputStream,
+)
 from tests.engine.scripted_engine import MODEL, REPORT, TIMINGS, adopt, config, head, output, submit
 
 ROOT = Path(__file__).parents[3]
@@ -279,7 +286,7 @@ async def test_a_refused_model_is_not_tried_again(start: Start, caplog: pytest.L
 async def test_quick_failures_end_in_failed_with_the_engines_last_lines(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine.process.client, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(reprise.engine.process.client, "FIRST_BACKOFF_S", 0.01)
     client = await start("crash", ready=False)
     with pytest.raises(EngineFailed):
         await client.wait_ready()
@@ -291,8 +298,8 @@ async def test_quick_failures_end_in_failed_with_the_engines_last_lines(
 
 
 async def test_a_minute_of_health_forgets_the_failures_before(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.process.client, "HEALTHY_S", 0.0)
-    monkeypatch.setattr(engine.process.client, "MAX_QUICK_FAILURES", 2)
+    monkeypatch.setattr(reprise.engine.process.client, "HEALTHY_S", 0.0)
+    monkeypatch.setattr(reprise.engine.process.client, "MAX_QUICK_FAILURES", 2)
     client = await start()
     for restarts in (1, 2, 3):
         stream = await client.submit(submit("a", script="exit"))
@@ -305,8 +312,8 @@ async def test_a_minute_of_health_forgets_the_failures_before(start: Start, monk
 async def test_an_engine_that_was_ready_is_tried_for_ever_with_growing_pauses(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine.process.client, "FIRST_BACKOFF_S", 0.1)
-    monkeypatch.setattr(engine.process.client, "MAX_BACKOFF_S", 0.5)
+    monkeypatch.setattr(reprise.engine.process.client, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(reprise.engine.process.client, "MAX_BACKOFF_S", 0.5)
     client = await start()
     for restarts in range(1, 7):
         assert client.pid is not None
@@ -321,7 +328,7 @@ async def test_an_engine_that_was_ready_is_tried_for_ever_with_growing_pauses(
 async def test_a_model_that_was_served_and_is_refused_for_a_while_is_tried_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine.process.client, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(reprise.engine.process.client, "FIRST_BACKOFF_S", 0.01)
     shortage = tmp_path / "shortage"
     client = await start(f"refuse-while {shortage}")
     shortage.touch()
@@ -335,7 +342,7 @@ async def test_a_model_that_was_served_and_is_refused_for_a_while_is_tried_again
 
 
 async def test_a_program_that_cannot_be_started_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.process.client, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(reprise.engine.process.client, "FIRST_BACKOFF_S", 0.001)
     client = EngineClient(config=config(), command=("/no/such/program",), start_timeout_s=5, hang_timeout_s=5)
     await client.start()
     with pytest.raises(EngineFailed, match="could not be started"):
@@ -404,7 +411,7 @@ async def test_stop_ends_streams_and_process(start: Start) -> None:
 
 
 async def test_stop_kills_what_does_not_leave(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.process.client, "STOP_S", 0.2)
+    monkeypatch.setattr(reprise.engine.process.client, "STOP_S", 0.2)
     client = await start()
     pid = client.pid
     await client.submit(submit("a", script="hang"))
@@ -476,7 +483,7 @@ async def test_a_question_without_an_answer_ends(start: Start, monkeypatch: pyte
     await until(lambda: client._questions)
     with pytest.raises(ValueError, match="in use"):
         await client.sessions(question("r", "s"))
-    monkeypatch.setattr(engine.process.client, "MAX_QUESTIONS", 1)
+    monkeypatch.setattr(reprise.engine.process.client, "MAX_QUESTIONS", 1)
     with pytest.raises(EngineUnavailable, match="too many"):
         await client.sessions(question("s", "s"))
     assert client.pid is not None
@@ -499,7 +506,7 @@ async def test_the_last_report_of_a_choice_counts() -> None:
 
 
 async def test_an_engine_that_does_not_read_gets_no_more_work(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.process.client, "MAX_BACKLOG", 0)
+    monkeypatch.setattr(reprise.engine.process.client, "MAX_BACKLOG", 0)
     client = await start()
     with pytest.raises(EngineUnavailable, match="keeping up"):
         await client.submit(submit("a"))
@@ -508,7 +515,7 @@ async def test_an_engine_that_does_not_read_gets_no_more_work(start: Start, monk
 APP = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from engine.process.client import EngineClient
+from reprise.engine.process.client import EngineClient
 from tests.engine.scripted_engine import config
 
 async def main():

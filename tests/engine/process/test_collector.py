@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from engine.process.collector import Collector
+from reprise.engine.process.collector import Collector
 
 
 class Node:

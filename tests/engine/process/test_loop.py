@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.lifeline import FRAME_LENGTH
-from engine.messages import (
+from reprise.engine.lifeline import FRAME_LENGTH
+from reprise.engine.messages import (
     WIRE_VERSION,
     Abort,
     Adopt,
@@ -38,7 +38,7 @@ from engine.messages import (
     decode_to_engine,
     encode,
 )
-from engine.process.loop import EngineLoop
+from reprise.engine.process.loop import EngineLoop
 from tests.engine.scripted_engine import ScriptedEngine, adopt, config, head, submit
 
 ROOT = Path(__file__).parents[3]
@@ -469,7 +469,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_neither_side_imports_torch() -> None:
-    code = "import sys, engine.process.loop, engine.process.client; assert not {'torch', 'numpy'} & {*sys.modules}"
+    code = (
+        "import sys, reprise.engine.process.loop, reprise.engine.process.client; "
+        "assert not {'torch', 'numpy'} & {*sys.modules}"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=30)
 
 
@@ -483,7 +486,7 @@ def test_while_something_moves_nobody_waits_for_the_inbox(
 ) -> None:
     """A deletion, or a turn on its way to disk, is gone on with when it has ended; with nothing under way the loop
     sleeps until a message comes."""
-    monkeypatch.setattr("engine.process.loop.POLL_MS", 600_000)
+    monkeypatch.setattr("reprise.engine.process.loop.POLL_MS", 600_000)
     polled = threading.Semaphore(0)
 
     class Moving(ScriptedEngine):
@@ -509,7 +512,7 @@ def test_the_bell_of_an_engine_ends_the_wait_for_the_inbox(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has been written to disk goes on to Redis at once: until it is there, it dies with its server."""
-    monkeypatch.setattr("engine.process.loop.POLL_MS", 600_000)
+    monkeypatch.setattr("reprise.engine.process.loop.POLL_MS", 600_000)
     polled = threading.Semaphore(0)
     listens, rings = os.pipe()
 
@@ -535,7 +538,7 @@ def test_nobody_waits_for_the_inbox_while_an_adoption_has_no_answer(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading headers moves nothing between the tiers; yet the first token of a turn waits for them."""
-    monkeypatch.setattr("engine.process.loop.POLL_MS", 600_000)
+    monkeypatch.setattr("reprise.engine.process.loop.POLL_MS", 600_000)
 
     class Adopting(ScriptedEngine):
         asked = ""

@@ -5,9 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo, SessionRecord
-from cache.moves import (
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
+from reprise.cache.moves import (
     BlockLoad,
     Deleted,
     DeleteExtents,
@@ -22,7 +22,7 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from engine.ranks.joined_events import JoinedEvents
+from reprise.engine.ranks.joined_events import JoinedEvents
 
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(4)]
 SESSION = SessionRecord(tenant="t", salt="", session_id="s", context=b"", last_used_s=0.0, pinned=False, ttl_s=None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.ranks.socket_directory import SocketDirectory, remove_abandoned
+from reprise.engine.ranks.socket_directory import SocketDirectory, remove_abandoned
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_directory_is_this_users_alone_and_removed_with_its_contents(temporary
 
 def test_only_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
     program = (
-        "import tempfile, time; from engine.ranks.socket_directory import SocketDirectory\n"
+        "import tempfile, time; from reprise.engine.ranks.socket_directory import SocketDirectory\n"
         f"tempfile.tempdir = {str(temporary)!r}; directory = SocketDirectory()\n"
         "(directory.path / '1').touch(); print(directory.path, flush=True); time.sleep(600)"
     )

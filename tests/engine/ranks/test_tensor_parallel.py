@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.process.client import EngineClient, EngineLost, EngineState
+from reprise.engine.process.client import EngineClient, EngineLost, EngineState
 from tests.engine.driver import Driver, config
 from tests.engine.models import family_model
 from tests.engine.scripted_engine import submit

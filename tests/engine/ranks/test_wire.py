@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.moves import (
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.moves import (
     AbandonLoad,
     BlockLoad,
     CapturePiece,
@@ -41,8 +41,8 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.ranks.wire import (
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.ranks.wire import (
     CarryOut,
     Close,
     Ended,

@@ -47,7 +47,7 @@ def main() -> None:
         "answers": told,
         "processes": processes,
         "is_connected": is_connected,
-        "knows_ranks": "engine.ranks.group" in sys.modules,
+        "knows_ranks": "reprise.engine.ranks.group" in sys.modules,
     }
     json.dump(said, sys.stdout)
 

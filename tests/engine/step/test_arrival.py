@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache.transfer.load_stream import LoadStream
-from engine.step.arrival import Arrival
-from kernels.cpu.available import decode_kernels
+from reprise.cache.transfer.load_stream import LoadStream
+from reprise.engine.step.arrival import Arrival
+from reprise.kernels.cpu.available import decode_kernels
 from tests.engine.driver import Driver
 
 BUNDLED = Path(__file__).parents[3] / "model" / "bundled"
@@ -41,7 +41,7 @@ def answers(
 
 @pytest.mark.parametrize("new_tokens", [2, 8, 9, 40])
 def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.rates.Rates.load_s", lambda *_: 0.0)  # load, however slow the link is
+    monkeypatch.setattr("reprise.cache.rates.Rates.load_s", lambda *_: 0.0)  # load, however slow the link is
     in_hbm, loaded = answers(new_tokens, hbm_tokens=4096)
     assert loaded == 0
     # About 460 kB of KV at 5 MB/s: 90 ms for what a step of these needs some milliseconds for.
@@ -57,7 +57,7 @@ def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeyp
 @pytest.mark.skipif(decode_kernels() is None, reason="no team to bring loads with")
 def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it is computed again, and so is what the step has computed on it."""
-    monkeypatch.setattr("cache.rates.Rates.load_s", lambda *_: 0.0)
+    monkeypatch.setattr("reprise.cache.rates.Rates.load_s", lambda *_: 0.0)
     seen: list[tuple[int, bool]] = []
     place = LoadStream._place_in_step
 

@@ -1,7 +1,7 @@
 """Tests finding the running choices by sequence and by request."""
 
-from engine.step.choices import RunningChoice, RunningChoices
-from scheduler.sequence import Sequence
+from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.scheduler.sequence import Sequence
 from tests.engine.scripted_engine import submit
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cache.transfer.device_streams import Fence, HostStream
-from engine.step.compute import StepClock
+from reprise.cache.transfer.device_streams import Fence, HostStream
+from reprise.engine.step.compute import StepClock
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
 

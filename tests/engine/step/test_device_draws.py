@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.step import sampler
-from engine.step.sampler import BadLogits, PenaltyState, SampleRow, tokens_on_device, tokens_on_host
-from kernels import draws
+from reprise.engine.step import sampler
+from reprise.engine.step.sampler import BadLogits, PenaltyState, SampleRow, tokens_on_device, tokens_on_host
+from reprise.kernels import draws
 from tests.conftest import sampling
 
 VOCAB, BATCH, BATCHES = 48, 1000, 100

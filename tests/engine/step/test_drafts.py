@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step.drafts import (
+from reprise.engine.step.drafts import (
     Acceptance,
     Candidate,
     DraftSource,

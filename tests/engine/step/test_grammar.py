@@ -10,10 +10,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from engine.messages import Output, Submit
-from engine.step import grammar as grammar_module
-from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
-from engine.step.sampler import BadLogits, Sampler, SampleRow
+from reprise.engine.messages import Output, Submit
+from reprise.engine.step import grammar as grammar_module
+from reprise.engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
+from reprise.engine.step.sampler import BadLogits, Sampler, SampleRow
 from tests.app.fakes import write_tokenizer
 from tests.conftest import greedy, sampling
 from tests.engine.driver import Driver

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from cache.moves import CapturePiece, DeleteExtents, SealSlot
-from cache.transfer.capture import Captured
-from engine.step.held_moves import _MOST_SEALS, HeldMoves
+from reprise.cache.moves import CapturePiece, DeleteExtents, SealSlot
+from reprise.cache.transfer.capture import Captured
+from reprise.engine.step.held_moves import _MOST_SEALS, HeldMoves
 
 
 class Recorder:

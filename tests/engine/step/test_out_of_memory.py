@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.batch import BatchInput
+from reprise.engine.model.batch import BatchInput
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
 

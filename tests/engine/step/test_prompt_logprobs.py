@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.messages import TokenLogprob
-from engine.step.sampler import token_logprobs
+from reprise.engine.messages import TokenLogprob
+from reprise.engine.step.sampler import token_logprobs
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model, vanilla_logits
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.process.stream import OutputStream
+from reprise.engine.process.stream import OutputStream
 from tests.app.fakes import write_tokenizer
 from tests.engine import scripted_engine
 from tests.engine.driver import Answer, Driver

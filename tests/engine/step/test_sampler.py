@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.step.sampler import BadLogits, PenaltyState, Sampler, SampleRow, choice_seed, philox, waits
+from reprise.engine.step.sampler import BadLogits, PenaltyState, Sampler, SampleRow, choice_seed, philox, waits
 from tests.conftest import sampling
 
 SAMPLER = Sampler()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from cache.blocks.keys import is_exact
+from reprise.cache.blocks.keys import is_exact
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.models import random_ids
 from tests.engine.test_coded_tiers import codec_of, make, path, random_calibration_text, turn, vanilla
@@ -57,7 +57,7 @@ def come_back_often(driver: Driver, times: int) -> list[Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_honest_codec_stays_on_by_the_mean_of_few_checks(make, dtype, monkeypatch):
     """In bf16 rounding alone is five times the budget here."""
-    monkeypatch.setattr("engine.codec.verdict.LAST", 8)
+    monkeypatch.setattr("reprise.engine.codec.verdict.LAST", 8)
     driver = make(verify_rate=1.0, dtype=dtype)
     answers = come_back_often(driver, 9)
     assert all(answer.report.coded_tokens == 96 for answer in answers)

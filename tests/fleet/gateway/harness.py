@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 
-from app.http.bounded_server import BoundedServer
-from app.settings.settings import Settings
-from fleet.directory import DirectoryUnavailable
-from fleet.gateway import server
-from fleet.keys import SessionName
-from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
-from fleet.records import Heartbeat, Member, Place, Record, Roll, Taken
-from fleet.routing import Beat
+from reprise.app.http.bounded_server import BoundedServer
+from reprise.app.settings.settings import Settings
+from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.gateway import server
+from reprise.fleet.keys import SessionName
+from reprise.fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
+from reprise.fleet.records import Heartbeat, Member, Place, Record, Roll, Taken
+from reprise.fleet.routing import Beat
 from tests.fleet.gateway.stub_replica import Answer, Asked, StubReplica
 
 MODEL = "0f"
@@ -27,7 +27,7 @@ LOAD = Beat(wait_s=0.0, s_per_token=1e-4, s_per_kilo_pair=0.0, kv_bytes_per_toke
 
 
 class FakeDirectory:
-    """What a gateway asks of `fleet.directory.Directory`."""
+    """What a gateway asks of `reprise.fleet.directory.Directory`."""
 
     def __init__(self) -> None:
         self.beats: dict[str, tuple[Heartbeat, float]] = {}  # name -> (beat, age of it)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.gateway.body_framing import MAX_LINE_BYTES, MAX_TRAILERS, BadBody, ChunkedBody, EndlessBody, body_of
+from reprise.fleet.gateway.body_framing import MAX_LINE_BYTES, MAX_TRAILERS, BadBody, ChunkedBody, EndlessBody, body_of
 
 PARTS = st.lists(st.binary(min_size=1, max_size=40), max_size=6)
 

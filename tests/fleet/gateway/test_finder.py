@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from fleet.gateway import finder as finder_module
-from fleet.gateway.finder import Finder, Route
-from fleet.gateway.turn import Turn
-from fleet.identify import TurnBody, conversation_of
-from fleet.keys import SessionName
-from fleet.members import Members
-from fleet.records import Heartbeat
-from fleet.routing import FleetView, NoReplica, Router
+from reprise.fleet.gateway import finder as finder_module
+from reprise.fleet.gateway.finder import Finder, Route
+from reprise.fleet.gateway.turn import Turn
+from reprise.fleet.identify import TurnBody, conversation_of
+from reprise.fleet.keys import SessionName
+from reprise.fleet.members import Members
+from reprise.fleet.records import Heartbeat
+from reprise.fleet.routing import FleetView, NoReplica, Router
 from tests.fleet.gateway.harness import LOAD, MODEL, FakeDirectory, record
 
 USER = {"role": "user", "content": "Hello"}

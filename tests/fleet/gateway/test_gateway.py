@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from app.tenancy.keyring import digest_of
-from fleet.identify import background_id
-from fleet.keys import SessionName
+from reprise.app.tenancy.keyring import digest_of
+from reprise.fleet.identify import background_id
+from reprise.fleet.keys import SessionName
 from tests.fleet.gateway.harness import CHAT, fleet, one_answer, record
 from tests.fleet.gateway.stub_replica import Asked
 
@@ -324,7 +324,8 @@ async def test_a_body_that_is_too_long_is_refused():
 
 def test_a_gateway_loads_neither_torch_nor_transformers():
     program = (
-        "import sys, fleet.gateway.server\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "import sys, reprise.fleet.gateway.server\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"

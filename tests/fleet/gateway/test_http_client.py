@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from fleet.gateway import http_client
-from fleet.gateway.http_client import Replica, ReplicaFailed
+from reprise.fleet.gateway import http_client
+from reprise.fleet.gateway.http_client import Replica, ReplicaFailed
 from tests.fleet.gateway.stub_replica import Asked, stub_replica
 
 HEADERS = [(b"host", b"replica")]

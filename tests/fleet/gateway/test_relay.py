@@ -7,11 +7,11 @@ import json
 import httpx
 import pytest
 
-from fleet.gateway import relay
-from fleet.gateway.metrics import Resumed
-from fleet.keys import SessionName
-from fleet.protocol import OVERLOADED_HEADER, RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
-from fleet.routing import STALE_S
+from reprise.fleet.gateway import relay
+from reprise.fleet.gateway.metrics import Resumed
+from reprise.fleet.keys import SessionName
+from reprise.fleet.protocol import OVERLOADED_HEADER, RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
+from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import CHAT, FRAMES, WHOLE, Fleet, event, fleet, frame, one_answer, record, until
 from tests.fleet.gateway.stub_replica import Asked
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from app.cli.program import cli
-from app.settings.settings import Settings
-from fleet.gateway.server import GatewayServer, NoFleet, make_gateway
+from reprise.app.cli.program import cli
+from reprise.app.settings.settings import Settings
+from reprise.fleet.gateway.server import GatewayServer, NoFleet, make_gateway
 
 
 def settings_of(directory: Path, **fleet: object) -> Settings:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.harness.servers import free_port
-from fleet.supervise.owned_process import TAIL_LINES, OwnedProcess, ProcessEnded
+from reprise.fleet.supervise.owned_process import TAIL_LINES, OwnedProcess, ProcessEnded
 
 ROOT = Path(__file__).parents[3]
 GATEWAY = ["gateway", "--fleet.redis_url", "unix:///nowhere/redis.sock"]  # goes on without its Redis
@@ -35,7 +35,7 @@ def arguments(state_dir: Path) -> list[str]:
 def test_it_ends_with_its_owner(tmp_path, end):
     program = (
         "import sys, time\n"
-        "from fleet.supervise.owned_process import OwnedProcess\n"
+        "from reprise.fleet.supervise.owned_process import OwnedProcess\n"
         "print(OwnedProcess(sys.argv[1:]).pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from app.settings.settings import load_settings
-from fleet.supervise import owned_server
-from fleet.supervise.owned_server import address, claim_slot, drain_s, free_port
+from reprise.app.settings.settings import load_settings
+from reprise.fleet.supervise import owned_server
+from reprise.fleet.supervise.owned_server import address, claim_slot, drain_s, free_port
 
 
 def test_every_replica_has_a_directory_of_its_own(tmp_path):

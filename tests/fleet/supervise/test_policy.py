@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis.strategies import booleans, floats, integers, lists, tuples
 
-from fleet.scaling import WINDOW_S
-from fleet.supervise.policy import DECISION_S, Policy
+from reprise.fleet.scaling import WINDOW_S
+from reprise.fleet.supervise.policy import DECISION_S, Policy
 
 TARGET_S = 1.0
 

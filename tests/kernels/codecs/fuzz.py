@@ -63,7 +63,7 @@ class GuardedPages:
 
 def notices_reads_outside(codec: Any) -> bool:
     """Whether a kernel that is told of more words than there are is stopped. The memory behind is ours too."""
-    from kernels.cpu import transform as compiled
+    from reprise.kernels.cpu import transform as compiled
 
     size = codec.segment_bytes[0] // 2
     memory = np.full((1, size), 0xFFFF, np.uint16)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.codecs.quantised import Fp8Codec, KiviCodec
+from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
 
 SHAPES = [((3, 64), (3, 64)), ((2, 24), (2, 32))]
 CODECS = [Fp8Codec(SHAPES), KiviCodec(SHAPES, bits=4, v_group=32), KiviCodec(SHAPES, bits=2, v_group=32)]

@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from kernels.codecs.symbols import classes_of, symbol_tables
-from kernels.cpu.transform_format import (
+from reprise.kernels.codecs.symbols import classes_of, symbol_tables
+from reprise.kernels.cpu.transform_format import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,

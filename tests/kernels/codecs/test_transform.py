@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
-from kernels.cpu import transform as compiled
+from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+from reprise.kernels.cpu import transform as compiled
 
 ROWS = 32
 SHAPES = [(3, 64, 64), (1, 80, 80), (2, 24, 40), (4, 64, 64)]  # heads, k_dim, v_dim

@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from kernels.codecs.transform import TransformCodec
-from kernels.codecs.transform_on_device import TransformOnDevice
-from kernels.cpu import transform as compiled
-from kernels.cpu.transform_format import HEAD_WORDS, ROWS
+from reprise.kernels.codecs.transform import TransformCodec
+from reprise.kernels.codecs.transform_on_device import TransformOnDevice
+from reprise.kernels.cpu import transform as compiled
+from reprise.kernels.cpu.transform_format import HEAD_WORDS, ROWS
 from tests.kernels.codecs.test_transform import SHAPES, blocks_of, codec_for, coded, rows_like_keys
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
 
@@ -87,7 +87,7 @@ def rows_near(codec: TransformCodec, decodes: Any, words: np.ndarray) -> None:
 
 
 def numbers_equal(device: str, shape: tuple[int, int, int], kind: str) -> None:
-    from kernels.triton_transform import decode
+    from reprise.kernels.triton_transform import decode
 
     codec = codec_of(shape, kind)
     words = segments_of(codec, shape, kind)
@@ -151,7 +151,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""
     pytest.importorskip("triton")
-    from kernels.triton_transform import _BLOCKS, _decode
+    from reprise.kernels.triton_transform import _BLOCKS, _decode
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"words_ptr": "*i16", "classes_ptr": "*i32", "entries_ptr": "*i32", "values_ptr": "*fp32"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.available import announce_compiling, decode_kernels
+from reprise.kernels.cpu.available import announce_compiling, decode_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,7 +17,7 @@ def test_compiling_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     announce_compiling()
     njit(lambda x: x + 1)(1)  # whatever was announced by now
     caplog.clear()
-    caplog.set_level(logging.INFO, "kernels.cpu.available")
+    caplog.set_level(logging.INFO, "reprise.kernels.cpu.available")
     announce_compiling.__wrapped__()
     assert caplog.messages == []
     for number in (2, 3):
@@ -33,7 +33,7 @@ def test_compiled_kernels_leave_the_number_of_threads_as_it_was(threads: int) ->
         pytest.skip("kernels are not compiled on this machine")
     script = (
         f"import torch; torch.set_num_threads({threads});"
-        "from kernels.cpu.available import decode_kernels, prefill_kernels, use_torch_threads;"
+        "from reprise.kernels.cpu.available import decode_kernels, prefill_kernels, use_torch_threads;"
         "decode_kernels(), prefill_kernels(), use_torch_threads(); print(torch.get_num_threads())"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import decode_kernels, use_torch_threads
-from kernels.int8_rows import pack_rows, unpack_rows
-from kernels.views import as_bf16, as_bits
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.cpu.available import decode_kernels, use_torch_threads
+from reprise.kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.views import as_bf16, as_bits
 
 kernels: Any = decode_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
@@ -210,7 +210,7 @@ def test_one_pool_of_threads_serves_torch_and_numba() -> None:
     script = (
         "import os, torch; torch.set_num_threads(2); torch.ones(1 << 20).sum();"
         "before = len(os.listdir('/proc/self/task'));"
-        "from kernels.cpu.available import decode_kernels; assert decode_kernels() is not None;"
+        "from reprise.kernels.cpu.available import decode_kernels; assert decode_kernels() is not None;"
         "print(len(os.listdir('/proc/self/task')) - before)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
@@ -221,8 +221,8 @@ def test_one_pool_of_threads_serves_torch_and_numba() -> None:
 def test_without_numba_there_are_no_kernels_and_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu.available import decode_kernels; assert decode_kernels() is None;"
-        "from kernels.attention import BACKENDS; BACKENDS['torch_cpu'](); print('ok')"
+        "from reprise.kernels.cpu.available import decode_kernels; assert decode_kernels() is None;"
+        "from reprise.kernels.attention import BACKENDS; BACKENDS['torch_cpu'](); print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ran.stdout.strip() == "ok", ran.stderr

@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.cpu.available import decode_kernels
-from kernels.views import Fp32
+from reprise.kernels.cpu.available import decode_kernels
+from reprise.kernels.views import Fp32
 
 pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
 
 ROOT = Path(__file__).parents[3]
 ONE = """
-from kernels.cpu.emit import compiled
+from reprise.kernels.cpu.emit import compiled
 @compiled()
 def number():
     return {number}
 """
 OTHER = """
-from kernels.cpu.emit import compiled
-from kernels.cpu.tried_one import number
+from reprise.kernels.cpu.emit import compiled
+from reprise.kernels.cpu.tried_one import number
 @compiled()
 def twice():
     return 2 * number()
@@ -31,12 +31,13 @@ def twice():
 
 def test_a_change_of_another_file_is_noticed(tmp_path: Path) -> None:
     """By itself numba looks at the file of the function alone, and would go on with what it has of `twice`."""
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "kernels/cpu/tried_two.py").write_text(OTHER)
+    shutil.copytree(ROOT / "kernels", tmp_path / "reprise/kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "reprise/__init__.py").touch()
+    (tmp_path / "reprise/kernels/cpu/tried_two.py").write_text(OTHER)
     found = []
     for number in (3, 3, 5):
-        (tmp_path / "kernels/cpu/tried_one.py").write_text(ONE.format(number=number))
-        script = "from kernels.cpu.tried_two import twice; print(twice(), sum(twice.stats.cache_hits.values()))"
+        (tmp_path / "reprise/kernels/cpu/tried_one.py").write_text(ONE.format(number=number))
+        script = "from reprise.kernels.cpu.tried_two import twice; print(twice(), sum(twice.stats.cache_hits.values()))"
         ran = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=True
         )
@@ -48,7 +49,7 @@ def test_sums_of_sixteen_vectors_are_those_of_each() -> None:
     """To the bit, so that no score hangs on which keys are beside its own."""
     from llvmlite import ir
 
-    from kernels.cpu.emit import F32, LANES, Emit, compiled, emitted
+    from reprise.kernels.cpu.emit import F32, LANES, Emit, compiled, emitted
 
     def together(e: Emit, x: ir.Value, out: ir.Value) -> None:
         e.store(e.sums([e.load(e.at(x, 4 * LANES * row)) for row in range(LANES)]), e.at(out))

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import torch_cpu
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.attention.torch_cpu import ExactAttention, TorchAttention
-from kernels.cpu import available
-from kernels.cpu.available import flash_kernels, use_torch_threads
-from kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.attention import torch_cpu
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.torch_cpu import ExactAttention, TorchAttention
+from reprise.kernels.cpu import available
+from reprise.kernels.cpu.available import flash_kernels, use_torch_threads
+from reprise.kernels.int8_rows import pack_rows, unpack_rows
 
 kernels: Any = flash_kernels(exact=True)
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX512_BF16 here")
@@ -338,11 +338,11 @@ def test_numba_told_to_compile_for_less_is_not_asked(monkeypatch: pytest.MonkeyP
     assert available.flash_kernels.__wrapped__(True) is None
 
 
-@pytest.mark.parametrize("missing", ["numba", "kernels.cpu.flash"])
+@pytest.mark.parametrize("missing", ["numba", "reprise.kernels.cpu.flash"])
 def test_without_them_there_is_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu.available import flash_kernels; assert flash_kernels(False) is None; print('ok')"
+        "from reprise.kernels.cpu.available import flash_kernels; assert flash_kernels(False) is None; print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ran.stdout.strip() == "ok", ran.stderr

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention.torch_cpu import _merge
-from kernels.cpu import available
-from kernels.cpu.available import prefill_kernels
-from kernels.views import as_stream
+from reprise.kernels.attention.torch_cpu import _merge
+from reprise.kernels.cpu import available
+from reprise.kernels.cpu.available import prefill_kernels
+from reprise.kernels.views import as_stream
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
@@ -70,11 +70,11 @@ def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPat
     assert available.prefill_kernels.__wrapped__() is None
 
 
-@pytest.mark.parametrize("missing", ["numba", "kernels.cpu.prefill"])
+@pytest.mark.parametrize("missing", ["numba", "reprise.kernels.cpu.prefill"])
 def test_without_kernels_there_is_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu.available import prefill_kernels; assert prefill_kernels() is None; print('ok')"
+        "from reprise.kernels.cpu.available import prefill_kernels; assert prefill_kernels() is None; print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ran.stdout.strip() == "ok", ran.stderr

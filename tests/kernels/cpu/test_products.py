@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import available
-from kernels.cpu.available import product_kernels, tiles_of_pairs, use_torch_threads
-from kernels.views import as_bits
+from reprise.kernels.cpu import available
+from reprise.kernels.cpu.available import product_kernels, tiles_of_pairs, use_torch_threads
+from reprise.kernels.views import as_bits
 
 kernels: Any = product_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX512_BF16 here")

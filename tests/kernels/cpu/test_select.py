@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.available import select_kernels, use_torch_threads
-from kernels.selectors.pairs import pair_weights
-from kernels.views import as_bits
+from reprise.kernels.cpu.available import select_kernels, use_torch_threads
+from reprise.kernels.selectors.pairs import pair_weights
+from reprise.kernels.views import as_bits
 
 kernels: Any = select_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")

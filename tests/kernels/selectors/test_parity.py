@@ -7,12 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import BACKENDS
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages, Selection
-from kernels.attention.torch_cpu import ExactAttention
-from kernels.selectors import SELECTORS
-from kernels.selectors.selector import (
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import (
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    KvPages,
+    Selection,
+)
+from reprise.kernels.attention.torch_cpu import ExactAttention
+from reprise.kernels.selectors import SELECTORS
+from reprise.kernels.selectors.selector import (
     ALWAYS,
     LayerMoments,
     SelectorInputs,

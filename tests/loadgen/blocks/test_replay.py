@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from app.cli.program import cli
-from loadgen.blocks import hit_tables
-from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_rate
-from loadgen.codec import CodedKV
-from loadgen.workloads import traces
-from loadgen.workloads.traces import TraceRequest
+from reprise.app.cli.program import cli
+from reprise.loadgen.blocks import hit_tables
+from reprise.loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_rate
+from reprise.loadgen.codec import CodedKV
+from reprise.loadgen.workloads import traces
+from reprise.loadgen.workloads.traces import TraceRequest
 
 TRACES = Path(__file__).parents[4] / "shared/data/traces"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
 
-from loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
+from reprise.loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
 
 
 def redis(**changed) -> SimulatedRedis:

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.scaling import Limits
-from loadgen.fleet import books
-from loadgen.fleet.baselines import POLICIES
-from loadgen.fleet.result import summarize
-from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import REPLICA, SERVER, conversations
-from loadgen.percentile import percentile
-from loadgen.sim import BrokenBooks, Config, Costs, Machine
-from loadgen.sim.simulated_server import SimulatedServer
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.fleet.scaling import Limits
+from reprise.loadgen.fleet import books
+from reprise.loadgen.fleet.baselines import POLICIES
+from reprise.loadgen.fleet.result import summarize
+from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from reprise.loadgen.fleet.workload import REPLICA, SERVER, conversations
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.sim import BrokenBooks, Config, Costs, Machine
+from reprise.loadgen.sim.simulated_server import SimulatedServer
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 MACHINE = Machine(
     name="small", gpus=1, num_layers=4, kv_bytes_per_token=1.0, window=100_000, max_seqs=2, dram_to_hbm=1e4,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.fleet.workload import REPLICA, already_under_way, conversations, lifetime_s
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.fleet.workload import REPLICA, already_under_way, conversations, lifetime_s
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 
 @given(seed=st.integers(0, 99), since_s=st.floats(0, 2000))

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.harness.stub_server import Stub
-from loadgen.cli import cli
-from loadgen.measure import load_run
-from loadgen.report import html_page
+from reprise.loadgen.cli import cli
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.report import html_page
 
 DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"
 QUICK = ["--conversations", "6", "--scale", "0.01", "--think", "fixed:0", "--rate", "500", "--seed", "3"]

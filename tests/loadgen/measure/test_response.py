@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import binary, integers, lists, sampled_from
 
-from loadgen.measure.response import BadResponse, Events, HttpResponse
+from reprise.loadgen.measure.response import BadResponse, Events, HttpResponse
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:

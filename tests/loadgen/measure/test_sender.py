@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loadgen.measure.sender import Target, run
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure.sender import Target, run
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 
 class Server:

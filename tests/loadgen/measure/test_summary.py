@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, lists
 
-from loadgen.measure import summary as metrics
-from loadgen.measure.sender import TurnResult
-from loadgen.measure.summary import Prices, Slo, distribution, histogram
+from reprise.loadgen.measure import summary as metrics
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.summary import Prices, Slo, distribution, histogram
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 VALUES = lists(floats(0.001, 1e4), min_size=1, max_size=60)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.offload.allocation import Allocation, allocate, divide, next_is_act
-from loadgen.offload.hardware import Host, OffloadedModel
+from reprise.loadgen.offload.allocation import Allocation, allocate, divide, next_is_act
+from reprise.loadgen.offload.hardware import Host, OffloadedModel
 
 # KV of a token is 400 bytes, loaded in a second; keys and values of one are made in 2 s. Weights load in 25 s.
 MODEL = OffloadedModel("small", 1, hidden=100, kv_width=100, layer_parameters=5000, vocabulary=0)

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.offload.generation import generate, pipeline_s
-from loadgen.offload.hardware import Host, OffloadedModel
+from reprise.loadgen.offload.generation import generate, pipeline_s
+from reprise.loadgen.offload.hardware import Host, OffloadedModel
 
 MODEL = OffloadedModel("small", 4, hidden=1024, kv_width=1024, layer_parameters=12 * 1024**2, vocabulary=1000)
 HOST = Host(

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.offload.mini_batches import Load, imbalance, pack
+from reprise.loadgen.offload.mini_batches import Load, imbalance, pack
 
 EQUAL = {"make_s": float, "load_s": float}
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadgen.codec import RAW, CodedKV
-from loadgen.measure.summary import Prices
-from loadgen.plan import plan
-from loadgen.plan.command import cli
-from loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.codec import RAW, CodedKV
+from reprise.loadgen.measure.summary import Prices
+from reprise.loadgen.plan import plan
+from reprise.loadgen.plan.command import cli
+from reprise.loadgen.workloads.synthetic import Distribution
 
 PRICES = Prices()
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.fleet.result import summarize
-from loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from loadgen.fleet.workload import SERVER
-from loadgen.plan import plan, replicas
-from loadgen.plan.command import cli
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import fitted
+from reprise.loadgen.fleet.result import summarize
+from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from reprise.loadgen.fleet.workload import SERVER
+from reprise.loadgen.plan import plan, replicas
+from reprise.loadgen.plan.command import cli
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import fitted
 
 
 def planned(rate: float, *, ttft_target_s: float = 2.0, **changed) -> replicas.FleetPlan:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.measure import load_run
-from loadgen.measure.sender import TurnResult
-from loadgen.measure.summary import Prices, Slo
-from loadgen.report import html_page
-from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.measure import load_run
+from reprise.loadgen.measure.sender import TurnResult
+from reprise.loadgen.measure.summary import Prices, Slo
+from reprise.loadgen.report import html_page
+from reprise.loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.page.browser import chromium, executable
 
 # The first colours of a report, light and dark.

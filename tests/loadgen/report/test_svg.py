@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, lists, sampled_from, text, tuples
 
-from loadgen.report.svg import HEIGHT, WIDTH, Axis, Series, linear_ticks, lines, log_ticks, stacked, value
+from reprise.loadgen.report.svg import HEIGHT, WIDTH, Axis, Series, linear_ticks, lines, log_ticks, stacked, value
 
 NUMBERS = floats(-1e6, 1e6, allow_nan=False)
 POINTS = lists(tuples(NUMBERS, NUMBERS), max_size=20)

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from app.cli.program import cli
-from loadgen.sim import arm_tables
+from reprise.app.cli.program import cli
+from reprise.loadgen.sim import arm_tables
 
 # Of DRAM so much that look-ahead is not held up by the disk, which reads KV as slowly as two GPUs compute it.
 MACHINE = arm_tables.preset("llama-13b", "saturated", dram_bytes=20e9, disk_bytes=40e9)

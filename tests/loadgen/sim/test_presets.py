@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from loadgen.sim import calibrate, presets, simulate
-from loadgen.sim.machine import Config
+from reprise.loadgen.sim import calibrate, presets, simulate
+from reprise.loadgen.sim.machine import Config
 
 
 def test_the_stated_prefill_takes_what_is_stated():

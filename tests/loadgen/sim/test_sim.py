@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.codec import RAW, CodedKV
-from loadgen.sim import Config, Costs, Machine, simulate
-from loadgen.sim.disk import Disk
-from loadgen.sim.policies import SIMULATED_POLICIES
-from loadgen.sim.store import SimulatedStore
-from loadgen.workloads.workload import Conversation, Turn
+from reprise.loadgen.codec import RAW, CodedKV
+from reprise.loadgen.sim import Config, Costs, Machine, simulate
+from reprise.loadgen.sim.disk import Disk
+from reprise.loadgen.sim.policies import SIMULATED_POLICIES
+from reprise.loadgen.sim.store import SimulatedStore
+from reprise.loadgen.workloads.workload import Conversation, Turn
 
 COSTS = Costs(
     prefill_fixed_s=0.0, s_per_token=0.001, s_per_kilo_pair=0.0, decode_fixed_s=0.01, s_per_row=0.0,

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from loadgen.virtual import simulation as simulate
-from loadgen.virtual.simulation import BrokenInvariant, Simulation, VirtualServer, random_case
-from loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
+from reprise.loadgen.virtual import simulation as simulate
+from reprise.loadgen.virtual.simulation import BrokenInvariant, Simulation, VirtualServer, random_case
+from reprise.loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
 
 SHAPE = ConversationShape(turns=4, prompt_tokens=120, answer_tokens=40, think_s=2.0, spread=0.4)
 

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.moves import (
+from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.moves import (
     BlockLoad,
     DeleteExtents,
     DropRemote,
@@ -19,7 +19,7 @@ from cache.moves import (
     UploadExtent,
     WriteExtent,
 )
-from loadgen.virtual.virtual_tiers import VirtualTiers
+from reprise.loadgen.virtual.virtual_tiers import VirtualTiers
 
 SESSION = SessionRecord("tenant", "", "session", b"", 0.0, False, None)
 KEYS = [bytes([number]) * 16 for number in range(3)]

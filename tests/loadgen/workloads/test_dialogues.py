@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loadgen.workloads import dialogues
+from reprise.loadgen.workloads import dialogues
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 80}] * 2},

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from loadgen.workloads.synthetic import Distribution
+from reprise.loadgen.workloads.synthetic import Distribution
 
 
 def totals(distribution: Distribution, count: int = 6000) -> tuple[list[int], list[int]]:

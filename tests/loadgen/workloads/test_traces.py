@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from loadgen.workloads import traces
-from loadgen.workloads.workload import message, scaled
+from reprise.loadgen.workloads import traces
+from reprise.loadgen.workloads.workload import message, scaled
 
 MOONCAKE = [
     {"timestamp": 3000, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]},

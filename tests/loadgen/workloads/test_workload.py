@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, tuples
 
-from loadgen.workloads import think
-from loadgen.workloads.workload import (
+from reprise.loadgen.workloads import think
+from reprise.loadgen.workloads.workload import (
     Conversation,
     ConversationShape,
     Turn,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.budgets.budget import StepCost, StepWork, TimeBudget, TokenBudget
+from reprise.scheduler.budgets.budget import StepCost, StepWork, TimeBudget, TokenBudget
 
 PRIOR = {
     "fixed_s": 0.01,

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.budgets.budget import StepCost, StepWork
-from scheduler.budgets.priced import PricedBudget
+from reprise.scheduler.budgets.budget import StepCost, StepWork
+from reprise.scheduler.budgets.priced import PricedBudget
 
 SLOW = {"fixed_s": 0.03, "s_per_token": 1e-3, "s_per_kilo_pair": 1e-4, "s_per_row": 1e-3, "s_per_kilo_read": 6e-4}
 FAST = {"fixed_s": 8e-3, "s_per_token": 4e-5, "s_per_kilo_pair": 2e-6, "s_per_row": 3e-5, "s_per_kilo_read": 5e-5}

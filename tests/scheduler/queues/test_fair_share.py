@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.queues.fair_share import FairShare
+from reprise.scheduler.queues.fair_share import FairShare
 from tests.conftest import make_sequence
 
 

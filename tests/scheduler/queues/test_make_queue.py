@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.queues.hidden import HiddenWindow
-from scheduler.queues.make_queue import ORDERS
-from scheduler.queues.priority import PriorityQueue
-from scheduler.queues.waiting_queue import FcfsQueue
-from scheduler.sequence import SequenceState
+from reprise.scheduler.queues.hidden import HiddenWindow
+from reprise.scheduler.queues.make_queue import ORDERS
+from reprise.scheduler.queues.priority import PriorityQueue
+from reprise.scheduler.queues.waiting_queue import FcfsQueue
+from reprise.scheduler.sequence import SequenceState
 from tests.scheduler.test_scheduler import make_loop
 
 REQUESTS = st.lists(

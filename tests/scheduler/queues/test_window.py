@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.predictor import MaxTokensPredictor
-from scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
-from scheduler.queues.priority import TransferClass, standing
+from reprise.scheduler.predictor import MaxTokensPredictor
+from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
+from reprise.scheduler.queues.priority import TransferClass, standing
 from tests.conftest import make_sequence
 from tests.scheduler.test_scheduler import make_loop
 
@@ -90,7 +90,7 @@ def test_inside_the_order_is_class_bytes_arrival():
 
 
 class Found(NamedTuple):
-    """What a cache may say of a request, as `scheduler.ports.Residency` has it."""
+    """What a cache may say of a request, as `reprise.scheduler.ports.Residency` has it."""
 
     bytes_to_load: int = 0
     own_tokens: int = 0

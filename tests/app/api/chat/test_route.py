@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from engine.messages import given_salt, is_exact
+from reprise.engine.messages import given_salt, is_exact
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.text.template import ChatTemplate
-from engine.messages import Submit
+from reprise.app.text.template import ChatTemplate
+from reprise.engine.messages import Submit
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from app.schemas import answers
+from reprise.app.schemas import answers
 from tests.app.fakes import STATS, FakeEngine, Running, in_process, make_settings, session_info
 
 KEY, ADMIN = "sk-somebody-1", "sk-the-admin-1"
@@ -71,7 +71,7 @@ async def test_anybodys_session_is_deleted_and_nobody_elses(running: Running):
 
 
 async def test_all_kv_leaves_and_what_was_said_stays(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.api.reprise.cache.CLEAR_PAGE", 2)
+    monkeypatch.setattr("reprise.app.api.reprise.cache.CLEAR_PAGE", 2)
     question = [{"role": "user", "content": "Hi"}]
     said = await running.http.post("/v1/chat/completions", json={"model": "test-model", "messages": question})
     keep(running.engine)
@@ -102,7 +102,7 @@ async def test_deletions_wait_for_the_disk_together(running: Running, monkeypatc
         return await ask(request, timeout_s=timeout_s)
 
     monkeypatch.setattr(running.engine, "sessions", slow)
-    monkeypatch.setattr("app.api.reprise.cache.CLEAR_AT_ONCE", 4)
+    monkeypatch.setattr("reprise.app.api.reprise.cache.CLEAR_AT_ONCE", 4)
     cleared = (await running.http.post("/v1/cache/clear", json={})).json()
     assert (cleared["removed"], most) == (6, 4)
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from engine.messages import SchedulerState, WaitingInfo
-from engine.process.client import EngineLost
+from reprise.engine.messages import SchedulerState, WaitingInfo
+from reprise.engine.process.client import EngineLost
 from tests.app.fakes import STATS, FakeEngine, Running, make_settings, on_loopback, session_info, until
 
 KEYS = {"api_keys": ("key-of-the-first", "key-of-the-other"), "admin_keys": ("key-of-the-admin",)}
@@ -169,7 +169,7 @@ async def test_a_drain_ends_the_stream(server: Running) -> None:
 
 
 async def test_a_page_that_does_not_read_hears_of_the_newest(engine: FakeEngine, tmp_path: Any) -> None:
-    from app.observe.live import MAX_TURNS, Live
+    from reprise.app.observe.live import MAX_TURNS, Live
 
     live = Live(engine=engine, places=4)
     watcher = live.watch("local", sees_all=True)

@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.messages import CodecChecks
+from reprise.engine.messages import CodecChecks
 from tests.app.fakes import STATS, FakeEngine, Running, in_process, make_settings, model_info
 
 

@@ -1,7 +1,7 @@
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import WIRE_VERSION, SchedulerState, WaitingInfo
+from reprise.engine.messages import WIRE_VERSION, SchedulerState, WaitingInfo
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from app.api.reprise.page import DIRECTORY, FILES
+from reprise.app.api.reprise.page import DIRECTORY, FILES
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info
 
 KEYS = ("sk-first-0001", "sk-second-002")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.keep import BLOCK_SCORERS
-from cache.policies.keep.block_scorer import CutBlocks, with_guesses
+from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.cache.policies.keep.block_scorer import CutBlocks, with_guesses
 
 BLOCK = st.lists(st.integers(0, 30), min_size=32, max_size=32)
 MAYBE = st.one_of(st.none(), st.floats(-1, 5))

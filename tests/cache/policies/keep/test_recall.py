@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.keep.recall import choose
+from reprise.cache.policies.keep.recall import choose
 
 TOKENS = st.lists(st.integers(0, 40), max_size=12)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.keep.words import WordWeights, cosine
+from reprise.cache.policies.keep.words import WordWeights, cosine
 
 TOKENS = st.lists(st.integers(0, 20), max_size=40)
 

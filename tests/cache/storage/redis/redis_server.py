@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.redis.resp import RedisAddress, RedisConnection
+from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection
 from tests.redis_servers import RedisServer, running
 
 

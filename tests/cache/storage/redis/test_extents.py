@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.blocks.keys import BlockKey
-from cache.blocks.stored import SessionRecord, StoredBlock
-from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_format import ExtentHeader, checksum
-from cache.storage.redis import extents
-from cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
-from cache.storage.redis.reader import RedisReader
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.stored import SessionRecord, StoredBlock
+from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
+from reprise.cache.storage.extent_format import ExtentHeader, checksum
+from reprise.cache.storage.redis import extents
+from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
+from reprise.cache.storage.redis.reader import RedisReader
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 
 __all__ = ["redis_server"]

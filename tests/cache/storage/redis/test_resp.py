@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal
+from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal
 from tests.cache.storage.redis.redis_server import OwnRedis, ScriptedServer, answering, redis_server
 
 __all__ = ["redis_server"]

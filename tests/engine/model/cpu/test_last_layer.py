@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.cpu.modules import agree, packing_works
+from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.cpu.modules import agree, packing_works
 from tests.engine.models import CPU, copied, family_model, random_ids
 from tests.engine.paged import PAGE, Pool, Served, optimise, serve
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.cpu import few_rows as few_rows_module
-from engine.model.cpu import layer as cpu_layer
-from engine.model.cpu import modules
-from engine.model.cpu.modules import packing_works
-from kernels.cpu.available import decode_kernels
+from reprise.engine.model.cpu import few_rows as few_rows_module
+from reprise.engine.model.cpu import layer as cpu_layer
+from reprise.engine.model.cpu import modules
+from reprise.engine.model.cpu.modules import packing_works
+from reprise.kernels.cpu.available import decode_kernels
 from tests.engine.models import copied, family_model, random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import Played, Pool, Served, Text, optimise, play, serve, slots_of
 

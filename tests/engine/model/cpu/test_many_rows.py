@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
-from engine.model.hf_model import turn_halves
-from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import prefill_kernels, use_torch_threads
-from kernels.int8_rows import packed_width
-from kernels.kv_copy import write_rows
-from kernels.views import as_bits
+from reprise.engine.model.cpu.many_rows import NOWHERE, rotate_and_write
+from reprise.engine.model.hf_model import turn_halves
+from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.cpu.available import prefill_kernels, use_torch_threads
+from reprise.kernels.int8_rows import packed_width
+from reprise.kernels.kv_copy import write_rows
+from reprise.kernels.views import as_bits
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from engine.model.cpu.modules import (
+from reprise.engine.model.cpu.modules import (
     GatedMlp,
     PackedLinear,
     PlainLinear,
     RmsNorm,
     packing_works,
 )
-from engine.model.known_parts import SharedPart, SharedProduct
-from kernels.cpu.available import decode_kernels
+from reprise.engine.model.known_parts import SharedPart, SharedProduct
+from reprise.kernels.cpu.available import decode_kernels
 
 packed = pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine")
 

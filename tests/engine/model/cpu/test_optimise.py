@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.model.cpu.modules import packing_works
+from reprise.engine.model.cpu.modules import packing_works
 from tests.engine.models import copied, family_model, tiny_model, vanilla_logits
 from tests.engine.paged import optimise, play, serve
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.cpu import quantised as modules
-from engine.model.cpu.quantised import QuantisedEmbedding, QuantisedGate, QuantisedLinear, QuantisedTogether
-from kernels.cpu.available import decode_kernels
-from kernels.packed import PackedWeight, pack, unpack
+from reprise.engine.model.cpu import quantised as modules
+from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedGate, QuantisedLinear, QuantisedTogether
+from reprise.kernels.cpu.available import decode_kernels
+from reprise.kernels.packed import PackedWeight, pack, unpack
 from tests.kernels.packed_weights import FORMS, Form, random_codes
 
 pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")

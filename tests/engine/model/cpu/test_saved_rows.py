@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cache.storage.slab import LayerShape, Slab
-from cache.transfer.capture import Captured, CaptureSink, SavedRows
-from engine.model.cpu.few_rows import join_runs
-from engine.model.cpu.modules import packing_works
-from kernels.cpu.available import decode_kernels
-from kernels.views import as_bits
+from reprise.cache.storage.slab import LayerShape, Slab
+from reprise.cache.transfer.capture import Captured, CaptureSink, SavedRows
+from reprise.engine.model.cpu.few_rows import join_runs
+from reprise.engine.model.cpu.modules import packing_works
+from reprise.kernels.cpu.available import decode_kernels
+from reprise.kernels.views import as_bits
 from tests.cache.intact import is_intact
 from tests.engine.driver import Driver
 from tests.engine.models import copied, family_model, random_ids

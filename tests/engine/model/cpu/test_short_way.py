@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.cpu import short_way
-from engine.model.cpu.few_rows import join_runs
-from engine.model.cpu.modules import packing_works
-from engine.model.hf_model import SHORT_WAY
-from kernels.cpu.available import decode_kernels
+from reprise.engine.model.cpu import short_way
+from reprise.engine.model.cpu.few_rows import join_runs
+from reprise.engine.model.cpu.modules import packing_works
+from reprise.engine.model.hf_model import SHORT_WAY
+from reprise.kernels.cpu.available import decode_kernels
 from tests.engine.models import copied, family_model, random_ids
 from tests.engine.paged import Pool, Served, Text, optimise, serve
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import hf_model
-from engine.model.cuda import optimise
-from engine.model.cuda.layer import CudaLayer
-from engine.model.cuda.optimise import optimise_for_cuda
-from engine.model.hf_model import Step, forward, prepare
-from engine.model.pages import blank_pages
-from engine.model.probe import ProbeResult, probe, single_sequence_meta
-from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.kv_copy import gather_rows
+from reprise.engine.model import hf_model
+from reprise.engine.model.cuda import optimise
+from reprise.engine.model.cuda.layer import CudaLayer
+from reprise.engine.model.cuda.optimise import optimise_for_cuda
+from reprise.engine.model.hf_model import Step, forward, prepare
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import ProbeResult, probe, single_sequence_meta
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.kv_copy import gather_rows
 from tests.engine.models import family_model, random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import PAGE, PLACES, Played, Pool, Saver, Served, serve
 from tests.kernels import rows_by_torch

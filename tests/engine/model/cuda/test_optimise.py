@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.cuda import optimise
-from engine.model.cuda.optimise import Optimised, optimise_for_cuda
-from engine.model.hf_model import Step, attention_implementation, forward, prepare
-from engine.model.pages import blank_pages
-from engine.model.probe import probe, single_sequence_meta
-from kernels.attention import BACKENDS
-from kernels.attention.naive import NaiveAttention
+from reprise.engine.model.cuda import optimise
+from reprise.engine.model.cuda.optimise import Optimised, optimise_for_cuda
+from reprise.engine.model.hf_model import Step, attention_implementation, forward, prepare
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import probe, single_sequence_meta
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.naive import NaiveAttention
 from tests.engine.models import family_model, vanilla_logits
 from tests.engine.paged import PAGE, serve
 from tests.kernels.rows_by_torch import add_norm, gated, norm, place, takes_norm

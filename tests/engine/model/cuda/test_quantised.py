@@ -10,26 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.cuda import optimise, quantised
-from engine.model.cuda.layer import CudaLayer
-from engine.model.cuda.optimise import optimise_for_cuda
-from engine.model.cuda.quantised import (
+from reprise.engine.model.cuda import optimise, quantised
+from reprise.engine.model.cuda.layer import CudaLayer
+from reprise.engine.model.cuda.optimise import optimise_for_cuda
+from reprise.engine.model.cuda.quantised import (
     CudaQuantisedEmbedding,
     CudaQuantisedLinear,
     CudaQuantisedTogether,
     join_packed,
 )
-from engine.model.hf_model import Step, attention_implementation, forward, prepare
-from engine.model.loading import load_model
-from engine.model.pages import blank_pages
-from engine.model.probe import probe, single_sequence_meta
-from engine.packed import load
-from engine.packed.from_directory import packed
-from engine.packed.load import ModulesOnCuda, size_of
-from kernels.attention import BACKENDS
-from kernels.attention.naive import NaiveAttention
-from kernels.packed import pack
-from kernels.packed_rows import PackedRows, by_rows, unpacked
+from reprise.engine.model.hf_model import Step, attention_implementation, forward, prepare
+from reprise.engine.model.loading import load_model
+from reprise.engine.model.pages import blank_pages
+from reprise.engine.model.probe import probe, single_sequence_meta
+from reprise.engine.packed import load
+from reprise.engine.packed.from_directory import packed
+from reprise.engine.packed.load import ModulesOnCuda, size_of
+from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.packed import pack
+from reprise.kernels.packed_rows import PackedRows, by_rows, unpacked
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import PAGE

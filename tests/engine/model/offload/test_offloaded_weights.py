@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from cache.storage.throttle import Throttle
-from engine.model.float32 import in_float32
-from engine.model.loading import weights_digest
-from engine.model.offload.offloaded_weights import OffloadedWeights
+from reprise.cache.storage.throttle import Throttle
+from reprise.engine.model.float32 import in_float32
+from reprise.engine.model.loading import weights_digest
+from reprise.engine.model.offload.offloaded_weights import OffloadedWeights
 from tests.engine.models import CPU, FAMILIES, family_model, random_ids, tiny_model
 
 LAYERS = 4

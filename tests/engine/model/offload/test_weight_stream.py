@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.offload.offloaded_weights import streamed_layers
-from engine.model.offload.weight_stream import WeightsLost, WeightStream
+from reprise.engine.model.offload.offloaded_weights import streamed_layers
+from reprise.engine.model.offload.weight_stream import WeightsLost, WeightStream
 
 WAIT_S = 10.0
 
