@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.reprise-llm-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry fuzz check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry fuzz check docs format bench bench-quick figures screenshots sim house coverage wheel test-wheel wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -138,6 +138,15 @@ screenshots: setup  ## the page's pictures in docs/; needs Chromium
 
 house: setup  ## what a reader of the sources stumbles over: circles, wide folders, long classes, names used twice
 	@$(BIN)/python -m tools.house $(ARGS)
+
+# setuptools takes what an earlier build has left in build/lib into the wheel.
+wheel: setup  ## Reprise for pip, in dist/
+	@rm -rf dist build/lib build/bdist.*
+	@$(BIN)/python -m pip wheel --quiet $(PIP_ARGS) --no-deps --wheel-dir dist .
+	@rm -rf build/lib build/bdist.*
+
+test-wheel: wheel  ## the wheel in an environment of its own, beside Hugging Face's `kernels`
+	@WHEEL="$$(ls dist/*.whl)" $(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
 
 # redis wants async-timeout on Pythons before 3.11.3, Debian's among them.
 wheels:  ## what an image is built of, in docker/wheels; then docker build needs no index
