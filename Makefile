@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml constraints.txt
 # if it were removed after the installation, the program would go with it.
 	@$(BIN)/python -m pip uninstall --quiet --quiet --yes reprise
 	@rm -rf reprise.egg-info
+# Kernels that numba compiled before that name the modules they came from, and a file that did not change keeps them.
+	@rm -f kernels/cpu/__pycache__/*.nbi kernels/cpu/__pycache__/*.nbc
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@$(BIN)/python -m reprise.model.smollm2 || echo "going on with the bundled demonstration; \`make model\` tries again"
 	@touch $@
