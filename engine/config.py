@@ -54,7 +54,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
     codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
     hbm_dtype: str = "auto"  # of KV in HBM: auto | int8
-    disk_packing: str = "raw"  # of rows on disk: raw | lossless
     larger_than_hbm: bool = False  # a context may be as long as DRAM holds
     redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
     redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept

@@ -35,7 +35,9 @@ def twice() -> list[str]:
     names: dict[Path, list[str]] = defaultdict(list)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and name != "__main__" and (path := Path(file).resolve()).is_relative_to(ROOT):
+        # Packages of others, in the environment inside the checkout, may load a file of theirs twice.
+        path = Path(file or "/").resolve()
+        if name != "__main__" and path.is_relative_to(ROOT) and ".venv" not in path.parts:
             names[path].append(name)
     return [f"{path.relative_to(ROOT)}: {', '.join(all_)}" for path, all_ in names.items() if len(all_) > 1]
 

@@ -103,9 +103,6 @@ class CacheSettings(_Section):
         "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
     )
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
-    disk_packing: Literal["raw", "lossless"] = Field(
-        "raw", description="lossless packs rows of KV on disk into two thirds of their bytes, at some processor time"
-    )
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
     larger_than_hbm: bool = Field(
@@ -574,7 +571,6 @@ class Settings(_Section, BaseSettings):
                 staging_bytes=cache.staging_mib * MIB,
                 disk_bytes=_bytes(cache.disk_gib),
                 disk_dir=str(self.state_dir.absolute()),
-                disk_packing=cache.disk_packing,
                 disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
                 redis_urls=tuple(filter(None, cache.redis_url.split(","))),
                 redis_bytes=_bytes(cache.redis_gib),

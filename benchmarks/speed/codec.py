@@ -1,11 +1,11 @@
 """What coding KV costs in time: bytes coded and decoded by one core, and the first token of a turn that comes back.
 
-    python -m benchmarks.speed.codec [--model smollm2] [--rounds 5] [--arms raw transform lossless]
+    python -m benchmarks.speed.codec [--model smollm2] [--rounds 5] [--arms raw transform]
 
-core      the KV of the text that ships for calibration, bf16: MB of rows a second that one core encodes, decodes, packs
-          without a loss and unpacks, and what remains of the bytes. Steps of about 0.001 nats a token on SmolLM2.
+core      the KV of the text that ships for calibration, bf16: MB of rows a second that one core encodes and decodes,
+          and what remains of the bytes. Steps of about 0.001 nats a token on SmolLM2.
 returns   a conversation of `--tokens` tokens, whose server was stopped and started anew, so its KV comes from disk: as
-          rows, coded, or packed without a loss; from the disk as it is and from one of 0.15 GB/s. Time to the first
+          rows or coded; from the disk as it is and from one of 0.15 GB/s. Time to the first
           token, how long the threads that load have worked for it, and what of the history was loaded, since computing
           it may be sooner. One engine in this process, arms in turn, without HTTP.
 
@@ -32,7 +32,6 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
 from benchmarks.harness.models import model_directory, name_of, result_name
 from reprise.cache.blocks.keys import BLOCK_TOKENS
-from reprise.cache.storage.packing import pack, unpack
 from reprise.engine.build.model import find_attention
 from reprise.engine.codec.calibration import FIRST_STEPS, statistics
 from reprise.engine.codec.quality import HistoryCoder, Subject, raw_blocks
@@ -42,7 +41,6 @@ from reprise.engine.model.loading import load_model
 ARMS = {
     "raw": {},
     "transform": {"cache.codec": "transform"},
-    "lossless": {"cache.disk_packing": "lossless"},
     "recompute": {"cache.mode": "recompute"},
 }
 DISKS = {"as it is": 0.0, "0.15 GB/s": 0.15}
@@ -80,7 +78,7 @@ def mb_per_s(work: Callable[[], object], size_bytes: int, repeats: int) -> float
 
 
 def measure_core(model: Path, *, blocks: int, repeats: int) -> dict[str, float]:
-    """Encode, decode, pack and unpack the KV of a text. Leaves torch with one thread."""
+    """Encode and decode the KV of a text. Leaves torch with one thread."""
     from reprise.kernels.codecs.transform import TransformCodec, basis_of
 
     torch.set_num_threads(1)
@@ -106,16 +104,6 @@ def measure_core(model: Path, *, blocks: int, repeats: int) -> dict[str, float]:
         for layer, (coded, back) in enumerate(zip(segments, backs, strict=True)):
             codec.decode(layer, coded, back)
 
-    views = [memoryview(_bytes(row).numpy().data) for raw in rows for row in raw]
-    packed: list[bytes] = []
-
-    def pack_all() -> None:
-        packed[:] = [pack(view, 2) for view in views]
-
-    def unpack_all() -> None:
-        for data, view in zip(packed, views, strict=True):
-            assert unpack(memoryview(data), view, 2)
-
     size = sum(_bytes(raw).numel() for raw in rows)
     for compiled in (encode, decode):
         compiled()
@@ -124,9 +112,6 @@ def measure_core(model: Path, *, blocks: int, repeats: int) -> dict[str, float]:
         "encode_mb_per_s": mb_per_s(encode, size, repeats),
         "decode_mb_per_s": mb_per_s(decode, size, repeats),
         "coded_share": sum(map(torch.numel, segments)) / size,
-        "pack_mb_per_s": mb_per_s(pack_all, size, repeats),
-        "unpack_mb_per_s": mb_per_s(unpack_all, size, repeats),
-        "packed_share": sum(map(len, packed)) / size,
     }
 
 
@@ -241,9 +226,9 @@ def measure(run: Run) -> dict[str, Any]:
 
 def show(console: Console, result: Any) -> None:
     if core := result["core"]:
-        rates = {name: core[f"{name}_mb_per_s"] for name in ("encode", "decode", "pack", "unpack")}
+        rates = {name: core[f"{name}_mb_per_s"] for name in ("encode", "decode")}
         shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        shares = f"coded {core['coded_share']:.3f} of the bytes, packed {core['packed_share']:.3f}"
+        shares = f"coded {core['coded_share']:.3f} of the bytes"
         console.print(f"One core, MB of rows a second: {shown}; {shares}", highlight=False)
     table = Table(title=f"A turn of {result['settings']['tokens']} tokens, from disk", title_justify="left")
     for heading in ("arm", "disk", "rounds", "TTFT p50, ms", "least - most", "load p50, ms", "loaded"):

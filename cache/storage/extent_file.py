@@ -17,13 +17,11 @@ from reprise.cache.storage.extent_format import (
     ALIGNMENT,
     ExtentHeader,
     Layout,
-    PackedHeader,
     aligned,
     decode_header,
     header_size,
 )
 from reprise.cache.storage.io_threads import Beat
-from reprise.cache.storage.packing import unpack
 
 CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline measures the device and not the size of an extent
 SYNC_BYTES = 64 << 20  # the most that one fdatasync may have to write
@@ -36,7 +34,7 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ParsedExtent:
-    """A verified header, as if nothing were packed, and the file it was read from."""
+    """A verified header, and the file it was read from."""
 
     header: ExtentHeader
     layout: Layout
@@ -136,7 +134,7 @@ def open_extent(
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
         if known is None or known.stamp != stamp:
             known = _parse(fd, stamp, fingerprint, segment_bytes, key, extent_id)
-        if known.layout.packed or not any(size % ALIGNMENT for size in segment_bytes):
+        if not any(size % ALIGNMENT for size in segment_bytes):
             # Bypass the page cache, since what is read will lie in HBM or DRAM. 19 MB then take 2 ms of CPU instead of
             # 8, or 50 where the cache has to grow for them.
             _set_direct(fd, True)
@@ -163,9 +161,6 @@ def read_segments(fd: int, extent: ParsedExtent, layer: int, blocks: Sequence[in
     BlockMissing."""
     size = extent.layout.segment_bytes[layer]
     for start, stop in runs(blocks):
-        if extent.layout.packed:
-            _read_packed(fd, extent, layer, range(blocks[start], blocks[stop - 1] + 1), buffer[start * size :])
-            continue
         _read(fd, extent, [buffer[start * size : stop * size]], extent.layout.offset(layer, blocks[start]))
 
 
@@ -174,32 +169,12 @@ def read_layers(fd: int, extent: ParsedExtent, first_layer: int, buffers: Sequen
     separate the layers. Raises BlockMissing."""
     layout = extent.layout
     layers = range(first_layer, first_layer + len(buffers))
-    if layout.packed:
-        for layer, buffer in zip(layers, buffers, strict=True):
-            _read_packed(fd, extent, layer, range(len(extent.header.blocks)), buffer)
-        return
     ends = [layout.layer_starts[layer] + len(buffer) for layer, buffer in zip(layers, buffers, strict=True)]
     begin = 0
     for stop in range(1, len(buffers) + 1):
         if stop == len(buffers) or layout.layer_starts[layers[stop]] != ends[stop - 1]:
             _read(fd, extent, buffers[begin:stop], layout.layer_starts[layers[begin]])
             begin = stop
-
-
-def _read_packed(fd: int, extent: ParsedExtent, layer: int, blocks: range, buffer: memoryview) -> None:
-    """Fill `buffer` with the segments of consecutive blocks, unpacked. One that cannot be unpacked becomes zeros, of
-    which its checksum will tell. Raises BlockMissing."""
-    layout, size = extent.layout, extent.layout.segment_bytes[layer]
-    offset = layout.offset(layer, blocks.start)
-    # Whole pages, for direct I/O. Layers begin at pages and are padded to pages, so these belong to no other layer.
-    first, end = offset // ALIGNMENT * ALIGNMENT, aligned(layout.offset(layer, blocks.stop))
-    stored = memoryview(io_buffer(end - first))
-    _read(fd, extent, [stored], first)
-    for place, block in enumerate(blocks):
-        packed = stored[layout.offset(layer, block) - first : layout.offset(layer, block + 1) - first]
-        target = buffer[place * size : (place + 1) * size]
-        if not unpack(packed, target, layout.width):
-            target[:] = bytes(size)
 
 
 def _read(fd: int, extent: ParsedExtent, parts: Sequence[memoryview], offset: int) -> None:
@@ -258,11 +233,11 @@ def _parse(
         raise BlockMissing(f"extent {extent_id:016x} is another model's", reason="fingerprint")
     if header.segment_bytes != segment_bytes or header.extent_id != extent_id:
         raise BlockMissing(f"extent {extent_id:016x} has another layout or id", reason="format")
-    layout = Layout.of_header(header, size)
+    layout = Layout.of(header_bytes=size, segment_bytes=header.segment_bytes, num_blocks=len(header.blocks))
     if stamp[1] != layout.size_bytes:
         cut = stamp[1] < layout.size_bytes
         raise BlockMissing(f"extent {extent_id:016x} has a wrong size", reason="short_read" if cut else "format")
-    return ParsedExtent(header.plain if isinstance(header, PackedHeader) else header, layout, stamp)
+    return ParsedExtent(header, layout, stamp)
 
 
 def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview]]) -> Iterator[memoryview]:

@@ -4,9 +4,6 @@
     layer 0   one segment per block: [K of 32 rows][V of 32 rows], or what a codec has made of that
     layer 1   ...
 
-With `cache.disk_packing` segments are packed (`packing.py`), so they differ in length: the version is another one, and
-the header has each one's length. Checksums are of the rows themselves in any case.
-
 The header and every layer start at a multiple of 4 KiB, so that O_DIRECT is possible; gaps are zeros. A header
 describes its extent completely, so an index can always be rebuilt from the headers. The xxh3 detects damage. The MAC,
 whose key is derived from the installation's secret, detects headers written by others: write access to the directory is
@@ -15,12 +12,9 @@ not enough to pass off one block's KV as another's. Segments have only an xxh3, 
 
 import hmac
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate
 
 import msgspec
 from xxhash import xxh3_64, xxh3_64_digest
@@ -28,11 +22,9 @@ from xxhash import xxh3_64, xxh3_64_digest
 from reprise.cache.blocks.keys import typed_fields
 from reprise.cache.blocks.stored import SessionRecord, StoredBlock, is_coded
 from reprise.cache.storage.errors import BlockMissing
-from reprise.cache.storage.packing import WIDTHS
 
 ALIGNMENT = 4096
-FORMAT_VERSION = 2  # version 1 had no MAC: its records are misses, and the next start deletes them
-PACKED_VERSION = 4  # of extents whose segments are packed; two bits from the other, so that a flipped one makes neither
+FORMAT_VERSION = 2  # version 1 had no MAC, 4 packed its rows: their records are misses, and the next start deletes them
 MAX_BLOCKS = 4096
 MAX_LAYERS = 1024
 MAX_SEGMENT_BYTES = 1 << 28
@@ -82,45 +74,6 @@ class ExtentHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedHeader(ExtentHeader):
-    """The header of an extent whose segments are packed."""
-
-    width: int  # bytes of a number
-    lengths: bytes  # of the packed segments: uint32 each (little-endian), layer-major
-
-    def __post_init__(self) -> None:
-        # `super()` does not work in a dataclass with slots, which is another class than the one written here.
-        ExtentHeader.__post_init__(self)
-        if self.width not in WIDTHS or any(size % self.width for size in self.segment_bytes):
-            raise ValueError(f"segments of numbers of {self.width} bytes")
-        if len(self.lengths) != 4 * len(self.blocks) * len(self.segment_bytes):
-            raise ValueError(f"{len(self.lengths)} bytes are not a length per block and layer")
-        for layer, size in enumerate(self.segment_bytes):
-            if not all(0 < length <= size for length in self.lengths_of(layer)):
-                raise ValueError(f"a packed segment that is empty or longer than {size} bytes")
-
-    def lengths_of(self, layer: int) -> "array[int]":
-        """Return the lengths of a layer's packed segments."""
-        lengths, count = array("I"), len(self.blocks)
-        lengths.frombytes(self.lengths[4 * count * layer : 4 * count * (layer + 1)])
-        if sys.byteorder == "big":
-            lengths.byteswap()
-        return lengths
-
-    @property
-    def plain(self) -> ExtentHeader:
-        """The header that the same blocks have unpacked."""
-        return ExtentHeader(
-            fingerprint=self.fingerprint,
-            extent_id=self.extent_id,
-            session=self.session,
-            blocks=self.blocks,
-            segment_bytes=self.segment_bytes,
-            checksums=self.checksums,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentSizes:
     """Bytes of one block's segment, by layer: as its rows are, and as a codec makes it. coded: None where there is no
     codec. Raises ValueError for what cannot be sizes."""
@@ -148,10 +101,6 @@ class Layout:
     segment_bytes: tuple[int, ...]
     layer_starts: tuple[int, ...]
     size_bytes: int
-    width: int = 0  # bytes of a number, where segments are packed
-    packed: "tuple[array[int], ...]" = ()
-    """By layer: where each block's packed segment begins behind the layer's start, and where the last one ends. Empty:
-    they are not packed."""
 
     @classmethod
     def of(cls, *, header_bytes: int, segment_bytes: tuple[int, ...], num_blocks: int) -> "Layout":
@@ -161,29 +110,13 @@ class Layout:
             end += aligned(size * num_blocks)
         return cls(header_bytes, segment_bytes, tuple(starts), end)
 
-    @classmethod
-    def of_header(cls, header: ExtentHeader, header_bytes: int) -> "Layout":
-        """Return the layout of the file that begins with this header."""
-        if not isinstance(header, PackedHeader):
-            return cls.of(header_bytes=header_bytes, segment_bytes=header.segment_bytes, num_blocks=len(header.blocks))
-        starts, packed, end = [], [], header_bytes
-        for layer in range(len(header.segment_bytes)):
-            starts.append(end)
-            packed.append(array("Q", accumulate(header.lengths_of(layer), initial=0)))
-            end += aligned(packed[-1][-1])
-        return cls(header_bytes, header.segment_bytes, tuple(starts), end, header.width, tuple(packed))
-
     def offset(self, layer: int, block: int) -> int:
         """Return where a block's segment begins; for the number of blocks: where the last one ends."""
-        start = self.layer_starts[layer]
-        return start + (self.packed[layer][block] if self.packed else block * self.segment_bytes[layer])
+        return self.layer_starts[layer] + block * self.segment_bytes[layer]
 
     def stored_bytes(self, layer: int, blocks: Sequence[int]) -> int:
         """Return how many bytes in the file these blocks' segments are."""
-        if not self.packed:
-            return len(blocks) * self.segment_bytes[layer]
-        ends = self.packed[layer]
-        return sum(ends[block + 1] - ends[block] for block in blocks)
+        return len(blocks) * self.segment_bytes[layer]
 
 
 def aligned(size: int) -> int:
@@ -216,8 +149,7 @@ def encode_header(header: ExtentHeader, key: bytes) -> bytes:
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
     data = bytearray(size)
-    version = PACKED_VERSION if isinstance(header, PackedHeader) else FORMAT_VERSION
-    _PREFIX.pack_into(data, 0, _MAGIC, version, len(body), bytes(DIGEST_BYTES), bytes(MAC_BYTES))
+    _PREFIX.pack_into(data, 0, _MAGIC, FORMAT_VERSION, len(body), bytes(DIGEST_BYTES), bytes(MAC_BYTES))
     data[_PREFIX.size : _PREFIX.size + len(body)] = body
     data[_MAC_AT : _PREFIX.size] = _header_mac(data, key)
     data[_DIGEST_AT:_MAC_AT] = _header_digest(data)
@@ -231,8 +163,8 @@ def header_size(start: bytes) -> int:
     magic, version, length, *_ = _PREFIX.unpack_from(start)
     if magic != _MAGIC:
         raise BlockMissing("not a record of ours", reason="format")
-    if version not in (FORMAT_VERSION, PACKED_VERSION):
-        raise BlockMissing(f"format version {version}, not {FORMAT_VERSION} or {PACKED_VERSION}", reason="format")
+    if version != FORMAT_VERSION:
+        raise BlockMissing(f"format version {version}, not {FORMAT_VERSION}", reason="format")
     size = aligned(_PREFIX.size + length)
     if size > MAX_HEADER_BYTES:
         raise BlockMissing(f"a header of {size} bytes", reason="format")
@@ -244,14 +176,13 @@ def decode_header(data: bytes, key: bytes) -> ExtentHeader:
     Nothing in the header is used before its hash and MAC are verified, and its values are still checked after that."""
     if len(data) != header_size(data):
         raise BlockMissing("the record ends inside its header", reason="short_read")
-    _, version, length, digest, mac = _PREFIX.unpack_from(data)
+    _, _, length, digest, mac = _PREFIX.unpack_from(data)
     if digest != _header_digest(data):
         raise BlockMissing("the header was altered", reason="checksum")
     if not hmac.compare_digest(mac, _header_mac(data, key)):
         raise BlockMissing("the header was not written with this server's secret", reason="forged")
     try:
-        kind = PackedHeader if version == PACKED_VERSION else ExtentHeader
-        return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=kind)
+        return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=ExtentHeader)
     except (msgspec.DecodeError, ValueError) as error:
         raise BlockMissing(f"the header is invalid: {error}", reason="format") from error
 

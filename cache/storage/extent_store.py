@@ -60,7 +60,6 @@ class ExtentStore:
         segment_bytes: Sequence[int],
         coded_segment_bytes: Sequence[int] | None = None,
         key: bytes,
-        packed_width: int = 0,
         capacity_bytes: int,
         min_free_bytes: int,
         read_bytes_per_s: float,
@@ -69,9 +68,8 @@ class ExtentStore:
         owner: str,
     ) -> None:
         """segment_bytes: of one block, by layer; coded_segment_bytes: of one that a codec has encoded. key:
-        `reprise.cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be packed
-        without a loss; what is there is read as its header says. min_free_bytes: what the file system always keeps
-        free. Bandwidth caps of 0: none. owner: name of this process, shown to people who find the directory locked."""
+        `reprise.cache.storage.extent_format.record_key`. min_free_bytes: left free on the file system in any case.
+        Bandwidth caps of 0: none. owner: name of this process, shown to people who find the directory locked."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         sizes = SegmentSizes(tuple(segment_bytes), None if coded_segment_bytes is None else tuple(coded_segment_bytes))
@@ -104,7 +102,6 @@ class ExtentStore:
             fingerprint=fingerprint,
             sizes=sizes,
             key=key,
-            packed_width=packed_width,
             throttle=Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
         )
         self._reads: IoThreads | None = None

@@ -1,26 +1,21 @@
 """Writes extents: encodes the header, reserves the room and stores the bytes, all or nothing."""
 
-import dataclasses
 import mmap
 import os
-import sys
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from reprise.cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
-from reprise.cache.storage.extent_format import ExtentHeader, Layout, PackedHeader, SegmentSizes, encode_header
+from reprise.cache.storage.extent_format import ExtentHeader, Layout, SegmentSizes, encode_header
 from reprise.cache.storage.io_threads import Beat
-from reprise.cache.storage.packing import pack
 from reprise.cache.storage.shards import Shards
 from reprise.cache.storage.space import DiskSpace
 from reprise.cache.storage.throttle import Throttle
 
 # separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
 WRITE_THREADS = 4
-MOST_PACKED_BYTES = 256 << 20  # of an extent's rows: their packed form lies in memory until it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +39,12 @@ class ExtentWriter:
         fingerprint: bytes,
         sizes: SegmentSizes,
         key: bytes,
-        packed_width: int,
         throttle: Throttle,
     ) -> None:
-        """key: `reprise.cache.storage.extent_format.record_key`. packed_width: bytes of a number, where rows are to be
-        packed;
-        0: they are stored as they are."""
+        """key: `reprise.cache.storage.extent_format.record_key`."""
         self._shards, self._space = shards, space
         self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
-        self._packed_width, self._throttle = packed_width, throttle
+        self._throttle = throttle
         self._buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
 
     def encode(
@@ -76,30 +68,11 @@ class ExtentWriter:
             segment_bytes=sizes,
             checksums=checksums,
         )
-        if self._packed_width and sizes is self._sizes.raw and sum(sizes) * len(blocks) <= MOST_PACKED_BYTES:
-            header, segments = self._packed(header, segments)
         encoded = encode_header(header, self._key)
-        layout = Layout.of_header(header, len(encoded))
+        layout = Layout.of(header_bytes=len(encoded), segment_bytes=sizes, num_blocks=len(blocks))
         return EncodedExtent(
             ExtentInfo(extent_id, session, header.blocks, layout.size_bytes), encoded, layout, segments
         )
-
-    def _packed(
-        self, header: ExtentHeader, segments: Sequence[Sequence[memoryview]]
-    ) -> tuple[PackedHeader, list[list[memoryview]]]:
-        """Pack every segment. Returns the header that tells of it, and the packed bytes by layer."""
-        packed, lengths = [], array("I")
-        for size, pieces in zip(header.segment_bytes, segments, strict=True):
-            if any(len(piece) % size for piece in pieces):
-                pieces = [memoryview(b"".join(pieces))]
-            rows = (piece[start : start + size] for piece in pieces for start in range(0, len(piece), size))
-            layer = [memoryview(pack(row, self._packed_width)) for row in rows]
-            lengths.extend(map(len, layer))
-            packed.append(layer)
-        if sys.byteorder == "big":
-            lengths.byteswap()
-        fields = {field.name: getattr(header, field.name) for field in dataclasses.fields(header)}
-        return PackedHeader(**fields, width=self._packed_width, lengths=lengths.tobytes()), packed
 
     def write(self, extent: EncodedExtent, beat: Beat) -> float:
         """Write an extent, durable on return. Returns until when the bandwidth cap makes the caller wait, for `wait`.

@@ -8,7 +8,6 @@ import torch
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.storage.directory import stored_bytes
-from reprise.cache.storage.extent_writer import MOST_PACKED_BYTES
 from reprise.cache.storage.slab import LayerShape, row_segments
 from reprise.engine.build.model import LoadedModel, ProbedModel
 from reprise.engine.build.resources import disk_room
@@ -23,7 +22,7 @@ class Room:
     max_context: int  # tokens of one request, answer included
     num_pages: int  # in HBM
     automatic: Sizes  # counts where the config gives no size
-    coding: int  # bytes of memory for KV that is being encoded or packed
+    coding: int  # bytes of memory for KV that is being encoded
     warnings: tuple[str, ...]  # for people
     ring_pages: int = 0  # of these, through which contexts larger than HBM are read; 0: there are none
     most_pages: int = 0  # of these, for such a context
@@ -57,13 +56,12 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
-    """Return the bytes that encoding and packing take beside the tiers."""
+    """Return the bytes that encoding takes beside the tiers."""
     if config.mode != "attentionstore":
         return 0
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
     coded = None if probed.codec.is_refused else probed.coded_segment_bytes
-    packed = MOST_PACKED_BYTES if config.disk_packing == "lossless" and config.disk_bytes != 0 else 0
-    return coding_bytes(row_segments(shapes, loaded.dtype), coded, packed_bytes=packed)
+    return coding_bytes(row_segments(shapes, loaded.dtype), coded)
 
 
 def _disk_room(config: CacheConfig, num_ranks: int) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.tiers.encoder import AT_ONCE
-from reprise.cache.tiers.write_behind import MAX_EXTENT_BLOCKS
 
 _GIB = 1 << 30
 # Of the memory that is free beside the weights, for KV in all. What is left is for the system, cached files and what
@@ -41,14 +40,12 @@ class Sizes:
     disk: int
 
 
-def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None, *, packed_bytes: int) -> int:
+def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None) -> int:
     """Return the memory beside the tiers that coding takes at most: what is encoded for DRAM and for the disk at once,
-    with the rows of a layer, and an extent as it is packed. segment_bytes: of a block, by layer; coded_segment_bytes:
-    None where nothing is coded; packed_bytes: the most of an extent's rows that are packed, 0 where they are not."""
-    packing = min(packed_bytes, MAX_EXTENT_BLOCKS * sum(segment_bytes))
+    with the rows of a layer. segment_bytes: of a block, by layer; coded_segment_bytes: None where nothing is coded."""
     if coded_segment_bytes is None:
-        return packing
-    return packing + _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))
+        return 0
+    return _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))
 
 
 def automatic_sizes(

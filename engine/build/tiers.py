@@ -215,7 +215,6 @@ def _disk(
         segment_bytes=segment_bytes,
         coded_segment_bytes=probed.coded_segment_bytes,
         key=record_key(config.tenant_secret),
-        packed_width=loaded.dtype.itemsize if cache.disk_packing == "lossless" else 0,
         capacity_bytes=capacity_bytes // num_ranks,
         min_free_bytes=cache.disk_min_free_bytes,
         read_bytes_per_s=cache.disk_gbps / num_ranks * _GB,

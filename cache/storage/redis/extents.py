@@ -17,7 +17,6 @@ from reprise.cache.storage.errors import BlockMissing, Reason, TierFailed, TierF
 from reprise.cache.storage.extent_format import (
     MAX_HEADER_BYTES,
     ExtentHeader,
-    PackedHeader,
     SegmentSizes,
     decode_header,
     encode_header,
@@ -317,8 +316,7 @@ class RedisExtents:
         if header.fingerprint != self._fingerprint:
             raise BlockMissing(f"extent {extent} is another model's", reason="fingerprint", extent_id=name)
         sizes = self._sizes.of(header.extent_id)
-        # Only files are packed.
-        if isinstance(header, PackedHeader) or header.segment_bytes != sizes or self._sizes.of(name) != sizes:
+        if header.segment_bytes != sizes or self._sizes.of(name) != sizes:
             raise BlockMissing(f"extent {extent} has another layout", reason="format", extent_id=name)
         self._remember(name, header, len(reply))
         return header

@@ -91,10 +91,8 @@ def tables() -> str:
 
 def test_coding_takes_two_batches_and_an_extent():
     # 64 blocks of 30 bytes as coded and 100 of the largest layer as rows, twice.
-    assert coding_bytes([80, 100], [10, 20], packed_bytes=0) == 2 * 64 * (30 + 100)
-    assert coding_bytes([80, 100], None, packed_bytes=0) == 0
-    assert coding_bytes([80, 100], None, packed_bytes=1 << 30) == 512 * 180  # no extent has more
-    assert coding_bytes([80, 100], None, packed_bytes=1000) == 1000
+    assert coding_bytes([80, 100], [10, 20]) == 2 * 64 * (30 + 100)
+    assert coding_bytes([80, 100], None) == 0
 
 
 def test_what_coding_takes_is_taken_from_dram():
