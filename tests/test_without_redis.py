@@ -36,7 +36,6 @@ ENGINE = {
         "kv-fetch",
         "kv-write",
         "kv-touch",
-        "large-pages",
     ),
     *("disk-read", "disk-write", "grammar"),
 }

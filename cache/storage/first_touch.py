@@ -16,7 +16,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reprise.cache.storage.large_pages import LargePages
 from reprise.cache.storage.slab import Slab
 from reprise.cache.storage.thread_priority import lower_priority
 from reprise.kernels.attention.ragged_batch import KvPages
@@ -84,9 +83,7 @@ class FirstTouch:
     work, one at a time. Contents never change, so this may run at any time. Does nothing where the kernel does not
     support it, and for memory that is page-locked or on a device."""
 
-    def __init__(self, *, pages: Sequence[KvPages], slab: Slab, large_pages: LargePages | None = None) -> None:
-        """large_pages: called when there is nothing left to touch."""
-        self._large_pages = large_pages
+    def __init__(self, *, pages: Sequence[KvPages], slab: Slab) -> None:
         self._slots: _Slots | None = None
         if slab.num_slots and not any(slab.segments(layer).is_pinned() for layer in range(slab.num_layers)):
             self._slots = _Slots(slab)
@@ -121,8 +118,6 @@ class FirstTouch:
         if work:
             self._thread = threading.Thread(target=self._run, args=(work, is_busy), name="kv-touch", daemon=True)
             self._thread.start()
-        elif self._large_pages is not None:
-            self._large_pages.go_on(is_busy)
 
     def wait(self) -> None:
         """Wait until no thread is running."""

@@ -19,7 +19,6 @@ from reprise.cache.storage.extent_format import record_key
 from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.storage.key_likeness import KeyLikeness
-from reprise.cache.storage.large_pages import LargePages
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from reprise.cache.tiers.coded import split_dram
@@ -157,7 +156,7 @@ def build_tiers(
         rates=rates,
         transfer=transfer,
         has_redis=redis is not None,
-        first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if on_gpu else LargePages()),
+        first_touch=FirstTouch(pages=pages, slab=slab),
         likeness=KeyLikeness(slab),
         extents=extents,
         records=records,
