@@ -38,7 +38,7 @@ from reprise.cache.options import CacheOptions
 from reprise.cache.policies.eviction_policy import PolicyFactory
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.rates import LoadProgress, Rates
-from reprise.cache.requests.keeping import Keeper, LikenessOf
+from reprise.cache.requests.keeping import Keeper
 from reprise.cache.requests.lifecycle import Lifecycle
 from reprise.cache.requests.loading import Loads
 from reprise.cache.requests.matching import Matcher
@@ -77,7 +77,6 @@ class CacheManager:
         rates: Rates,
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
-        likeness_of: LikenessOf,
     ) -> None:
         """arrived: the share of a load, by its job, that is in HBM; progress: how far the disk has come with it."""
         if options.page_size % BLOCK_TOKENS:
@@ -87,7 +86,7 @@ class CacheManager:
         self._running = running = Requests()
         self.sessions = SessionStore(options=options, tiers=tiers, running=running, domain_of=domain_of)
         truncation = options.truncation
-        keeper = Keeper(scorer=BLOCK_SCORERS[truncation.block_scorer](), table=tiers.table, likeness_of=likeness_of)
+        keeper = Keeper(scorer=BLOCK_SCORERS[truncation.block_scorer]())
         recalls = truncation.recall and truncation.mode == "decoupled" and options.reuse
         recaller = Recaller(table=tiers.table, keeper=keeper, window=truncation.window) if recalls else None
         opener = ContextOpener(

@@ -133,10 +133,9 @@ class CacheSettings(_Section):
     truncation_mode: Literal["decoupled", "recompute", "naive"] = Field(
         "decoupled", description="what stays: its KV at new positions; recomputed; as it was (for experiments only)"
     )
-    block_scorer: Literal["oldest", "attended", "keydiff", "episodes"] = Field(
+    block_scorer: Literal["oldest", "attended"] = Field(
         "oldest",
-        description="what a full window drops first: the oldest; what later text attended to least; what repeats other "
-        "keys; an equal share of every episode",
+        description="what a full window drops first: the oldest; what later text attended to least",
     )
     recall: bool = Field(
         False, description="bring back what a full window dropped, where the newest message is about it"
@@ -471,8 +470,6 @@ class Settings(_Section, BaseSettings):
                 "cache.codec: KV that is split among processes cannot be coded yet; set model.tensor_parallel to 1, or "
                 "cache.codec to raw"
             )
-        if self.cache.codec == "activation" and self.cache.block_scorer == "keydiff":
-            raise ValueError("cache.block_scorer: keydiff compares keys in DRAM, where cache.codec activation has none")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ names           given in the older half of the window and asked for after a cut,
                 window before it, and not without the dialogue that it is from.
 ttft            of messages about text that was dropped, on servers with cache.recall and without.
 
-Held, or the exit status is 1: attended or episodes answers 15 points more than oldest, and its perplexity is at most
+Held, or the exit status is 1: attended answers 15 points more than oldest, and its perplexity is at most
 0.5 % above oldest's; recall answers 70 % of the questions; TTFT with recall is at most 1.3 x.
 The result is written after every part.
 """
@@ -221,7 +221,7 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     held: dict[str, bool] = {}
     if (names := parts.get("names")) is not None:
         arms = names["arms"]
-        best = max(("attended", "episodes"), key=arms.__getitem__)
+        best = "attended"
         held[f"{best} answers {BETTER:.0%} of the questions more than oldest"] = arms[best] - arms["oldest"] >= BETTER
         held[f"recall answers {MIN_RECALL:.0%} of the questions"] = arms[RECALL] >= MIN_RECALL
         if (perplexity := parts.get("perplexity")) is not None:

@@ -15,8 +15,6 @@ from reprise.cache.policies.keep.block_scorer import CutBlocks
 from reprise.cache.policies.keep.recall import choose
 from reprise.cache.requests.keeping import attention_now
 from reprise.cache.requests.recalling import most_recalled
-from reprise.cache.storage.key_likeness import KeyLikeness
-from reprise.cache.storage.slab import LayerShape, Slab
 from reprise.kernels.attention.watched import WatchedAttention
 
 CHUNK = 512  # tokens of a prompt that a server on CPU computes at a time
@@ -30,7 +28,6 @@ class Read:
     token_ids: list[int]
     saved: list[SavedKv]
     attention: list[float]
-    likeness: KeyLikeness  # its slots are the blocks
 
 
 class KeptBench(Bench):
@@ -56,17 +53,7 @@ class KeptBench(Bench):
             SavedKv(torch.cat([part[layer].k_plain for part in parts]), torch.cat([part[layer].v for part in parts]))
             for layer in layers
         ]
-        return Read(list(token_ids), saved, attention, KeyLikeness(_slab(saved)))
-
-
-def _slab(saved: Sequence[SavedKv]) -> Slab:
-    """Put the keys of a text's full blocks into slots, in order."""
-    blocks = len(saved[0].k_plain) // BLOCK_TOKENS
-    shapes = [LayerShape(kv.k_plain.shape[1], kv.k_plain.shape[2], kv.v.shape[2]) for kv in saved]
-    slab = Slab(shapes=shapes, dtype=saved[0].k_plain.dtype, num_slots=blocks, pinned=False)
-    for layer, kv in enumerate(saved):
-        slab.k(layer)[:] = kv.k_plain[: blocks * BLOCK_TOKENS].view_as(slab.k(layer))
-    return slab
+        return Read(list(token_ids), saved, attention)
 
 
 def cut(read: Read, scorer: str, newest: Sequence[int], *, window: int, reserve: int, keep_first: int) -> list[Range]:
@@ -80,7 +67,6 @@ def cut(read: Read, scorer: str, newest: Sequence[int], *, window: int, reserve:
                 tokens=[read.token_ids[start : start + BLOCK_TOKENS] for start in starts],
                 newest=newest,
                 attention=[read.attention[block] for block in blocks],
-                likeness=read.likeness.of(blocks) if chosen.needs == "keys" else (),
             )
         )
 

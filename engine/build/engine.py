@@ -177,7 +177,6 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
         rates=tiers.rates,
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
-        likeness_of=tiers.likeness.of,
     )
     cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
     if probed.codec.is_refused:

@@ -18,7 +18,6 @@ from reprise.cache.storage.directory_lock import DirectoryLocked
 from reprise.cache.storage.extent_format import record_key
 from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.first_touch import FirstTouch
-from reprise.cache.storage.key_likeness import KeyLikeness
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from reprise.cache.tiers.coded import split_dram
@@ -72,7 +71,6 @@ class Tiers:
     transfer: Transfer
     has_redis: bool
     first_touch: FirstTouch
-    likeness: KeyLikeness
     extents: Sequence[ExtentInfo]  # found on disk
     records: Sequence[SessionRecord]
 
@@ -157,7 +155,6 @@ def build_tiers(
         transfer=transfer,
         has_redis=redis is not None,
         first_touch=FirstTouch(pages=pages, slab=slab),
-        likeness=KeyLikeness(slab),
         extents=extents,
         records=records,
     )

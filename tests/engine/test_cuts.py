@@ -69,7 +69,7 @@ def test_what_stays_is_reused_whoever_chooses_it(path: Path, scorer: str) -> Non
     driver.close()
 
 
-@pytest.mark.parametrize("scorer", ["attended", "episodes"])
+@pytest.mark.parametrize("scorer", ["attended"])
 def test_the_context_is_what_the_cuts_say(path: Path, scorer: str) -> None:
     driver = make(path, block_scorer=scorer, truncation_mode="recompute")
     answer = grow(driver, 6)[-1]
@@ -99,20 +99,6 @@ def test_nobody_looks_at_attention_that_nobody_asks_for(path: Path) -> None:
     session = session_of(driver)
     assert driver.engine._compute.runner.watch is None
     assert session.attention == {}
-    driver.close()
-
-
-def test_keys_at_hand_are_compared(path: Path) -> None:
-    """Blocks that are all alike but for one."""
-    driver = make(path, block_scorer="keydiff")
-    alike = random_ids(BLOCK_TOKENS, 7)
-    text = [*alike, *alike, *alike, *random_ids(BLOCK_TOKENS, 9), *alike, *alike, *alike]
-    driver.ask("first", text, session="s", max_tokens=2, ignore_eos=True)
-    prompt = [*text, 5, 6, *random_ids(30, 3)]
-    answer = driver.ask("cut", prompt, session="s", max_tokens=2, ignore_eos=True, message_starts=(0, len(text)))
-    assert answer.report is not None
-    assert answer.report.truncated_tokens == 4 * BLOCK_TOKENS
-    assert context_of(driver, answer)[: 2 * BLOCK_TOKENS] == [*text[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS], *alike]
     driver.close()
 
 

@@ -6,13 +6,9 @@ from collections.abc import Callable
 
 from reprise.cache.policies.keep.attended import AttendedScorer
 from reprise.cache.policies.keep.block_scorer import BlockScorer
-from reprise.cache.policies.keep.episodes import EpisodeScorer
-from reprise.cache.policies.keep.keydiff import KeyDiffScorer
 from reprise.cache.policies.keep.oldest import OldestScorer
 
 BLOCK_SCORERS: dict[str, Callable[[], BlockScorer]] = {
     "oldest": OldestScorer,
     "attended": AttendedScorer,
-    "keydiff": KeyDiffScorer,
-    "episodes": EpisodeScorer,
 }

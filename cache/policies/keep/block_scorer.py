@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
 
-Needs = Literal["tokens", "attention", "keys"]
+Needs = Literal["tokens", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
 class CutBlocks:
-    """The blocks that a cut may drop, the oldest first, and what is known of each. The four lists are of one length but
-    for what nobody has noted: `attention` and `likeness` are filled only for a scorer that needs them."""
+    """The blocks that a cut may drop, the oldest first, and what is known of each. The lists are of one length, but
+    `attention` is empty unless the scorer needs it."""
 
     tokens: Sequence[Sequence[int]]
     newest: Sequence[int]  # tokens of the newest message, for which there has to be room
     # How much later tokens attended to a block, in units of what every block would get if all got the same. None: this
     # was not seen.
     attention: Sequence[float | None] = ()
-    likeness: Sequence[float | None] = ()  # cosine of its keys and the mean key; None: its keys are not at hand
 
 
 class BlockScorer(Protocol):

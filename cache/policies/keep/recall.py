@@ -1,10 +1,9 @@
 """Says which dropped episodes a new message is about (after EpiCache, arXiv 2509.17396)."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
-
-from reprise.cache.policies.keep.words import rarity
 
 _RARE_SHARE = 8  # a token tells what a message is about if at most one block in so many has it
 _COMMON_SHARE = 2  # and one that more than every second block has tells nothing
@@ -54,7 +53,7 @@ def _relevance(shared: Sequence[Sequence[int]], having: Counter[int]) -> list[fl
     """Return how much each block has to do with a message. shared: the message's tokens that each has; having: how many
     have each."""
     most = max(2, len(shared) // _COMMON_SHARE)
-    weights = {token: rarity(count, len(shared)) for token, count in having.items() if count <= most}
+    weights = {token: _rarity(count, len(shared)) for token, count in having.items() if count <= most}
     return [sum(weights.get(token, 0.0) for token in tokens) for tokens in shared]
 
 
@@ -64,3 +63,9 @@ def _around(place: int, at: Mapping[int, int], relevance: Sequence[float]) -> fl
     for distance, part in enumerate(_BESIDE, 1):
         total += part * sum(relevance[at[beside]] for beside in (place - distance, place + distance) if beside in at)
     return total
+
+
+def _rarity(having: int, blocks: int) -> float:
+    """Return the weight of a token that so many of the blocks have (BM25's), between nearly 0 where all have it and
+    log(2 blocks + 2) where none has."""
+    return math.log1p((blocks - having + 0.5) / (having + 0.5))

@@ -78,7 +78,6 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             ["model.tensor_parallel", "cannot keep KV in Redis yet", "cache.redis_gib to 0"],
         ),
         ({"cache.codec": "activation", "model.exact": "on"}, {}, ["computes K and V anew", "set codec to raw"]),
-        ({"cache.codec": "activation", "cache.block_scorer": "keydiff"}, {}, ["activation has none"]),
         (
             {"model.exact": "on", "selector.name": "pairs"},
             {},
@@ -243,7 +242,7 @@ def test_the_engine_is_told_what_was_set():
         "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
         "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
         "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
-        "block_scorer": "episodes", "recall": "true",
+        "block_scorer": "attended", "recall": "true",
     }  # fmt: skip
     told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
     assert (told.dram_bytes, told.disk_bytes, told.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)

@@ -12,9 +12,9 @@ TEXT = [*range(1000, 1000 + WINDOW - BLOCK_TOKENS)]
 MORE = [*range(5000, 5064)]
 
 
-def overflow(scorer, *, seen=None, dram_slots=64):
+def overflow(scorer, *, seen=None):
     """A conversation that fills its window and then goes on; the blocks of it that were dropped."""
-    world = PoolModel(make_manager(num_pages=64, dram_slots=dram_slots, window=WINDOW, block_scorer=scorer))
+    world = PoolModel(make_manager(num_pages=64, dram_slots=64, window=WINDOW, block_scorer=scorer))
     world.run("first", TEXT)
     world.settle()
     if seen is not None:
@@ -57,13 +57,8 @@ def test_what_was_attended_to_stays():
     assert dropped != overflow("oldest")
 
 
-@pytest.mark.parametrize(("scorer", "slots"), [("attended", 64), ("keydiff", 0)])
-def test_where_nothing_was_seen_the_oldest_leaves(scorer, slots):
-    assert overflow(scorer, dram_slots=slots) == overflow("oldest", dram_slots=slots)
-
-
-def test_keys_are_compared_where_dram_has_them():
-    assert overflow("keydiff") != overflow("oldest")
+def test_where_nothing_was_seen_the_oldest_leaves():
+    assert overflow("attended") == overflow("oldest")
 
 
 def test_attention_is_a_mean_in_which_the_present_counts_half():

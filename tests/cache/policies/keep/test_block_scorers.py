@@ -1,7 +1,5 @@
 """Tests what every scorer promises, and what each of them keeps."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +16,12 @@ def cut_blocks(draw):
     tokens = draw(st.lists(BLOCK, max_size=20))
     known = st.lists(MAYBE, min_size=len(tokens), max_size=len(tokens))
     return CutBlocks(
-        tokens=tokens, newest=draw(st.lists(st.integers(0, 30), max_size=9)), attention=draw(known),
-        likeness=draw(known),
+        tokens=tokens, newest=draw(st.lists(st.integers(0, 30), max_size=9)), attention=draw(known)
     )  # fmt: skip
 
 
-def blocks(tokens, *, newest=(), attention=(), likeness=()):
-    return CutBlocks(tokens=tokens, newest=newest, attention=attention, likeness=likeness)
+def blocks(tokens, *, newest=(), attention=()):
+    return CutBlocks(tokens=tokens, newest=newest, attention=attention)
 
 
 @pytest.mark.parametrize("name", BLOCK_SCORERS)
@@ -46,40 +43,8 @@ def test_attended_wants_what_was_looked_at_and_guesses_the_rest():
     assert scorer.score(blocks([[1], [2]], attention=[None, None])) is None
 
 
-def test_keydiff_wants_what_is_unlike_the_rest():
-    scorer = BLOCK_SCORERS["keydiff"]()
-    assert scorer.score(blocks([[1], [2], [3]], likeness=[0.9, 0.1, None])) == [-0.9, -0.1, -0.5]
-
-
 def episode(words, count, rng):
     return [rng.choices(words, k=32) for _ in range(count)]
-
-
-def test_episodes_keep_an_equal_share_of_each():
-    rng = random.Random(0)
-    first, second = range(100), range(100, 200)
-    tokens = episode(first, 32, rng) + episode(second, 32, rng)
-    scores = BLOCK_SCORERS["episodes"]().score(blocks(tokens))
-    kept = sorted(range(64), key=lambda block: scores[block])[32:]
-    assert sum(block < 32 for block in kept) == 16
-
-
-def test_episodes_keep_more_of_what_is_asked_for():
-    rng = random.Random(0)
-    tokens = episode(range(100), 32, rng) + episode(range(100, 200), 32, rng)
-    scores = BLOCK_SCORERS["episodes"]().score(blocks(tokens, newest=[3, 17, 60]))
-    kept = sorted(range(64), key=lambda block: scores[block])[32:]
-    assert sum(block < 32 for block in kept) > 18
-    scores = BLOCK_SCORERS["episodes"]().score(blocks(tokens, newest=[999]))
-    assert max(scores) == 1, "a message about none of them favours none"
-
-
-def test_episodes_keep_what_has_rare_tokens():
-    rng = random.Random(0)
-    tokens = episode(range(20), 8, rng)
-    tokens[3] = list(range(500, 532))
-    scores = BLOCK_SCORERS["episodes"]().score(blocks(tokens))
-    assert max(range(8), key=lambda block: scores[block]) == 3
 
 
 @given(known=st.lists(MAYBE, max_size=9))
