@@ -9,7 +9,7 @@ class Truncation:
 
     window: int  # tokens a context may have
     ratio: float  # of the window, dropped at an overflow
-    mode: str  # decoupled | recompute | naive
+    mode: str  # decoupled | recompute
     block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # whether what was dropped comes back where a new message is about it
 

@@ -47,7 +47,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify_rate: float  # share of loads that are compared with a recompute
     max_pinned_share: float  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
     truncation: str  # auto | disabled: what a request that says nothing gets
-    truncation_mode: str  # decoupled | recompute | naive
+    truncation_mode: str  # decoupled | recompute
     truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # bring back what was dropped where the newest message is about it

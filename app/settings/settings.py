@@ -130,8 +130,8 @@ class CacheSettings(_Section):
         "auto", description="a full window: drop the earliest history, or answer 400"
     )
     truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
-    truncation_mode: Literal["decoupled", "recompute", "naive"] = Field(
-        "decoupled", description="what stays: its KV at new positions; recomputed; as it was (for experiments only)"
+    truncation_mode: Literal["decoupled", "recompute"] = Field(
+        "decoupled", description="what stays: its KV at new positions; recomputed"
     )
     block_scorer: Literal["oldest", "attended"] = Field(
         "oldest",

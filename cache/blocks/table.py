@@ -30,7 +30,6 @@ class BlockRow:
     coded: int | None = None  # its address in DRAM as a codec made it, in slots of their own
     extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
     redis: tuple[bytes, int] | None = None  # its address in Redis: name of the extent, index in the extent
-    origin: int | None = None  # position of its first token when it was computed
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
     decoded: bool = False  # the rows that HBM has of it came out of a codec
@@ -48,7 +47,6 @@ class BlockRow:
             size_bytes=self.size_bytes,
             session_id=self.session_id,
             position=self.position,
-            origin=self.origin,
             place=self.place,
             hops=self.hops,
             decoded=self.decoded,

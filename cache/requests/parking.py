@@ -153,7 +153,7 @@ class Parking:
     def _pin(self, context: RequestContext, block: int, row: BlockRow) -> None:
         if row.slot is not None and block not in context.saving.parked:
             self._dram.pin(row.slot)
-            context.saving.parked[block] = SlotBlock(row.key, row.slot, self._hbm.position_of(row, block))
+            context.saving.parked[block] = SlotBlock(row.key, row.slot, block * BLOCK_TOKENS)
 
     def _take_slots(self, context: RequestContext, computed: int, num_pages: int) -> bool:
         """Take slots for the blocks that begin behind the `computed` rows, up to the end of the context's pages. What

@@ -79,7 +79,6 @@ class Publisher:
             page=context.rows.pages[first // self._page_size],
             offset=first % self._page_size,
             position=first,
-            origin=first,
             place=block,
             kept_raw=(
                 parent == context.domain.root
@@ -121,9 +120,8 @@ class Publisher:
                 self._saver.seal(context, full, row if context.rows.is_trusted else None, rows)
             for block in reversed(range(full)):
                 known = self._table.get(context.keys[block])
-                here = known is not None and block * BLOCK_TOKENS == self._hbm.position_of(known, block)
                 is_parked = context.rows.pages[block * BLOCK_TOKENS // self._page_size] == PARKED
-                if not is_parked and (known is None or (known.page is None and here)):
+                if not is_parked and (known is None or known.page is None):
                     # The copy that was found under this key has left HBM. Without this one, those after it are lost.
                     self._publish_full(context, block)
                 if context.keys[block] in self._table:

@@ -59,7 +59,6 @@ class HbmPool:
         page_size: int,
         bytes_per_token: int,
         policy: EvictionPolicy,
-        naive_positions: bool,
         has_slots: bool,
         scores: Scores,
         high_water: float,
@@ -69,7 +68,6 @@ class HbmPool:
         """has_slots: blocks are saved below, so that a block that leaves need not be lost."""
         self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
         self.bytes_per_token = bytes_per_token
-        self._naive_positions = naive_positions
         self._stats = stats
         self._scores = scores
         self._has_slots = has_slots
@@ -79,15 +77,9 @@ class HbmPool:
 
     # --- where a block can be used ------------------------------------------------------------------------------------
 
-    def position_of(self, row: BlockRow, block: int) -> int:
-        """Return the position for which a block's keys have to be rotated when it is the `block`th of a context."""
-        if self._naive_positions and row.origin is not None:
-            return row.origin
-        return block * BLOCK_TOKENS
-
     def is_ready(self, row: BlockRow, block: int) -> bool:
         """Whether a block is in HBM with its keys rotated for this place."""
-        return row.page is not None and row.position == self.position_of(row, block)
+        return row.page is not None and row.position == block * BLOCK_TOKENS
 
     def can_move(self, row: BlockRow) -> bool:
         """Whether HBM's copy may be rotated anew. It may not if the block is saved: saved keys were never rotated."""
@@ -178,7 +170,7 @@ class HbmPool:
     def _bring(self, group: list[tuple[BlockRow, int]], first_block: int, page: int, placement: Placement) -> None:
         for place, (row, used) in enumerate(group):
             block, offset = first_block + place, place * BLOCK_TOKENS
-            position = self.position_of(row, block)
+            position = block * BLOCK_TOKENS
             ready = self.is_ready(row, block)
             if ready or self.can_move(row):
                 assert row.page is not None

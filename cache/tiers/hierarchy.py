@@ -50,7 +50,6 @@ class Hierarchy:
             page_size=options.page_size,
             bytes_per_token=options.bytes_per_token,
             policy=policy(self.returns),
-            naive_positions=options.truncation.mode == "naive",
             has_slots=options.num_slots > 0,
             scores=self.scores,
             high_water=options.hbm_high_water,

@@ -239,7 +239,7 @@ def test_the_engine_is_told_what_was_set():
     assert config.model.source == source_of("")
     cache = {
         "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
-        "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
+        "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "recompute",
         "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
         "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
         "block_scorer": "attended", "recall": "true",
