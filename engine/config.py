@@ -27,7 +27,6 @@ this repeats, needs torch."""
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: str  # attentionstore | prefix | recompute
     policy: str  # a key of reprise.cache.policies.POLICIES
-    granularity: str  # session | block
     ttl_s: float
     max_sessions: int
     hbm_tokens: int  # KV rows in HBM; 0: from free memory

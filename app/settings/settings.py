@@ -123,9 +123,6 @@ class CacheSettings(_Section):
     read_buffer_layers: int = Field(
         -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
     )
-    granularity: Literal["session", "block"] = Field(
-        "session", description="what leaves a tier as one; only lookahead heeds it"
-    )
     truncation: Literal["auto", "disabled"] = Field(
         "auto", description="a full window: drop the earliest history, or answer 400"
     )

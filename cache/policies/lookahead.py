@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import Any, Literal
+from typing import Any
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.policies.queue_line import QueueLine
@@ -20,9 +20,9 @@ _Rank = tuple[int, tuple[float, ...]]
 sessions are ordered by their place in the queue instead, which changes too often to be part of a sorted key."""
 
 _Entry = tuple[Any, ...]
-"""A block that could leave next, as a tuple that sorts in order of leaving. Without a queued owner: (0, -place for
-block granularity else 0, the rank of its owners together, block). With one: (1, 0, -place in the queue of its first
-owner in line, 0, block). The tuple is flat because thousands are compared."""
+"""A block that could leave next, as a tuple that sorts in order of leaving. Without a queued owner: (0, the rank of its
+owners together, block). With one: (1, -place in the queue of its first owner in line, 0, block). The tuple is flat
+because thousands are compared."""
 
 
 class _Session:
@@ -59,20 +59,14 @@ class LookaheadPolicy:
     admitted at the expense of blocks that rank before its session, never of the session's own. In a rotation the
     newcomer is the last to return, so a tier that is too small keeps what it has instead of thrashing.
 
-    granularity: "session" empties one session after the other. "block" interleaves the sessions of (b): the block with
-    the largest place goes first and the expected return only breaks ties, so all sessions keep their heads longer. The
-    order of (c) and the terms for newcomers are the same for both.
-
     Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `look_ahead` touches
     the sessions that joined or left the queue. Queued sessions are kept apart from the sorted rest and sorted only as
-    far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips (for "block" with a
-    newcomer also the blocks that it may not displace). Memory: the resident blocks and the contexts of live sessions.
-    Ownership outlives a block's stay in the tier, so that a fetched block knows its owners, until `forget` or until
-    another block takes its place.
+    far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips. Memory: the resident
+    blocks and the contexts of live sessions. Ownership outlives a block's stay in the tier, so that a fetched block
+    knows its owners, until `forget` or until another block takes its place.
     """
 
-    def __init__(self, returns: ReturnTimes, granularity: Literal["session", "block"] = "session") -> None:
-        self._by_place = granularity == "block"
+    def __init__(self, returns: ReturnTimes) -> None:
         self._touched: dict[BlockKey, int] = {}  # every resident block -> number of its last touch
         self._touches = 0
         self._ownerless: dict[BlockKey, None] = {}  # resident blocks in order of their last touch, unless `_unsorted`
@@ -285,11 +279,9 @@ class LookaheadPolicy:
         walk = _Walk(self)
         while len(chosen) < count and (entry := walk.peek()) is not None:
             key = entry[-1]
-            if limit is not None and (entry[0], entry[2:-1]) >= limit:
-                if entry[0] or not self._by_place:
-                    break  # all later entries rank after it
-                walk.drop()
-            elif key not in pinned:
+            if limit is not None and (entry[0], entry[1:-1]) >= limit:
+                break  # all later entries rank after it
+            if key not in pinned:
                 chosen.append(key)
                 walk.leave(entry)
             elif behind_pinned:
@@ -324,10 +316,9 @@ class LookaheadPolicy:
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
         """Return the entry of a block whose owners, given sorted, are all unqueued."""
-        place = -self._owners[key][waiting[-1][1]] if self._by_place else 0
         if len(waiting) == 1:
-            return (0, place, *waiting[0][0][1], key)
-        return (0, place, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
+            return (0, *waiting[0][0][1], key)
+        return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
 
     def _queued(self, key: BlockKey) -> _Entry:
         owners, queue = self._owners[key], self._queue
@@ -335,7 +326,7 @@ class LookaheadPolicy:
             place = min(place for owner in owners if (place := queue.place(owner.name)) is not None)
         else:
             place = next(place for place in range(len(queue)) if self._sessions.get(queue[place]) in owners)
-        return (1, 0, -place, 0, key)
+        return (1, -place, 0, key)
 
 
 class _Walk:
@@ -360,7 +351,7 @@ class _Walk:
         """Return the next leaf."""
         if self._head is None:
             # Until no session left to examine can have a leaf that leaves before the first of the heap.
-            while self._left_in_line and not (self._offered and self._offered[0] < (1, 0, 1 - self._left_in_line, 0)):
+            while self._left_in_line and not (self._offered and self._offered[0] < (1, 1 - self._left_in_line, 0)):
                 self._look_at_the_last_in_line()
         elif not (self._offered and self._offered[0] < self._head):
             return self._head
@@ -390,7 +381,7 @@ class _Walk:
         policy = self._policy
         owners = policy._owners[entry[-1]]
         self.num_left += 1
-        if len(owners) > 1 or policy._by_place:
+        if len(owners) > 1:
             self.drop()
             for session in owners:
                 self._leave(session)

@@ -12,6 +12,7 @@ import torch
 from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from reprise.cache.manager import CacheManager
 from reprise.cache.options import CacheOptions, Truncation
+from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.parking import chunk_pages
 from reprise.engine.build.first_steps import WarmModel, warm_up
@@ -20,7 +21,7 @@ from reprise.engine.build.room import Room, find_room
 from reprise.engine.build.scheduler import build_scheduler
 from reprise.engine.build.selector import build_selector
 from reprise.engine.build.sizes import dram_warnings
-from reprise.engine.build.tiers import Tiers, build_tiers, policy_factory
+from reprise.engine.build.tiers import Tiers, build_tiers
 from reprise.engine.codec.verdict import CodecVerdict
 from reprise.engine.config import CacheConfig, EngineConfig
 from reprise.engine.engine import Engine
@@ -172,7 +173,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             max_sessions=settings.max_sessions,
             unix_offset_s=unix_offset_s,
         ),
-        policy=policy_factory(settings.policy, settings.granularity),
+        policy=POLICIES[settings.policy],
         domain_of=domain_of,
         rates=tiers.rates,
         arrived=tiers.arrived,

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
-from reprise.cache.policies import POLICIES
-from reprise.cache.policies.eviction_policy import PolicyFactory
-from reprise.cache.policies.lookahead import LookaheadPolicy
 from reprise.cache.rates import Rates
 from reprise.cache.storage.directory_lock import DirectoryLocked
 from reprise.cache.storage.extent_format import record_key
@@ -251,13 +248,6 @@ def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Se
         raise ModelRefused(f"the cache directory {directory} cannot be used: {error}") from error
     log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
     return extents, records
-
-
-def policy_factory(name: str, granularity: str) -> PolicyFactory:
-    """Return what makes the policy of one tier. granularity: only lookahead knows it."""
-    if name == "lookahead" and granularity == "block":
-        return lambda returns: LookaheadPolicy(returns, granularity="block")
-    return POLICIES[name]
 
 
 def _check_memory(num_bytes: int) -> None:

@@ -78,7 +78,6 @@ def config(model: str = "") -> EngineConfig:
         cache=CacheConfig(
             mode="prefix",
             policy="lru",
-            granularity="session",
             ttl_s=60.0,
             max_sessions=10,
             hbm_tokens=0,

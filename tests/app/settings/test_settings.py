@@ -239,7 +239,7 @@ def test_the_engine_is_told_what_was_set():
     assert config.model.source == source_of("")
     cache = {
         "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
-        "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "recompute",
+        "read_buffer_layers": 5, "truncation": "disabled", "truncation_mode": "recompute",
         "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
         "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
         "block_scorer": "attended", "recall": "true",
@@ -254,7 +254,7 @@ def test_the_engine_is_told_what_was_set():
         "recall",
     }
     assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
-    assert len(told_as_set) == 13
+    assert len(told_as_set) == 12
     assert load(model__source="org/name").engine_config(b"").model.source == "org/name"
 
 

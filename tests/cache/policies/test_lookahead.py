@@ -41,16 +41,13 @@ class Lru(Told, LruPolicy):
     pass
 
 
-GRANULARITIES = pytest.mark.parametrize("granularity", ["session", "block"])
-
-
 def name(session, place):
     return f"{session}{place}".encode()
 
 
-def filled(contexts, *, granularity="session", times=None):
+def filled(contexts, *, times=None):
     """A policy whose tier holds the contexts, {session: its blocks}; times: {session: its uses}, told in time order."""
-    policy = Lookahead(granularity)
+    policy = Lookahead()
     for now, session in sorted((now, session) for session, uses in (times or {}).items() for now in uses):
         policy.used(session, now)
     for session, keys in contexts.items():
@@ -90,21 +87,10 @@ def test_ownerless_then_unqueued_then_the_tail_of_the_queue():
     assert policy.victims(4, ()) == [b"X", b"D1", b"D0", b"C1"]
 
 
-def test_by_block_the_ends_of_all_unqueued_contexts_leave_first():
-    uses = {s: (n, n + 10) for n, s in enumerate("ABCD", start=1)}
-    policy = filled(blocks("A", "B", "C", "D", count=3), granularity="block", times=uses)
-    policy.look_ahead(["C", "B"], 15.0)
-    order = [b"D2", b"A2", b"D1", b"A1", b"D0", b"A0", b"B2", b"B1", b"B0", b"C2", b"C1", b"C0"]
-    assert policy.victims(99, ()) == order
-    assert policy.victims(99, (), newcomer="A") == [b"D2", b"D1", b"D0"]
-    assert policy.victims(99, (), newcomer="B") == order[:6]
-
-
-@GRANULARITIES
-def test_before_anybody_came_back_the_oldest_use_leaves_first(granularity):
-    policy = filled(blocks("A", "B", "C"), granularity=granularity, times={"B": (0.1,), "C": (0.2,), "A": (0.3,)})
+def test_before_anybody_came_back_the_oldest_use_leaves_first():
+    policy = filled(blocks("A", "B", "C"), times={"B": (0.1,), "C": (0.2,), "A": (0.3,)})
     first = [key[:1] for key in policy.victims(6, ())]
-    assert first == ([b"B"] * 2 + [b"C"] * 2 + [b"A"] * 2 if granularity == "session" else [b"B", b"C", b"A"] * 2)
+    assert first == [b"B"] * 2 + [b"C"] * 2 + [b"A"] * 2
     assert policy.victims(2, (), newcomer="Z")[0] == b"B1"  # nothing is known against a newcomer
 
 
@@ -243,10 +229,9 @@ class World:
         return {session for session, context in self.contexts.items() if key in context}
 
 
-@GRANULARITIES
 @given(events=EVENTS, pinned=st.sets(st.sampled_from(PATHS).map(str.encode)))
-def test_what_stays_of_a_context_is_a_prefix_of_what_was_there(granularity, events, pinned):
-    world = World(Lookahead(granularity)).play(events)
+def test_what_stays_of_a_context_is_a_prefix_of_what_was_there(events, pinned):
+    world = World(Lookahead()).play(events)
     order = world.policy.victims(99, pinned)
     assert sorted(order) == sorted(set(world.resident) - pinned)
     place = {key: number for number, key in enumerate(order)}
@@ -255,10 +240,9 @@ def test_what_stays_of_a_context_is_a_prefix_of_what_was_there(granularity, even
         assert here == sorted(here, reverse=True)
 
 
-@GRANULARITIES
 @given(events=EVENTS, newcomer=st.sampled_from("PQRSTU"))
-def test_the_classes_leave_in_order_and_the_exempt_stay(granularity, events, newcomer):
-    world = World(Lookahead(granularity)).play(events)
+def test_the_classes_leave_in_order_and_the_exempt_stay(events, newcomer):
+    world = World(Lookahead()).play(events)
 
     def rank(key):
         owners = world.owners(key)
@@ -289,11 +273,10 @@ def test_the_classes_leave_in_order_and_the_exempt_stay(granularity, events, new
     mine = {key for key in world.resident if newcomer in world.owners(key)}
     assert not mine & set(admitted)
     assert {key for key in world.resident if rank(key)[0] == 0 and protected(key)[0] == 0} <= set(admitted)
-    if granularity == "session":
-        assert admitted == order[: len(admitted)]
+    assert admitted == order[: len(admitted)]
 
 
-def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind_pinned):
+def recomputed(world, count, pinned, newcomer, spare_queued, behind_pinned):
     """The order of leaving, from contexts, residents, returns and the queue alone: leaf after leaf out of all."""
     policy, here, dropped = world.policy, set(world.resident), set()
     nobodys = sorted((key for key in here if not world.owners(key)), key=policy._touched.__getitem__)
@@ -308,9 +291,9 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
     def entry(key):
         best = max(world.owners(key), key=rank)
         if rank(best)[0]:
-            return (1, 0, rank(best)[1], key)
+            return (1, rank(best)[1], key)
         together = shared_rank(sorted(rank(owner)[1] for owner in world.owners(key)))
-        return (0, -world.contexts[best].index(key) if granularity == "block" else 0, together, key)
+        return (0, together, key)
 
     limit = (2,) if newcomer is None else rank(newcomer)
     limit = min(limit, (1, (-math.inf, 0))) if spare_queued else limit
@@ -320,7 +303,7 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
         if not leaves:
             break
         leaf = min(leaves, key=entry)
-        queued, _, of, _ = entry(leaf)
+        queued, of, _ = entry(leaf)
         if (queued, of) >= limit or (leaf in pinned and not behind_pinned):
             dropped.add(leaf)
         else:
@@ -329,7 +312,6 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
     return chosen[:count]
 
 
-@GRANULARITIES
 @given(
     events=EVENTS,
     count=st.integers(0, 12),
@@ -338,23 +320,22 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
     spare=st.booleans(),
 )
 @settings(deadline=None)
-def test_the_order_kept_is_the_order_recomputed(granularity, events, count, pinned, newcomer, spare):
+def test_the_order_kept_is_the_order_recomputed(events, count, pinned, newcomer, spare):
     """At every point of an interleaving of events, whatever was asked before."""
-    world = World(Lookahead(granularity))
+    world = World(Lookahead())
     for event in events:
         world.play([event])
         terms = {"newcomer": newcomer, "spare_queued": spare}
-        expected = recomputed(world, granularity, count, pinned, **terms, behind_pinned=False)
+        expected = recomputed(world, count, pinned, **terms, behind_pinned=False)
         if len(expected) < count:
-            expected = recomputed(world, granularity, count, pinned, **terms, behind_pinned=True)
+            expected = recomputed(world, count, pinned, **terms, behind_pinned=True)
         assert world.policy.victims(count, pinned, **terms) == expected
 
 
-@GRANULARITIES
 @given(events=EVENTS)
-def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(granularity, events):
+def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(events):
     """What is kept incrementally (the leaves and their order) is what follows from contexts, residents and returns."""
-    policy = World(Lookahead(granularity)).play(events).policy
+    policy = World(Lookahead()).play(events).policy
     policy.victims(0, ())
     for session in policy._sessions.values():
         assert session.resident == sorted(place for place, key in session.context.items() if key in policy._touched)
@@ -370,10 +351,9 @@ def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(
     assert list(policy._order) == sorted(policy._unqueued(key, owners) for key, owners in unqueued.items())
 
 
-@GRANULARITIES
 @given(events=EVENTS)
-def test_nothing_is_kept_of_what_has_gone(granularity, events):
-    world = World(Lookahead(granularity)).play(events)
+def test_nothing_is_kept_of_what_has_gone(events):
+    world = World(Lookahead()).play(events)
     policy = world.policy
     for session in "PQRST":
         policy.forget(session)
@@ -437,31 +417,28 @@ def shuffled(rounds, rng):
     return [(8.0 * turn + place, f"s{s}.") for turn, sessions in enumerate(order) for place, s in enumerate(sessions)]
 
 
-@GRANULARITIES
 @pytest.mark.parametrize("held", [4, 6, 7])
-def test_a_rotation_through_a_tier_too_small_does_not_collapse(granularity, held):
+def test_a_rotation_through_a_tier_too_small_does_not_collapse(held):
     turns = rotation(12, 0.0, random.Random(0))
     assert hit_rate(Lru(), turns, held * BLOCKS, since=3) == 0.0
-    assert hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3) == held / 8  # as Belady's would
+    assert hit_rate(Lookahead(), turns, held * BLOCKS, since=3) == held / 8  # as Belady's would
 
 
-@GRANULARITIES
 @pytest.mark.parametrize("held", [4, 6, 7])
-def test_nor_does_it_if_what_runs_is_let_in_first(granularity, held):
+def test_nor_does_it_if_what_runs_is_let_in_first(held):
     # Each absent session takes the place of the one that just left: of 7 others, held-1 are there when they come back.
     turns = rotation(30, 0.0, random.Random(0))
-    rate = hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3, announced=True)
+    rate = hit_rate(Lookahead(), turns, held * BLOCKS, since=3, announced=True)
     assert rate == pytest.approx((held - 1) / 7, abs=0.02)
     assert rate >= 0.8 * held / 8
 
 
-@GRANULARITIES
 @pytest.mark.parametrize("held", [4, 6, 7])
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_nor_does_one_that_is_not_punctual(granularity, held, seed):
+def test_nor_does_one_that_is_not_punctual(held, seed):
     turns = rotation(12, 0.2, random.Random(seed))
-    assert hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3) >= 0.8 * held / 8
+    assert hit_rate(Lookahead(), turns, held * BLOCKS, since=3) >= 0.8 * held / 8
 
 
 @pytest.mark.parametrize("held", [4, 6, 7])
@@ -512,10 +489,9 @@ def test_who_stands_in_line_is_looked_at_from_the_tail_and_no_further_than_neede
     assert policy.victims(2, ()) == [b"new", name(9, 1)]
 
 
-@GRANULARITIES
-def test_a_resident_block_ranks_anew_when_a_session_comes_to_own_it(granularity):
+def test_a_resident_block_ranks_anew_when_a_session_comes_to_own_it():
     """A's only block is a leaf of the unqueued. B, which is queued and has a block behind it, joins."""
-    policy = filled({"A": [b"shared"], "C": [b"C0"]}, granularity=granularity, times={"C": (1,), "A": (2,)})
+    policy = filled({"A": [b"shared"], "C": [b"C0"]}, times={"C": (1,), "A": (2,)})
     policy.look_ahead(["B"], 3.0)
     assert policy.victims(9, ()) == [b"C0", b"shared"]
     policy.own(b"B1", "B", 1)

@@ -86,7 +86,7 @@ def expected(path: Path) -> list[list[int]]:
         ({"dram_bytes": 0, "disk_bytes": 1 << 28}, "disk"),
         ({"dram_bytes": 0, "disk_bytes": 1 << 28, "staging_bytes": 3 * SLOT}, "disk"),
         ({"dram_bytes": 4 * SLOT, "disk_bytes": 1 << 28, "read_buffer_layers": 1}, "disk"),
-        ({"dram_bytes": 9 * SLOT, "disk_bytes": 1 << 28, "cache_policy": "lookahead", "granularity": "block"}, "disk"),
+        ({"dram_bytes": 9 * SLOT, "disk_bytes": 1 << 28, "cache_policy": "lookahead"}, "disk"),
         ({"dram_bytes": 4 * SLOT, "disk_bytes": 30 * SLOT, "cache_policy": "fifo"}, "disk"),
     ],
 )
@@ -361,13 +361,11 @@ def outgrow(driver: Driver, *, turns: int, conversations: int = 2, new: int = 12
     return said, driver.engine.stats()
 
 
-@pytest.mark.parametrize("granularity", ["session", "block"])
-def test_cut_contexts_from_tiers_are_those_from_hbm(path: Path, tmp_path: Path, granularity: str) -> None:
+def test_cut_contexts_from_tiers_are_those_from_hbm(path: Path, tmp_path: Path) -> None:
     everything = tiered(path, cache_mode="prefix", hbm_tokens=1 << 14)
     expected, _ = outgrow(everything, turns=30)
     driver = tiered(
         path, dram_bytes=4 * SLOT, disk_bytes=1 << 28, disk_dir=str(tmp_path), cache_policy="lookahead",
-        granularity=granularity,
     )  # fmt: skip
     said, stats = outgrow(driver, turns=30)
     assert said == expected
