@@ -414,10 +414,10 @@ class LimitSettings(_Section):
 class SelectorSettings(_Section):
     """What a decoding sequence reads of its context. Nothing is dropped: the next token may read other parts."""
 
-    name: Literal["none", "pairs", "infinigen", "quest"] = Field(
+    name: Literal["none", "pairs", "infinigen"] = Field(
         "none",
         description="chooses the tokens that are read; all but none are lossy: pairs by a few dims of each key; for "
-        "comparison infinigen, by a guess made one layer ahead, and quest, by bounds of blocks of 32",
+        "comparison infinigen, by a guess made one layer ahead",
     )
     min_context: int = Field(2048, ge=128, le=1 << 24, description="contexts of fewer tokens are read whole")
     share: float = Field(0.1, gt=0, le=1, description="of a context's tokens that are read, in each layer and KV head")

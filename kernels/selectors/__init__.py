@@ -21,15 +21,8 @@ def _infinigen(inputs: SelectorInputs) -> KvSelector:
     return InfinigenSelector(inputs)
 
 
-def _quest(inputs: SelectorInputs) -> KvSelector:
-    from reprise.kernels.selectors.quest import QuestSelector
-
-    return QuestSelector(inputs)
-
-
 SELECTORS: dict[str, Callable[[SelectorInputs], KvSelector] | None] = {
     "none": None,
     "pairs": _pairs,
     "infinigen": _infinigen,
-    "quest": _quest,
 }

@@ -99,7 +99,12 @@ def test_pages_that_others_have_used_are_indexed_anew() -> None:
 def test_two_selectors_never_find_each_others_kv() -> None:
     prints = {
         an_engine(name, selector=changes).engine.model.fingerprint
-        for name, changes in (("pairs", {}), ("quest", {}), ("pairs", {"share": 0.2}), ("pairs", {"min_context": 300}))
+        for name, changes in (
+            ("pairs", {}),
+            ("infinigen", {}),
+            ("pairs", {"share": 0.2}),
+            ("pairs", {"min_context": 300}),
+        )
     }
     assert len(prints) == 4
 

@@ -84,7 +84,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             ["selector.name", "model.exact on exclude each other", "set it to none"],
         ),
         (
-            {"model.tensor_parallel": "2", "selector.name": "quest"},
+            {"model.tensor_parallel": "2", "selector.name": "infinigen"},
             {},
             ["selector.name", "set model.tensor_parallel to 1", "selector.name to none"],
         ),

@@ -48,13 +48,11 @@ def test_a_haystack_holds_every_needle_once_and_asks_for_each() -> None:
 
 
 def test_what_is_held_is_said_of_every_history() -> None:
-    texts: dict[str, Any] = {
-        "4096": {"pairs": {"kl": 0.01}, "infinigen": {"kl": 0.02}, "quest": {"kl": 0.03}, "texts": 3}
-    }
+    texts: dict[str, Any] = {"4096": {"pairs": {"kl": 0.01}, "infinigen": {"kl": 0.02}, "texts": 3}}
     read = {"pairs": {"rows": 0.1, "index": 0.125}}
     needles = {"asked": 100, "found": {"none": 60, "pairs": 57}}
     held = _held(texts, read, needles)
-    assert len(held) == 5
+    assert len(held) == 4
     assert all(held.values())
     texts["4096"]["pairs"]["kl"] = 0.031
     worse = _held(texts, {"pairs": {"rows": 0.3}}, {"asked": 100, "found": {"none": 60, "pairs": 56}})

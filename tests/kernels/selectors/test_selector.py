@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from reprise.kernels.selectors.infinigen import ALPHA, how_many, skew, skewed_weights
 from reprise.kernels.selectors.pairs import PAIRS, pair_weights, strongest_pairs
-from reprise.kernels.selectors.quest import block_bounds, rows_of_blocks
 from reprise.kernels.selectors.selector import ALWAYS, LOG2_E, LayerMoments, Selecting, most_rows, strongest, weights
 
 
@@ -45,34 +44,6 @@ def test_partial_scores_are_of_the_given_dims_alone() -> None:
     masked[0, [0, 1, 4, 5]] = masked[1, [2, 3, 6, 7]] = 1
     scores = torch.einsum("hgd,thd->hgt", queries.view(2, 2, 8), keys * masked)
     torch.testing.assert_close(got, weights(scores))
-
-
-@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 200))
-def test_no_key_scores_above_the_bound_of_its_block(seed: int, rows: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    queries, keys = torch.randn(6, 16, generator=generator), torch.randn(rows, 2, 16, generator=generator)
-    bounds = block_bounds(queries, keys)
-    assert bounds.shape == (2, -(-rows // 32))
-    scores = torch.einsum("hgd,thd->hgt", queries.view(2, 3, 16), keys).amax(1)
-    for block, at in enumerate(range(0, rows, 32)):
-        assert (scores[:, at : at + 32] <= bounds[:, block : block + 1] + 1e-4).all()
-
-
-@given(context=st.integers(4 * ALWAYS, 600), share=st.floats(0.01, 1.0), seed=st.integers(0, 1 << 30))
-def test_whole_blocks_of_the_highest_bounds_are_read(context: int, share: float, seed: int) -> None:
-    blocks = -(-context // 32)
-    bounds = torch.randn(2, blocks, generator=torch.Generator().manual_seed(seed))
-    most = most_rows(context, share)
-    newest = (context - ALWAYS) // 32
-    for own, chosen in zip(bounds, rows_of_blocks(bounds, context, most).tolist(), strict=True):
-        assert chosen == sorted(set(chosen))
-        assert len(chosen) <= max(most, 32 + context - newest * 32)
-        taken = {row // 32 for row in chosen}
-        assert {0, *range(newest, blocks)} <= taken
-        assert set(chosen) == {row for row in range(context) if row // 32 in taken}
-        middle, left_out = taken - {0, *range(newest, blocks)}, set(range(1, newest)) - taken
-        if middle and left_out:
-            assert min(own[list(middle)]) >= max(own[list(left_out)])
 
 
 def test_the_pairs_in_which_queries_and_keys_are_strong_are_taken() -> None:
