@@ -45,7 +45,7 @@ from benchmarks.truncation.retrieval import (
 )
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.policies.keep import BLOCK_SCORERS
-from reprise.model.corpus import TURN_END, TURN_START
+from tools.bundled_model.corpus import TURN_END, TURN_START
 
 PARTS = ("perplexity", "names", "ttft")
 WINDOW = 1024

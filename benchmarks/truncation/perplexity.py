@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness.measures import interval
 from benchmarks.truncation.quality import ARMS, Bench, kept_rows
-from reprise.model.corpus import documents, is_held_out
+from tools.bundled_model.corpus import documents, is_held_out
 
 TEXTS = ("topical_chat", "books", "wikitext2")
 DRAWS = 2000  # of the bootstrap

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.truncation.perplexity import read_text
 from benchmarks.truncation.quality import ARMS, Bench, kept_rows
-from reprise.model.corpus import TURN_START
+from tools.bundled_model.corpus import TURN_START
 
 ALL_KEPT, NOT_GIVEN = "all kept", "not given"
 CANDIDATES = 10

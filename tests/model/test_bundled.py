@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reprise.model import corpus
+from tools.bundled_model import corpus
 
 MODEL = Path(__file__).parent.parent.parent / "model"
 BUNDLED = MODEL / "bundled"

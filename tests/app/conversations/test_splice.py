@@ -18,8 +18,8 @@ from reprise.app.conversations.splice import (
 )
 from reprise.app.conversations.transcript_store import RecordedAnswer
 from reprise.app.text.tokenizer import SHIELD
-from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import TRIMS, assistant, tokenizer_with, user
+from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 PIECES = ("the", " cat", " sat", " on", " the", " mat")
 SAID = "".join(PIECES)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import reprise.app.conversations.transcripts
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcripts import MIN_SHIFTED_TOKENS
-from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import (
     ODD_SPLIT,
     STRIPS_THINKING,
@@ -20,6 +19,7 @@ from tests.app.conversations.test_transcripts import (
     turns_of,
     user,
 )
+from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 BOS = "<|endoftext|>" + CHAT_TEMPLATE
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcripts import Transcripts
 from reprise.app.text.tokenizer import SHIELD, ChatTokenizer, PromptTooLong
-from reprise.model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.app.text.test_tokenizer import saved, sentencepiece_like
+from tools.bundled_model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 END = 2  # <|im_end|>
 SENTENCES = [

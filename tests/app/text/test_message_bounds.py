@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from reprise.app.text.message_bounds import MessageBounds
 from reprise.app.text.tokenizer import SHIELD, ChatTokenizer
-from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import (
     COUNTS,
     SHOUTS,
@@ -18,6 +17,7 @@ from tests.app.conversations.test_transcripts import (
     user,
 )
 from tests.app.text.test_tokenizer import sentencepiece_like
+from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 LLAMA_2 = (  # no special tokens around the turns, and an answer that nothing opens
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"

@@ -4,8 +4,8 @@ import pytest
 
 from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import ChatTokenizer
-from reprise.model.corpus import CHAT_TEMPLATE
 from tests.app.text.test_tokenizer import MESSAGES, TOOLS, byte_level, chat, rendered, saved
+from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 TEMPLATES = {
     "chatml": CHAT_TEMPLATE,

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, TokenizerError
-from reprise.model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tools.bundled_model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[3]
 SENTENCES = [

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from reprise.model import corpus
-from reprise.model.export import export, perplexity, token_bytes
-from reprise.model.train import CONTEXT, model_config
+from tools.bundled_model import corpus
+from tools.bundled_model.export import export, perplexity, token_bytes
+from tools.bundled_model.train import CONTEXT, model_config
 
-BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
+BUNDLED = Path(__file__).parents[3] / "model" / "bundled"
 
 
 def held_out_id() -> str:

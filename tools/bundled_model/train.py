@@ -1,6 +1,6 @@
 """Trains the bundled chat model on one CPU core, with checkpoints.
 
-    python -m reprise.model.train --data DIR --run RUN_DIR --cpu-hours 1.7     # train or resume
+    python -m tools.bundled_model.train --data DIR --run RUN_DIR --cpu-hours 1.7     # train or resume
 
 Progress is measured in CPU seconds of the training process, not in steps: a run that is paused (SIGSTOP) or shares its
 core ends after the same amount of work, and the learning-rate decay always completes. Resuming with a smaller
@@ -25,7 +25,9 @@ _MALLOC = {
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
 if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in _MALLOC.items()):
-    os.execve(sys.executable, [sys.executable, "-m", "reprise.model.train", *sys.argv[1:]], {**os.environ, **_MALLOC})
+    os.execve(
+        sys.executable, [sys.executable, "-m", "tools.bundled_model.train", *sys.argv[1:]], {**os.environ, **_MALLOC}
+    )
 
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reprise.model import corpus
+from tools.bundled_model import corpus
 
 CONTEXT = 1024
 

@@ -1,8 +1,8 @@
 """Exports a training run as the bundled model, measures it, and writes its card.
 
-    python -m reprise.model.export --run RUN_DIR --data DIR --out model/bundled
+    python -m tools.bundled_model.export --run RUN_DIR --data DIR --out model/bundled
 
-Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of `reprise.model.train`. The run may still be going on, because
+Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of a run of `train.py`. It may still be going on, because
 checkpoints are replaced atomically. Writes a directory that plain transformers loads, and next to it MODEL_CARD.md and
 loss_curve.png. Every number and every sample of the card is measured on the exported bfloat16 weights, read back from
 disk.
@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from reprise.model import card, corpus
-from reprise.model.train import CONTEXT, model_config
+from tools.bundled_model import card, corpus
+from tools.bundled_model.train import CONTEXT, model_config
 
 SAMPLES: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (None, ("Hi! How are you today?",)),
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="directory of the training run")
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/ and long_docs/")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "bundled")
+    parser.add_argument("--out", type=Path, default=Path("model/bundled"))
     parser.add_argument("--eval-tokens", type=int, default=200_000, help="held-out tokens to score of each source")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from reprise.model import corpus
-from reprise.model.train import CONTEXT, DECAY_FROM, PHASES
+from tools.bundled_model import corpus
+from tools.bundled_model.train import CONTEXT, DECAY_FROM, PHASES
 
 LICENCES = {
     "books": (
@@ -65,7 +65,8 @@ def render(
     return f"""# The bundled chat model
 
 A {parameters / 1e6:.1f} million parameter language model that comes with Reprise, so that the server works with nothing
-downloaded. It was trained from scratch, by `model/train.py`, on public-domain books and openly licensed dialogues.
+downloaded. It was trained from scratch, by `tools/bundled_model/train.py`, on public-domain books and openly licensed
+dialogues.
 
 **It is a demonstration, not an assistant.** It forms recognisable English sentences and can carry small talk for a few
 turns. It knows next to nothing, makes things up, and forgets what it said. Its use is to exercise a real server with
