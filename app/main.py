@@ -18,9 +18,6 @@ from reprise.app.conversations.response_store import ResponseStore
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.conversations.transcripts import Transcripts
 from reprise.app.errors import install_handlers
-from reprise.app.fleet.holdings import HeldInFleet
-from reprise.app.fleet.metrics import ReplicaCollector
-from reprise.app.fleet.replica import Replica
 from reprise.app.http.cors import cors_options
 from reprise.app.http.middleware import Authentication, RequestContext
 from reprise.app.observe.answer_log import AnswerLog
@@ -42,6 +39,9 @@ from reprise.app.turn.sessions import SessionCommands
 from reprise.app.version import version
 from reprise.engine.process.client import EngineClient
 from reprise.fleet.protocol import fleet_key
+from reprise.fleet.replica.holdings import HeldInFleet
+from reprise.fleet.replica.metrics import ReplicaCollector
+from reprise.fleet.replica.replica import Replica
 
 log = logging.getLogger(__name__)
 

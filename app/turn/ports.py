@@ -64,7 +64,7 @@ class EndedChoice:
 
 
 class TurnOfFleet(Protocol):
-    """A turn from its claim to its commit. `reprise.app.fleet.turn_under_way.TurnUnderWay` is one."""
+    """A turn from its claim to its commit. `reprise.fleet.replica.turn_under_way.TurnUnderWay` is one."""
 
     async def end(
         self,

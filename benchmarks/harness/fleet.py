@@ -90,7 +90,11 @@ class FleetProcesses:
     def start(self, name: str) -> None:
         """Start a replica, where it was before if it was there."""
         port = self._ports.setdefault(name, free_port())
-        own = {**self.own_settings.get(name, {}), "fleet.replica": name, "cache.disk_dir": str(self.directory / name)}
+        own = {
+            **self.own_settings.get(name, {}),
+            "reprise.fleet.replica": name,
+            "cache.disk_dir": str(self.directory / name),
+        }
         settings = SMALL | self.settings | own
         running = ExitStack()
         self.replicas[name] = running.enter_context(serve(name, settings, ready_timeout_s=READY_S, port=port))

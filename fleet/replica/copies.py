@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.errors import ApiError
-from reprise.app.fleet.held_sessions import HeldSessions
-from reprise.app.fleet.outbox_thread import OutboxThread
 from reprise.app.turn.sessions import SessionCommands
 from reprise.engine.messages import SessionInfo
 from reprise.fleet.keys import SessionName
+from reprise.fleet.replica.held_sessions import HeldSessions
+from reprise.fleet.replica.outbox_thread import OutboxThread
 
 POLL_S = 0.1  # between two tries to delete a session of which a request runs
 LISTED = 200  # sessions in one answer of the engine

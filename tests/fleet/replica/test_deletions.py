@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import reprise.app.fleet.beats
-from reprise.app.fleet.deletions import _read, _write
+import reprise.fleet.replica.beats
+from reprise.fleet.replica.deletions import _read, _write
 from tests.app.fakes import FakeEngine, Running, in_process, session_info, write_tokenizer
-from tests.app.fleet.test_handover import HELLO, replica, say, settings_of
+from tests.fleet.replica.test_handover import HELLO, replica, say, settings_of
 from tests.redis_servers import RedisServer, redis_server
 
 
@@ -67,7 +67,7 @@ async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(serve
 
 
 async def test_without_a_directory_it_waits_and_then_takes_requests(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(reprise.app.fleet.beats, "JOIN_S", 0.3)
+    monkeypatch.setattr(reprise.fleet.replica.beats, "JOIN_S", 0.3)
     server.stop()
     engine = FakeEngine(write_tokenizer(tmp_path / "model"))
     async with in_process(engine, settings_of(server, tmp_path, "a")) as running, asyncio.timeout(60):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from reprise.app.fleet.holdings import Spending
 from reprise.app.tenancy.keyring import NO_LIMITS, KeyLimits
 from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.replica.holdings import Spending
 
 
 class FakeDirectory:

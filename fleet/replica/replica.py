@@ -12,18 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from reprise.app.conversations.text_thread import TextThread
-from reprise.app.fleet.background import Background
-from reprise.app.fleet.beats import Beats
-from reprise.app.fleet.claims import Claims
-from reprise.app.fleet.commits import Commits
-from reprise.app.fleet.copies import Copies
-from reprise.app.fleet.delete_everywhere import delete_everywhere
-from reprise.app.fleet.deletions import Deletions
-from reprise.app.fleet.held_sessions import HeldSessions
-from reprise.app.fleet.holdings import Spending
-from reprise.app.fleet.identity import Identity
-from reprise.app.fleet.outbox_thread import OutboxThread
-from reprise.app.fleet.turn_under_way import TurnUnderWay
 from reprise.app.settings.settings import Settings
 from reprise.app.tenancy.keyring import KeyLimits
 from reprise.app.turn.ports import EnginePort, TurnOfFleet
@@ -36,6 +24,18 @@ from reprise.fleet.keys import SessionName
 from reprise.fleet.members import BEAT_S, Members
 from reprise.fleet.outbox import Outbox
 from reprise.fleet.overview import overview
+from reprise.fleet.replica.background import Background
+from reprise.fleet.replica.beats import Beats
+from reprise.fleet.replica.claims import Claims
+from reprise.fleet.replica.commits import Commits
+from reprise.fleet.replica.copies import Copies
+from reprise.fleet.replica.delete_everywhere import delete_everywhere
+from reprise.fleet.replica.deletions import Deletions
+from reprise.fleet.replica.held_sessions import HeldSessions
+from reprise.fleet.replica.holdings import Spending
+from reprise.fleet.replica.identity import Identity
+from reprise.fleet.replica.outbox_thread import OutboxThread
+from reprise.fleet.replica.turn_under_way import TurnUnderWay
 from reprise.fleet.routing import FleetView
 
 LAST_WORDS_S = 5.0  # for commits that are under way when the server ends

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from reprise.app.conversations.text_thread import TextThread
-from reprise.app.fleet.background import Background
-from reprise.app.fleet.copies import Copies, scope_of
-from reprise.app.fleet.held_sessions import HeldSession, HeldSessions
-from reprise.app.fleet.identity import Identity
-from reprise.app.fleet.outbox_thread import OutboxThread
 from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import Head
 from reprise.fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.outbox import Unsent
 from reprise.fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome
+from reprise.fleet.replica.background import Background
+from reprise.fleet.replica.copies import Copies, scope_of
+from reprise.fleet.replica.held_sessions import HeldSession, HeldSessions
+from reprise.fleet.replica.identity import Identity
+from reprise.fleet.replica.outbox_thread import OutboxThread
 
 UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 

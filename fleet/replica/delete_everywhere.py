@@ -3,8 +3,8 @@
 import asyncio
 
 from reprise.app.errors import ApiError, unavailable
-from reprise.app.fleet.copies import Copies
 from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.replica.copies import Copies
 
 POLL_S = 0.1  # between two looks whether the others have deleted a session
 

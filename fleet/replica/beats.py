@@ -7,12 +7,6 @@ import time
 from collections.abc import Callable
 
 from reprise.app.errors import ApiError
-from reprise.app.fleet.background import Background
-from reprise.app.fleet.commits import Commits
-from reprise.app.fleet.deletions import Deletions
-from reprise.app.fleet.held_sessions import HeldSessions
-from reprise.app.fleet.holdings import Spending
-from reprise.app.fleet.identity import Identity
 from reprise.app.observe.live import tiers_of
 from reprise.app.turn.ports import EnginePort
 from reprise.app.turn.readiness import Readiness, Status
@@ -22,6 +16,12 @@ from reprise.fleet.directory import Directory, DirectoryUnavailable, Foreign
 from reprise.fleet.load import Before, counted, load_of
 from reprise.fleet.members import BEAT_S
 from reprise.fleet.records import Heard, Heartbeat
+from reprise.fleet.replica.background import Background
+from reprise.fleet.replica.commits import Commits
+from reprise.fleet.replica.deletions import Deletions
+from reprise.fleet.replica.held_sessions import HeldSessions
+from reprise.fleet.replica.holdings import Spending
+from reprise.fleet.replica.identity import Identity
 
 JOIN_S = 10.0  # longest wait for the directory before this server takes requests
 JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them

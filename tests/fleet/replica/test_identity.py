@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.app.fleet.identity import own_address, replica_name
+from reprise.fleet.replica.identity import own_address, replica_name
 from tests.app.fakes import make_settings
 
 

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from reprise.app.conversations.text_thread import TextThread
-from reprise.app.fleet.copies import Copies, scope_of
-from reprise.app.fleet.held_sessions import HeldSession, HeldSessions
 from reprise.app.turn.ports import EnginePort
 from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import Adopt
 from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 from reprise.fleet.directory import Directory, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
+from reprise.fleet.replica.copies import Copies, scope_of
+from reprise.fleet.replica.held_sessions import HeldSession, HeldSessions
 
 ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
 

@@ -1,7 +1,7 @@
 """What a replica remembers of its sessions is bounded."""
 
-from reprise.app.fleet.held_sessions import HeldSessions
 from reprise.fleet.keys import SessionName
+from reprise.fleet.replica.held_sessions import HeldSessions
 
 
 def test_those_used_longest_ago_are_forgotten_unless_a_turn_of_them_runs():

@@ -3,8 +3,8 @@
 from reprise.fleet.directory import Directory
 from reprise.fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, in_process
-from tests.app.fleet.test_replica import TENANT, beaten, directory_of, model_dir, redis, settings_of
 from tests.fleet.gateway.harness import until
+from tests.fleet.replica.test_replica import TENANT, beaten, directory_of, model_dir, redis, settings_of
 
 __all__ = ["model_dir", "redis"]
 

@@ -6,8 +6,8 @@ from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from reprise.app.fleet.replica import Replica
 from reprise.fleet.records import Outcome
+from reprise.fleet.replica.replica import Replica
 
 CLAIMS = ("new", "home", "adopted", "failed")
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)

@@ -1,1 +1,0 @@
-"""This server as a member of a fleet."""

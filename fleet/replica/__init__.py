@@ -1,0 +1,1 @@
+"""Makes a server a member of a fleet."""
