@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
 from reprise.engine.process.client import EngineUnavailable
-from reprise.fleet.protocol import OVERLOADED_HEADER
+
+OVERLOADED_HEADER = "x-reprise-overloaded"  # in a refusal: the server has too many turns, rather than that it drains
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 

@@ -31,17 +31,14 @@ from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
 from reprise.app.tenancy.keyring import Keyring
 from reprise.app.tenancy.places import Places
 from reprise.app.tenancy.quotas import HeldHere, Holdings, Quotas
+from reprise.app.turn.alone import LoneServer
 from reprise.app.turn.observer import Observers, TurnObserver
-from reprise.app.turn.ports import EnginePort
+from reprise.app.turn.ports import EnginePort, ServerHooks
 from reprise.app.turn.readiness import Readiness
 from reprise.app.turn.service import TurnService
 from reprise.app.turn.sessions import SessionCommands
 from reprise.app.version import version
 from reprise.engine.process.client import EngineClient
-from reprise.fleet.protocol import fleet_key
-from reprise.fleet.replica.holdings import HeldInFleet
-from reprise.fleet.replica.metrics import ReplicaCollector
-from reprise.fleet.replica.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +50,7 @@ class Parts:
     settings: Settings
     engine: EnginePort
     keyring: Keyring
-    fleet_key: bytes  # of gateways, which may resume answers here
-    replica: Replica | None  # None: this server is in no fleet
+    hooks: ServerHooks
     secret_keeper: SecretKeeper
     text_thread: TextThread
     readiness: Readiness
@@ -102,10 +98,25 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     sessions = SessionCommands(
         engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
     )
-    replica = make_replica(settings, secret, engine, readiness, text_thread, sessions, keyring)
-    sessions.fleet = replica
-    live.replica = "" if replica is None else replica.name
-    quotas = Quotas(limits=keyring.limits, holdings=make_holdings(settings, sessions, replica))
+    store = make_store(settings)
+    if isinstance(store, RedisStore):
+        metrics.add(RedisCollector(store))
+    hooks: ServerHooks = LoneServer(sessions.delete_here)
+    holdings: Holdings = HeldHere(sessions)
+    if settings.fleet.is_on:
+        hooks, holdings = join_fleet(
+            settings,
+            secret=secret,
+            engine=engine,
+            readiness=readiness,
+            transcripts=text_thread,
+            sessions=sessions,
+            keyring=keyring,
+            metrics=metrics,
+        )
+    sessions.hooks = hooks
+    live.replica = hooks.name
+    quotas = Quotas(limits=keyring.limits, holdings=holdings)
     service = TurnService(
         settings=settings,
         engine=engine,
@@ -115,26 +126,19 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         places=make_places(settings, keyring),
         quotas=quotas,
         observer=Observers(observers),
-        fleet=replica,
     )
-    store = make_store(settings)
-    if isinstance(store, RedisStore):
-        metrics.add(RedisCollector(store))
-    if replica is not None:
-        metrics.add(ReplicaCollector(replica))
     return Parts(
         settings=settings,
         engine=engine,
         keyring=keyring,
-        fleet_key=fleet_key(secret),
-        replica=replica,
+        hooks=hooks,
         secret_keeper=SecretKeeper(settings.state_dir, None if settings.server.tenant_secret_file else secret),
         text_thread=text_thread,
         readiness=readiness,
         sessions=sessions,
         quotas=quotas,
         service=service,
-        responses=Responses(service, store, replica="" if replica is None else replica.name),
+        responses=Responses(service, store, hooks),
         metrics=metrics,
         live=live,
         tracer=tracer,
@@ -150,7 +154,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         parts.text_thread.sweep_forever(),
         follow_keys_file(parts.settings, parts.keyring),
         parts.secret_keeper.run(),
-        *(() if parts.replica is None else (parts.replica.run(),)),
+        parts.hooks.run(),
     )
     tasks = [asyncio.create_task(work) for work in background]
     try:
@@ -161,8 +165,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
         await parts.responses.close()
         await parts.service.close()
-        if parts.replica is not None:
-            await parts.replica.leave()
+        await parts.hooks.leave()
         await parts.sessions.close()
         await parts.quotas.close()
         await parts.engine.stop()
@@ -218,19 +221,25 @@ def make_places(settings: Settings, keyring: Keyring) -> Places:
     )
 
 
-def make_replica(
+def join_fleet(
     settings: Settings,
+    *,
     secret: bytes,
     engine: EnginePort,
     readiness: Readiness,
     transcripts: TextThread,
     sessions: SessionCommands,
     keyring: Keyring,
-) -> Replica | None:
-    """Make this server a member of a fleet, if the settings name one. Raises OSError, ValueError, ImportError."""
-    if not settings.fleet.is_on:
-        return None
-    return Replica(
+    metrics: Metrics,
+) -> tuple[ServerHooks, Holdings]:
+    """Make this server a member of the fleet that the settings name. Returns its hooks, and what counts the sessions
+    and the KV of each key. Raises OSError, ValueError, ImportError."""
+    # Imported here, so that a server that is in no fleet loads nothing of one.
+    from reprise.fleet.replica.holdings import HeldInFleet
+    from reprise.fleet.replica.metrics import ReplicaCollector
+    from reprise.fleet.replica.replica import Replica
+
+    replica = Replica(
         settings=settings,
         secret=secret,
         engine=engine,
@@ -239,14 +248,9 @@ def make_replica(
         commands=sessions,
         limits=keyring.limits,
     )
-
-
-def make_holdings(settings: Settings, sessions: SessionCommands, replica: Replica | None) -> Holdings:
-    """Make what counts the sessions and the KV of each key."""
-    here = HeldHere(sessions)
-    if replica is None:
-        return here
-    return HeldInFleet(directory=replica.directory, here=here, longest_s=settings.limits.request_timeout_s)
+    metrics.add(ReplicaCollector(replica))
+    longest_s = settings.limits.request_timeout_s
+    return replica, HeldInFleet(directory=replica.directory, here=HeldHere(sessions), longest_s=longest_s)
 
 
 def make_store(settings: Settings) -> Store:

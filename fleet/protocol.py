@@ -36,7 +36,6 @@ import msgspec
 RELAY_HEADER = "x-reprise-relay"
 RESUME_HEADER = "x-reprise-resume"
 COUNTED_HEADER = "x-reprise-counted"  # beside a valid relay token: the gateway holds the key's limits for the fleet
-OVERLOADED_HEADER = "x-reprise-overloaded"  # in a refusal: the server has too many turns, rather than that it drains
 FRAMED = "1"  # value of RELAY_HEADER in an answer whose body consists of frames
 
 MAX_NOTE_BYTES = 1 << 20  # of one line

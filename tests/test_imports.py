@@ -25,7 +25,7 @@ OF_ENGINE = (
     "engine.build.sizes",
 )
 # What the app imports of a fleet.
-OF_FLEET = ("fleet.identify", "fleet.keys", "fleet.protocol", "fleet.replica")
+OF_FLEET = ("fleet.replica",)
 # What puts parts together, from everywhere.
 COMPOSITION = ("app.main", "app.cli")
 # Decisions and names of a fleet, which import nothing of ours.

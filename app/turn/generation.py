@@ -18,9 +18,8 @@ from reprise.app.tenancy.places import Ticket
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.deadline import Deadline
 from reprise.app.turn.observer import TurnObserver
-from reprise.app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet, codec_in_use
+from reprise.app.turn.ports import EnginePort, OutputSource, TurnHooks, codec_in_use
 from reprise.app.turn.prepare import Prepared
-from reprise.app.turn.resume import ResumedTurn
 from reprise.engine.messages import (
     ModelInfo,
     Output,
@@ -42,7 +41,7 @@ class Admitted:
     deadline: Deadline
     service_tier: str  # the tier in which it is served
     weight: float  # share of the engine that it gets, against requests of weight 1
-    relayed: bool  # by a gateway, which may ask another server instead
+    hooks: TurnHooks
 
 
 class Generation(AsyncIterator[Delta]):
@@ -62,18 +61,12 @@ class Generation(AsyncIterator[Delta]):
         outputs: OutputSource,
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
-        resumed: ResumedTurn | None = None,
-        in_fleet: TurnOfFleet | None = None,
-        chain: bytes | None = None,
-        keep_s: float | None = None,
     ) -> None:
-        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end.
-        resumed: what another server has noted of this generation; `replay` comes before the first delta. in_fleet: told
-        when the answer has ended, before its last event, with chain: see `reprise.fleet.identify`; keep_s: the
-        session's time to live."""
-        self.request_id = submit.request_id if resumed is None else resumed.note.request_id
+        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end."""
+        self.hooks = admitted.hooks
+        begun = self.hooks.begin(submit, keep_s=prepared.request.keep_s)
+        self.request_id, self.created, self.paid_tokens = begun.request_id, begun.created, begun.paid_tokens
         self.tenant = admitted.tenant
-        self.created = int(time.time()) if resumed is None else resumed.created
         self.model = admitted.model
         self.sampling = submit.sampling
         is_raw = admitted.model.lossy_codec and is_exact(submit.cache_salt)
@@ -87,11 +80,10 @@ class Generation(AsyncIterator[Delta]):
         self.service_tier = admitted.service_tier
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
-        self.names: list[bytes] = []  # digests by which the fleet finds its session, besides the chain's
+        self.response_ids: list[str] = []  # of stored responses, which later requests may go on with
         self.closed = asyncio.Event()  # set when what was generated is recorded, or is in line to be
-        self.is_relayed = admitted.relayed
+        self.is_handed_over = False
         self._closed = False
-        self._is_handed_over = False
         self._deadline = admitted.deadline
         self._ticket = admitted.ticket
         self._prepared = prepared
@@ -99,7 +91,6 @@ class Generation(AsyncIterator[Delta]):
         self._outputs = outputs
         self._observer = observer
         self._on_close = on_close
-        self._in_fleet, self._chain, self._keep_s = in_fleet, chain, keep_s
         self._engine_id = submit.request_id
         self._open = {n for n in range(len(choices)) if not submit.resume or submit.resume[n] is not None}
         self._upcoming: asyncio.Task[Delta | None] | None = None
@@ -118,7 +109,7 @@ class Generation(AsyncIterator[Delta]):
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     def replayed(self) -> None:
-        """Record the choices that were over on another server, now that they stand where they stood there."""
+        """Record the choices that were over where the turn was begun, now that they stand where they stood there."""
         for choice in self.choices:
             if choice.index not in self._open:
                 self._end_record(choice)
@@ -137,7 +128,7 @@ class Generation(AsyncIterator[Delta]):
         else:
             delta = await self._next()
         if delta is None:
-            await self._enter()
+            await self.hooks.end(self)
             raise StopAsyncIteration
         return delta
 
@@ -154,7 +145,7 @@ class Generation(AsyncIterator[Delta]):
             for index in sorted(self._open):
                 self.choices[index].flush()
                 self._end_record(self.choices[index])
-            await self._enter()
+            await self.hooks.end(self)
         finally:
             self._open.clear()
             self._ticket.leave()
@@ -162,28 +153,9 @@ class Generation(AsyncIterator[Delta]):
             self._on_close(self)
             self.closed.set()
 
-    async def _enter(self) -> None:
-        """Enter the turn in the fleet's directory: what a client has seen end is found by every member."""
-        if self._in_fleet is None:
-            return
-        said = [choice for choice in self.choices if choice.token_ids]
-        if not said or self._is_handed_over:  # another member goes on, and enters all of it
-            self._in_fleet.give_up()
-            return
-        await self._in_fleet.end(
-            [
-                EndedChoice(choice.content, tuple((call.name, call.arguments) for call in choice.calls))
-                for choice in said
-            ],
-            chain=self._chain,
-            names=self.names,
-            tokens=len(self.token_ids) + max(len(choice.token_ids) for choice in said),
-            ttl_s=self._keep_s,
-        )
-
     async def hand_over(self) -> None:
-        """Stop generating. The next delta is an error, after which a gateway asks another server to go on."""
-        self._is_handed_over = True
+        """Stop generating. The next delta is an error, after which another server goes on."""
+        self.is_handed_over = True
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
@@ -207,7 +179,7 @@ class Generation(AsyncIterator[Delta]):
                 output = await anext(self._outputs)
             except StopAsyncIteration:
                 # Otherwise the engine forgot a choice.
-                raise self._failed(stopping() if self._is_handed_over else internal_error()) from None
+                raise self._failed(stopping() if self.is_handed_over else internal_error()) from None
             except EngineLost:
                 raise self._failed(engine_lost()) from None
             choice = self.choices[output.choice]

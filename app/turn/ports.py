@@ -1,19 +1,21 @@
-"""Describes what a turn needs of the engine, and of the fleet that its server belongs to."""
+"""The protocols that a turn is written against: the engine, and the hooks that accompany a turn beside it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from reprise.app.errors import ApiError
+from reprise.app.turn.answer import Answer, Delta
 from reprise.engine.messages import (
     Adopt,
     ModelInfo,
     Output,
+    SamplingParams,
     SessionReply,
     SessionRequest,
     Stats,
     Submit,
 )
-from reprise.fleet.keys import SessionName
 
 
 class OutputSource(Protocol):
@@ -56,34 +58,202 @@ def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedChoice:
-    """An answer as the client has it: its text without reasoning, and its calls as (name, arguments in JSON)."""
+class Begun:
+    """The facts that a client knows of a turn that begins."""
 
-    text: str
-    calls: tuple[tuple[str, str], ...]
-
-
-class TurnOfFleet(Protocol):
-    """A turn from its claim to its commit. `reprise.fleet.replica.turn_under_way.TurnUnderWay` is one."""
-
-    async def end(
-        self,
-        choices: Sequence[EndedChoice],
-        *,
-        chain: bytes | None,
-        names: Sequence[bytes],
-        tokens: int,
-        ttl_s: float | None,
-    ) -> None: ...
-
-    def give_up(self) -> None: ...
+    request_id: str
+    created: int  # unix time
+    paid_tokens: int = 0  # of the answer, which its tenant has paid for where it was begun
 
 
-class FleetPort(Protocol):
-    """The fleet, as `reprise.app.turn.service` knows it."""
+class RunningTurn(Protocol):
+    """The part of a `Generation` that hooks see."""
 
-    async def claim(self, name: SessionName) -> bool: ...
-    def spend(self, tenant: str, tokens: int) -> None: ...
-    async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None: ...
-    def begin(self, *, tenant: str, session_id: str, salt: str, model: ModelInfo) -> TurnOfFleet: ...
-    async def delete(self, session_id: str, *, tenant: str) -> None: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def arrived_s(self) -> float: ...
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def choices(self) -> Sequence[Answer]: ...
+    @property
+    def response_ids(self) -> Sequence[str]: ...
+    @property
+    def is_handed_over(self) -> bool: ...
+
+    def replayed(self) -> None:
+        """Note that the choices stand where they stood on another server."""
+        ...
+
+
+class Deltas(Protocol):
+    """A `Generation`, or several of them as one."""
+
+    @property
+    def generations(self) -> Sequence[RunningTurn]: ...
+
+    async def wait_first(self, timeout_s: float) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Frames(Protocol):
+    """Encodes a generation as complete events of one protocol. Any of its methods may return no bytes."""
+
+    @property
+    def ping(self) -> bytes: ...
+
+    def opening(self) -> bytes: ...
+
+    def delta(self, delta: Delta) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """Encode the last events of a stream that ends with an error."""
+        ...
+
+
+class TurnHooks(Protocol):
+    """The hooks that accompany one turn beside the engine, from its admission to its end:
+    `reprise.app.turn.alone.LoneTurn` on a server alone, `reprise.fleet.replica.replica_turn.ReplicaTurn` in a fleet.
+    The turn calls them on the app's event loop, in the order in which they stand here, after its arrival has made
+    them."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this server admits the turn and begins it. If not, another one has."""
+        ...
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the turn counts elsewhere against the limits of its key."""
+        ...
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another server goes on with the turn if this one gives it up."""
+        ...
+
+    def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
+        """Return the turn's session, which is the client's unless something else is known. Raises ApiError for a turn
+        that this server cannot go on with."""
+        ...
+
+    async def claim(self, session_id: str, salt: str) -> bool:
+        """Make this server the session's home. Returns whether something of the session was brought here, so that its
+        prompt may be known better than before."""
+        ...
+
+    def resume(self, submit: Submit) -> Submit:
+        """Return the message that has the engine begin the turn, or go on with it."""
+        ...
+
+    def begin(self, submit: Submit, *, keep_s: float | None) -> Begun:
+        """Note that the engine has the turn. keep_s: the session's time to live, if the client gave one."""
+        ...
+
+    def spend(self, tokens: int) -> None:
+        """Note tokens that the tenant has used."""
+        ...
+
+    async def end(self, turn: RunningTurn) -> None:
+        """Note that the turn is over, before its client hears of that. May be called again."""
+        ...
+
+
+class Arrival(Protocol):
+    """A request that has arrived, from its client or from a server that relays it."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it counts elsewhere against its key's requests a minute."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds that it took from its client to here. Known when its body has been opened."""
+        ...
+
+    @property
+    def session_headers(self) -> Sequence[str]:
+        """The headers that may name its session, the strongest first."""
+        ...
+
+    @property
+    def added_bytes(self) -> int:
+        """The bytes that its body may have beyond a client's."""
+        ...
+
+    @property
+    def stream_headers(self) -> Mapping[str, str]:
+        """The headers that a streamed answer has besides its own."""
+        ...
+
+    def open_body(self, data: bytes) -> bytes:
+        """Return the client's body. Raises ApiError."""
+        ...
+
+    def turn(self, place: int) -> TurnHooks:
+        """Return the hooks of a turn. place: of its prompt, where a request has several. Raises ApiError."""
+        ...
+
+    def stream(self, deltas: Deltas, frames: Frames) -> tuple[Deltas, Frames]:
+        """Return the deltas and frames that are streamed in place of these."""
+        ...
+
+
+class Overview(Protocol):
+    async def __call__(self, *, limit: int) -> dict[str, Any]: ...
+
+
+class ServerHooks(Protocol):
+    """The hooks that connect this server with others: `reprise.app.turn.alone.LoneServer`, or
+    `reprise.fleet.replica.replica.Replica`. One per app, on its event loop."""
+
+    @property
+    def name(self) -> str:
+        """The name that the server has among the others; "" if there are none."""
+        ...
+
+    @property
+    def overview(self) -> Overview | None:
+        """A function that tells what is known of the servers, of `limit` at most; None: there are no others."""
+        ...
+
+    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+        """Take in a request before its body is read. Raises ApiError."""
+        ...
+
+    def background_id(self, response_id: str) -> str:
+        """Return the id of a response that runs in the background here. response_id: that of any other response."""
+        ...
+
+    async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
+        """Tell how long a session lives after its last use; None: it is pinned."""
+        ...
+
+    async def delete(self, session_id: str, *, tenant: str) -> None:
+        """Delete a session on every server. Raises ApiError."""
+        ...
+
+    async def run(self) -> None:
+        """Do the work beside requests, until cancelled or done."""
+        ...
+
+    async def leave(self) -> None:
+        """Say that this server ends. Called when its turns have ended."""
+        ...

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
@@ -21,8 +21,9 @@ from reprise.app.text.answer_parser import THINK, AnswerParser
 from reprise.app.text.grammars import grammar_of, param_of
 from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import ChatTokenizer, PromptTooLong
+from reprise.app.turn.alone import LoneTurn
 from reprise.app.turn.answer import Answer
-from reprise.app.turn.resume import ResumedTurn
+from reprise.app.turn.ports import TurnHooks
 from reprise.app.turn.token_limits import TokenLimits
 from reprise.engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
@@ -39,11 +40,8 @@ class Caller:
     arrived_s: float  # monotonic clock
     session_header: str | None = None
     timeout_header: str | None = None
-    relayed: bool = False  # by a gateway, which may ask another server instead
-    is_counted: bool = False  # a gateway holds the key's own limits, over the whole fleet
-    resumed: ResumedTurn | None = None  # another server has begun the answer
     is_exact: bool = False  # its key wants `kv_quality` exact for all that it asks
-    chain: bytes | None = None  # digest of the messages, which a gateway made; see `reprise.fleet.identify`
+    hooks: TurnHooks = field(default_factory=LoneTurn)
 
 
 R = TypeVar("R", bound=GenerationRequest)

@@ -7,7 +7,8 @@ from typing import TypedDict, Unpack
 
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
-from reprise.app.turn.ports import EnginePort, FleetPort
+from reprise.app.turn.alone import LoneServer
+from reprise.app.turn.ports import EnginePort, ServerHooks
 from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import SessionReply, SessionRequest
 from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
@@ -28,7 +29,7 @@ class SessionCommands:
 
     def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread, timeout_s: float) -> None:
         """timeout_s: how long the engine may take to reply."""
-        self.fleet: FleetPort | None = None  # set where there is one
+        self.hooks: ServerHooks = LoneServer(self.delete_here)
         self._engine = engine
         self._readiness = readiness
         self._transcripts = transcripts
@@ -61,16 +62,12 @@ class SessionCommands:
         for info in reply.sessions:
             kept_s = None if info.expires_s is None else info.expires_s - info.last_used_s
             self._transcripts.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
-            if self.fleet is not None:
-                await self.fleet.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
+            await self.hooks.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
         return reply
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
-        """Delete a session, in a fleet on every server. Raises ApiError."""
-        if self.fleet is not None:
-            await self.fleet.delete(session_id, tenant=tenant)
-        else:
-            await self.delete_here(session_id, tenant=tenant)
+        """Delete a session on every server that has it. Raises ApiError."""
+        await self.hooks.delete(session_id, tenant=tenant)
 
     async def delete_here(self, session_id: str, *, tenant: str) -> None:
         """Delete the KV, then the transcript, which may be there without KV. Raises ApiError."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import Send
 
-from reprise.app.errors import ANTHROPIC_PATH, ApiError, unavailable
+from reprise.app.errors import ANTHROPIC_PATH, OVERLOADED_HEADER, ApiError, unavailable
 from reprise.app.http.event_stream import send_within
 from reprise.fleet.gateway.allowances import Admission
 from reprise.fleet.gateway.finder import Finder, Found, Route
@@ -28,7 +28,6 @@ from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER
 from reprise.fleet.protocol import (
     COUNTED_HEADER,
     FRAMED,
-    OVERLOADED_HEADER,
     RELAY_HEADER,
     RESUME_HEADER,
     BadFrame,

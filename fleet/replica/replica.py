@@ -8,22 +8,25 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.settings.settings import Settings
 from reprise.app.tenancy.keyring import KeyLimits
-from reprise.app.turn.ports import EnginePort, TurnOfFleet
+from reprise.app.turn.ports import Arrival, EnginePort
 from reprise.app.turn.readiness import Readiness
 from reprise.app.turn.sessions import SessionCommands
-from reprise.engine.messages import Head, ModelInfo
+from reprise.engine.messages import Head
 from reprise.engine.process.client import EngineClient
 from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.identify import background_id
 from reprise.fleet.keys import SessionName
 from reprise.fleet.members import BEAT_S, Members
 from reprise.fleet.outbox import Outbox
 from reprise.fleet.overview import overview
+from reprise.fleet.protocol import fleet_key
+from reprise.fleet.replica.arrivals import arrived
 from reprise.fleet.replica.background import Background
 from reprise.fleet.replica.beats import Beats
 from reprise.fleet.replica.claims import Claims
@@ -65,6 +68,8 @@ class Replica:
         ImportError without redis' client, OSError if the name cannot be kept."""
         fleet = settings.fleet
         self.identity = Identity.of(settings)
+        self.key = fleet_key(secret)  # of gateways, which may resume answers here
+        self.ttl_s = settings.cache.ttl_s
         self.directory = Directory(
             url=fleet.redis_url,
             secret=secret,
@@ -139,20 +144,28 @@ class Replica:
         """Commits by what became of them: an `Outcome`, "unsent" or "full"."""
         return self._commits.outcomes
 
-    # --- what a turn asks ---------------------------------------------------------------------------------------------
+    # --- what requests ask --------------------------------------------------------------------------------------------
+
+    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+        """Take in a request, as `arrived` says."""
+        return arrived(self, self.key, tenant=tenant, path=path, request_id=request_id, headers=headers)
+
+    def background_id(self, response_id: str) -> str:
+        """Return an id that tells gateways where the response runs."""
+        return background_id(response_id, self.name)
 
     async def claim(self, name: SessionName) -> bool:
-        """See `Claims.claim`."""
+        """Make this replica the session's home, as `Claims.claim` says."""
         return await self._claims.claim(name)
 
-    def begin(self, *, tenant: str, session_id: str, salt: str, model: ModelInfo) -> TurnOfFleet:
+    def begin(self, *, tenant: str, session_id: str, salt: str) -> TurnUnderWay:
         """Note that a turn runs."""
         name = SessionName(tenant, session_id, salt)
         self.held.of(name).running += 1
         return TurnUnderWay(self, name)
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """See `Commits.commit`."""
+        """Commit a turn that has ended, as `Commits.commit` says."""
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
@@ -172,11 +185,11 @@ class Replica:
             await self.directory.keep(tenant, session_id, ttl_s=ttl_s)
 
     def on_head(self, head: Head) -> None:
-        """See `Commits.on_head`."""
+        """Keep the engine's newest head of a session."""
         self._commits.on_head(head)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
-        """See `delete_everywhere`."""
+        """Delete a session, as `delete_everywhere` says."""
         timeout_s = self._sessions_timeout_s
         await delete_everywhere(tenant, session_id, copies=self._copies, directory=self.directory, timeout_s=timeout_s)
 
@@ -187,7 +200,7 @@ class Replica:
         await self.beats.run()
 
     async def beat(self) -> None:
-        """See `Beats.beat`."""
+        """Beat once, as `Beats.beat` says."""
         await self.beats.beat()
 
     async def leave(self) -> None:

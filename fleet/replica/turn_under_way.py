@@ -1,11 +1,19 @@
 """A turn in a fleet, from its claim to its commit."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from reprise.app.turn.ports import EndedChoice
 from reprise.fleet.identify import link_answer
 from reprise.fleet.keys import SessionName
+
+
+@dataclass(frozen=True, slots=True)
+class EndedChoice:
+    """An answer as the client has it: its text without reasoning, and its calls as (name, arguments in JSON)."""
+
+    text: str
+    calls: tuple[tuple[str, str], ...]
 
 
 class Home(Protocol):
@@ -34,10 +42,9 @@ class TurnUnderWay:
         tokens: int,
         ttl_s: float | None,
     ) -> None:
-        """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then it goes on behind.
-        chain: of the request's messages, see `reprise.fleet.identify`; None: their next request does not find the
-        session.
-        names: other digests that do. tokens: of its context."""
+        """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then the turn is entered
+        later. chain: of the request's messages, see `reprise.fleet.identify`; None: their next request does not find
+        the session. names: other digests that do. tokens: of its context."""
         if self._ended:
             return
         self._ended = True
@@ -45,7 +52,7 @@ class TurnUnderWay:
         await self._home.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=(*chains, *names))
 
     def give_up(self) -> None:
-        """Nothing came of the turn."""
+        """Note that nothing came of the turn."""
         if not self._ended:
             self._ended = True
             self._home.left(self._name)

@@ -46,7 +46,7 @@ async def reported(redis: RedisServer, tmp_path: Path) -> dict[str, set[str]]:
     secret.write_text("ab" * 32)
     fleet = {"fleet": {"redis_url": redis.url}, "server": {"tenant_secret_file": str(secret)}}
     async with in_process(engine, make_settings(tmp_path, **fleet)) as running:
-        await running.app.state.replica.beat()
+        await running.app.state.hooks.beat()
         await running.chat()
         engine.script.refuse = "internal_error"
         await running.chat()

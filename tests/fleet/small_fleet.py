@@ -36,7 +36,7 @@ class SmallFleet:
     async def beat(self) -> None:
         """Let all replicas beat, and all gateways hear of it."""
         for replica in self.replicas.values():
-            await replica.app.state.replica.beat()
+            await replica.app.state.hooks.beat()
         for gateway in self.parts:
             await gateway.parts.members.refresh()
 
@@ -94,8 +94,8 @@ async def replica(fleet: SmallFleet, name: str) -> AsyncIterator[Running]:
     app = create_app(settings, engine=engine)
     async with served(app, settings) as client:
         await app.state.readiness.wait_loaded()
-        app.state.replica.identity.url = str(client.base_url).rstrip("/")
-        await app.state.replica.beat()
+        app.state.hooks.identity.url = str(client.base_url).rstrip("/")
+        await app.state.hooks.beat()
         yield Running(app, engine, str(client.base_url), client)
 
 

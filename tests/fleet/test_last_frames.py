@@ -42,7 +42,7 @@ class Dying:
         self._fleet, self._commits_first = fleet, commits_first
         self._dies = asyncio.Event()
         for name, running in fleet.replicas.items():
-            running.app.state.replica.commit = self._commit(name, running.app.state.replica.commit)
+            running.app.state.hooks.commit = self._commit(name, running.app.state.hooks.commit)
 
     def _commit(self, name: str, commit: Any) -> Any:
         async def die_or_commit(*values: Any, **fields: Any) -> None:

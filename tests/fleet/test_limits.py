@@ -151,9 +151,9 @@ async def test_who_pins_too_much_is_refused_by_every_replica(redis, tmp_path):
         a.app.state.quotas._look_s = 0.01
         post = a.http.post
         for session in ("s1", "s2"):
-            await a.app.state.replica.keep(session, tenant=TENANT, ttl_s=None)
+            await a.app.state.hooks.keep(session, tenant=TENANT, ttl_s=None)
             assert (await post(CHAT, json=chat(session_id=session), headers=bearer(KEY))).status_code in (200, 429)
-            await a.app.state.replica.keep(session, tenant=TENANT, ttl_s=None)
+            await a.app.state.hooks.keep(session, tenant=TENANT, ttl_s=None)
 
         async def answered(status: int) -> Any:
             async with asyncio.timeout(WAIT_S):

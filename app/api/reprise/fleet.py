@@ -1,12 +1,12 @@
 """GET /v1/fleet: the other servers of this one's fleet."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from reprise.app.api.calls import require_admin
+from reprise.app.api.calls import hooks_of, require_admin
 from reprise.app.api.operation import described
 from reprise.app.errors import from_validation
 from reprise.app.schemas import answers
@@ -21,23 +21,17 @@ class FleetPage(BaseModel):
     limit: int = Field(1000, ge=1, le=1000)
 
 
-class Member(Protocol):
-    """This server, where it is a replica."""
-
-    async def overview(self, *, limit: int) -> dict[str, Any]: ...
-
-
 @router.get("/v1/fleet", **described("Show the replicas of this server's fleet", answers.Fleet, query=FleetPage))
 async def fleet(request: Request) -> dict[str, Any]:
     """What each replica last said of itself: its state, wait, conversations and tiers; and the KV in Redis. Where keys
     are configured only `server.admin_keys` may read it. 404 on a server that is in no fleet. A gateway's answer counts
     its routes, moves and resumed answers as well."""
-    replica: Member | None = request.app.state.replica
-    if replica is None:
+    show = hooks_of(request).overview
+    if show is None:
         raise HTTPException(404)
     require_admin(request)
     try:
         page = FleetPage.model_validate(dict(request.query_params))
     except ValidationError as error:
         raise from_validation(error) from None
-    return await replica.overview(limit=page.limit)
+    return await show(limit=page.limit)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.api.calls import count_request, sessions_of, settings_of
+from reprise.app.api.calls import arrive, sessions_of, settings_of
 from reprise.app.api.operation import described
 from reprise.app.errors import from_validation, session_not_found
 from reprise.app.http.body import parse_body
@@ -81,7 +81,7 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
     sessions a second where more expire together."""
-    count_request(request)
+    arrive(request)
     patch, headers = await parse_body(request, SessionPatch, settings_of(request).limits)
     _check(session_id)
     reply = await sessions_of(request).patch(

@@ -17,9 +17,9 @@ from reprise.app.http.event_stream import PING, event
 from reprise.app.schemas.responses import ResponseRequest
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
+from reprise.app.turn.ports import ServerHooks
 from reprise.app.turn.prepare import Caller
 from reprise.app.turn.service import TurnService
-from reprise.fleet.identify import background_id, response_digest
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class ResponseTurn(AsyncIterator[Delta]):
         self.generation = generation
         self.items = items  # of this request, without the history
         response_id = id_within(generation.request_id, "resp")
-        if request.background and responses.replica:
-            response_id = background_id(response_id, responses.replica)
+        if request.background:
+            response_id = responses.hooks.background_id(response_id)
         if request.store is not False:
-            generation.names.append(response_digest(response_id))
+            generation.response_ids.append(response_id)
         self.builder = ResponseBuilder(request, generation, response_id=response_id)
         self.request = request
         self.tenant = tenant
@@ -101,10 +101,9 @@ class ResponseTurn(AsyncIterator[Delta]):
 class Responses:
     """Serves /v1/responses. One per app; to be used on its event loop."""
 
-    def __init__(self, service: TurnService, store: Store, *, replica: str = "") -> None:
-        """replica: the name of this server in its fleet; "" if it is in none."""
+    def __init__(self, service: TurnService, store: Store, hooks: ServerHooks) -> None:
         self.store = store
-        self.replica = replica
+        self.hooks = hooks
         self._service = service
         self._sweep_s = 0.0
         # Responses in the background, by (tenant, id).

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from reprise.fleet.protocol import OVERLOADED_HEADER
+from reprise.app.errors import OVERLOADED_HEADER
 from tests.app.fakes import FakeEngine, Running, events, in_process, make_settings, on_loopback, until
 
 ANSWER = "Hello there, how are you today?"

@@ -7,10 +7,11 @@ import json
 import httpx
 import pytest
 
+from reprise.app.errors import OVERLOADED_HEADER
 from reprise.fleet.gateway import relay
 from reprise.fleet.gateway.metrics import Resumed
 from reprise.fleet.keys import SessionName
-from reprise.fleet.protocol import OVERLOADED_HEADER, RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
+from reprise.fleet.protocol import RELAY_HEADER, RESUME_HEADER, Kind, fleet_key, is_relay, unseal
 from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import CHAT, FRAMES, WHOLE, Fleet, event, fleet, frame, one_answer, record, until
 from tests.fleet.gateway.stub_replica import Asked

@@ -31,7 +31,7 @@ async def test_beats_do_not_wait_for_a_turn(redis, model_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(Directory, "beat", counted)
     async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
-        held = running.app.state.replica.held.of(SessionName(TENANT, "s"))
+        held = running.app.state.hooks.held.of(SessionName(TENANT, "s"))
         async with held.lock:  # as a turn does that waits for another one of its session
             held.epoch, held.has_new_head = 1, True
             before = len(beats)

@@ -57,7 +57,7 @@ async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(serve
         async with replica(server, tmp_path, "a") as a:
             for session in ("kept", "gone", "again"):
                 await say(a, HELLO, session=session)
-            await a.app.state.replica.beat()  # it has heard of all that came before
+            await a.app.state.hooks.beat()  # it has heard of all that came before
         for session in ("again", "gone", "1", "2"):
             await say(b, HELLO, session=session)
             assert (await b.http.delete(f"/v1/sessions/{session}")).status_code == 204

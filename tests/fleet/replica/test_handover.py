@@ -46,7 +46,7 @@ def settings_of(server: RedisServer, directory: Path, name: str) -> Settings:
 async def replica(server: RedisServer, directory: Path, name: str) -> AsyncIterator[Running]:
     settings = settings_of(server, directory, name)
     async with in_process(FakeEngine(write_tokenizer(directory / "model")), settings) as running:
-        await running.app.state.replica.beat()
+        await running.app.state.hooks.beat()
         yield running
 
 
@@ -62,11 +62,11 @@ async def test_a_conversation_goes_on_at_another_replica_with_the_ids_that_were_
         spelled = [a.engine.tokenizer.token_to_id(letter) for letter in "Hello"]
         assert spelled != a.engine.tokenizer.encode("Hello").ids
         a.engine.script.token_ids = spelled
-        a.app.state.replica.on_head(
+        a.app.state.hooks.on_head(
             Head(tenant="local", salt="", session_id="chat", turn=1, redis_tokens=5, head=b"HEAD")
         )
         said = await say(a, HELLO)
-        directory, name = a.app.state.replica.directory, SessionName("local", "chat")
+        directory, name = a.app.state.hooks.directory, SessionName("local", "chat")
         record = await directory.look(name, fingerprint=a.engine.model.fingerprint)
         assert (record.turn, record.redis_tokens) == (1, 5)
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
@@ -96,12 +96,12 @@ async def test_a_turn_that_another_replica_has_overtaken_is_known_there_too(serv
             {"a": a, "b": b}[name].engine.script.may_start.set()
             await turns[name]
         said = await turns["a"]
-        assert a.app.state.replica.commits == {"fenced": 1}
+        assert a.app.state.hooks.commits == {"fenced": 1}
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
         first, second = a.engine.submitted[0].token_ids, b.engine.submitted[1].token_ids
         assert second[: len(first) + 3] == [*first, 40, 41, 42]
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
-        assert b.app.state.replica.claims == {"new": 1, "adopted": 1, "home": 1}
+        assert b.app.state.hooks.claims == {"new": 1, "adopted": 1, "home": 1}
 
 
 async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
@@ -116,7 +116,7 @@ async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
         assert names == [[], []]
         assert (await b.http.delete("/v1/sessions/chat")).status_code == 404
         await say(a, HELLO)  # a new session of that name
-        await a.app.state.replica.beat()
+        await a.app.state.hooks.beat()
         assert await a.app.state.text_thread.names() == [("local", "chat")]
 
 
@@ -171,7 +171,7 @@ async def test_without_redis_turns_go_on_and_are_committed_later(server, tmp_pat
 async def test_what_was_said_without_redis_is_sent_although_another_replica_has_gone_on(server, tmp_path, monkeypatch):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
         said = {"role": "assistant", "content": await say(a, HELLO)}
-        directory = a.app.state.replica.directory
+        directory = a.app.state.hooks.directory
         with monkeypatch.context() as outage:
 
             async def commit_unheard(commit: Any) -> None:
@@ -188,13 +188,13 @@ async def test_what_was_said_without_redis_is_sent_although_another_replica_has_
 
 async def test_a_turn_without_a_token_pins_nothing(server, tmp_path):
     async with replica(server, tmp_path, "a") as a:
-        fleet, name = a.app.state.replica, SessionName("local", "chat")
+        fleet, name = a.app.state.hooks, SessionName("local", "chat")
         key = fleet.directory.keys.session(name, fingerprint=a.engine.model.fingerprint).record
         for ttl_s, longest_s in ((None, 60 * 60 * 24), (10**6, 10**6)):
             if ttl_s:
                 await fleet.keep("chat", tenant="local", ttl_s=ttl_s)
             await fleet.claim(name)
-            fleet.begin(tenant="local", session_id="chat", salt="", model=a.engine.model).give_up()
+            fleet.begin(tenant="local", session_id="chat", salt="").give_up()
             fleet.on_head(Head(tenant="local", salt="", session_id="chat", turn=1, redis_tokens=5, head=b"HEAD"))
             await fleet.beat()
             assert longest_s - 3600 < await fleet.directory._redis.ttl(key) <= longest_s
@@ -202,10 +202,10 @@ async def test_a_turn_without_a_token_pins_nothing(server, tmp_path):
 
 async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(server, tmp_path, monkeypatch):
     async with replica(server, tmp_path, "a") as a:
-        fleet, name = a.app.state.replica, SessionName("local", "chat")
+        fleet, name = a.app.state.hooks, SessionName("local", "chat")
         await say(a, HELLO)
         await fleet.claim(name)
-        turn = fleet.begin(tenant="local", session_id="chat", salt="", model=a.engine.model)
+        turn = fleet.begin(tenant="local", session_id="chat", salt="")
         publish = fleet.deletions.publish_again
 
         async def end_and_publish() -> None:
@@ -224,7 +224,7 @@ async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(serve
 async def test_a_claim_whose_answer_was_lost_does_not_fence_its_turn(server, tmp_path, monkeypatch):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
         said = await say(a, HELLO)
-        directory = b.app.state.replica.directory
+        directory = b.app.state.hooks.directory
         claim = directory.claim
 
         async def claim_unheard(*session: Any, **of: Any) -> None:

@@ -33,7 +33,7 @@ async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp
     fleet = {"redis_url": redis.url, "deadline_ms": 5000.0, "commit_deadline_ms": 5000.0}
     engine = FakeEngine(directory=write_tokenizer(tmp_path))
     async with in_process(engine, make_settings(tmp_path / "state", fleet=fleet)) as running:
-        replica = running.app.state.replica
+        replica = running.app.state.hooks
         await replica.beat()
         await running.chat("Hello", session_id="s")
         assert await counts(running) == {"claims_total.new": 1, "commits_total.committed": 1}
@@ -48,7 +48,7 @@ async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp
         assert found["commits_total.unsent"] == 1
         redis.start()
         await replica.directory.close()  # so that it is not left alone for a second
-        running.app.state.replica.directory._breaker.succeeded()
+        running.app.state.hooks.directory._breaker.succeeded()
         await replica.beat()
         assert (await counts(running)).get("outbox_sessions", 0) == replica.outbox.waiting
 
@@ -57,7 +57,7 @@ async def test_the_outbox_keeps_turns_that_end_at_once(redis: RedisServer, tmp_p
     engine = FakeEngine(directory=write_tokenizer(tmp_path))
     async with in_process(engine, make_settings(tmp_path / "state", fleet={"redis_url": redis.url})) as running:
         redis.stop()
-        replica = running.app.state.replica
+        replica = running.app.state.hooks
         waiting = [unsent(f"chat-{n}", tenant="local") for n in range(300)]
         await asyncio.gather(*(replica.outbox.put(entry) for entry in waiting))
         assert (replica.outbox.waiting, replica.outbox.dropped) == (300, 0), "one transaction at a time"

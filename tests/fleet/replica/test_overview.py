@@ -27,7 +27,7 @@ def settings_of(directory: Path, redis: RedisServer, **sections: dict):
 
 async def test_a_replica_shows_its_fleet(redis, model_dir, tmp_path):
     async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
-        replica = running.app.state.replica
+        replica = running.app.state.hooks
         await replica.beat()
         await running.chat("Hello", session_id="s")
         await replica.beat()

@@ -35,16 +35,16 @@ def settings_of(directory: Path, redis: RedisServer, **fleet: object):
 
 
 def directory_of(running: Running) -> Directory:
-    return running.app.state.replica.directory
+    return running.app.state.hooks.directory
 
 
 async def beaten(running: Running) -> None:
-    await running.app.state.replica.beat()
+    await running.app.state.hooks.beat()
 
 
 async def relayed(running: Running, body: dict, **headers: str) -> dict:
     data = json.dumps(body).encode()
-    token = relay_token(running.app.state.fleet_key, path=CHAT, request_id="req_1")
+    token = relay_token(running.app.state.hooks.key, path=CHAT, request_id="req_1")
     chain = conversation_of(read_body(data)).chain.hex()
     own = {"x-request-id": "req_1", RELAY_HEADER: token, CHAIN_HEADER: chain, "content-type": "application/json"}
     answer = await running.http.post(CHAT, content=data, headers={**own, **headers})
@@ -112,4 +112,4 @@ async def test_without_redis_it_serves_as_if_alone(redis, model_dir, tmp_path):
 
 async def test_nobody_joins_without_being_told_to(model_dir, tmp_path):
     async with in_process(FakeEngine(model_dir), make_settings(tmp_path)) as running:
-        assert running.app.state.replica is None
+        assert running.app.state.hooks.name == ""

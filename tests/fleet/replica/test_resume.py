@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from reprise.app.settings.settings import Settings
 from reprise.fleet.protocol import (
     FRAMED,
     RELAY_HEADER,
@@ -43,13 +44,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def replica(directory: Path, engine: Any, **sections: Any) -> contextlib.AbstractAsyncContextManager[Running]:
-    """A server that shares nothing with the others but the fleet's secret."""
+def settings_of(directory: Path, **sections: Any) -> Settings:
+    """Settings of a member whose directory is away."""
     directory.mkdir(parents=True, exist_ok=True)
     secret = directory / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
-    return in_process(engine, make_settings(directory, server={"tenant_secret_file": secret}, **sections))
+    fleet = {"redis_url": f"unix://{directory}/no.sock"}
+    return make_settings(directory, server={"tenant_secret_file": secret}, fleet=fleet, **sections)
+
+
+@contextlib.asynccontextmanager
+async def replica(directory: Path, engine: Any, **sections: Any) -> AsyncIterator[Running]:
+    """Run a server that shares nothing with the others but the fleet's secret."""
+    pytest.importorskip("redis")
+    async with in_process(engine, settings_of(directory, **sections)) as running:
+        running.app.state.readiness.joining = False  # the directory says no more what was deleted meanwhile
+        yield running
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ async def relayed(
     replica: Running, path: str, body: dict[str, Any], journal: Journal | None = None, elapsed_s: float = 0.0
 ) -> httpx.Response:
     """Send a request as a gateway does. journal: of the answer that is resumed."""
-    key, data = replica.app.state.fleet_key, json.dumps(body).encode()
+    key, data = replica.app.state.hooks.key, json.dumps(body).encode()
     headers = {
         "content-type": "application/json",
         "x-request-id": "req_1",
@@ -367,7 +378,7 @@ async def test_a_forged_resume_is_refused(replicas):
     first, second = replicas
     journal = await cut_after(first, CHAT, BODY, 4)
     envelope, data = journal.envelope(elapsed_s=0.0), json.dumps(BODY).encode()
-    key, wrong = second.app.state.fleet_key, bytes(32)
+    key, wrong = second.app.state.hooks.key, bytes(32)
 
     async def post(relay_key: bytes, seal_key: bytes, body: bytes = data) -> httpx.Response:
         headers = {"content-type": "application/json", "x-request-id": "req_1"}

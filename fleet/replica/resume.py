@@ -1,4 +1,4 @@
-"""Lets another server go on with a streamed answer: notes what it has to know, and takes such notes in.
+"""Let another server go on with a streamed answer: note all that it has to know, and take such notes in.
 
 An answer's state is a function of the request, of its tokens and of the pieces in which these were shown. The notes
 hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed, logprobs, the report of
@@ -9,21 +9,25 @@ travel.
 
 import asyncio
 import hashlib
+import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from reprise.app.errors import ApiError
 from reprise.app.turn.answer import Answer, Delta
-from reprise.engine.messages import ModelInfo, Output, SamplingParams, Timings, TokenLogprob, TokensBySource
+from reprise.app.turn.ports import RunningTurn
+from reprise.engine.messages import ModelInfo, Output, Submit, Timings, TokenLogprob, TokensBySource
 from reprise.fleet.protocol import Resume
 
 _LEAST_LOGPROB = -9999.0  # as clients are shown what is outside the distribution; JSON has no infinity
 _REPLAYED_AT_ONCE = 64  # notes between two looks at what else the event loop has to do
+
+log = logging.getLogger(__name__)
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,35 +66,10 @@ _decode_opening = msgspec.json.Decoder(OpeningNote).decode
 _decode_delta = msgspec.json.Decoder(DeltaNote).decode
 
 
-class NotedTurn(Protocol):
-    """The part of a `Generation` that notes are made of."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def session_id(self) -> str: ...
-    @property
-    def created(self) -> int: ...
-    @property
-    def arrived_s(self) -> float: ...
-    @property
-    def model(self) -> ModelInfo: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def choices(self) -> Sequence[Answer]: ...
-
-    def replayed(self) -> None:
-        """Note that the choices stand where they stood on another server."""
-        ...
-
-
 class StreamNotes:
     """Makes the notes of one stream, whose generations have the same number of choices each."""
 
-    def __init__(self, turns: Sequence[NotedTurn]) -> None:
+    def __init__(self, turns: Sequence[RunningTurn]) -> None:
         self._turns = turns
         self._reports: dict[int, TokensBySource] = {}  # choice -> its report as noted last
 
@@ -149,6 +128,29 @@ class ResumedTurn:
     place: int  # among the stream's generations
     deltas: Sequence[DeltaNote]  # of all of them
 
+    def check(self, model: ModelInfo) -> None:
+        """Raises ApiError 409 for an answer that this server's model cannot go on with."""
+        if self.fingerprint != model.fingerprint:
+            raise cannot_resume("This answer was begun by another model.")
+        if self.exact != model.exact:
+            raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
+
+    def submit(self, begun: Submit) -> Submit:
+        """Return the message that has the engine go on with what another server has said. begun: the message that would
+        have it begin."""
+        if self.note.prompt != digest_of(begun.token_ids):
+            # The text is the same, so the answer goes on validly, though not as it would have where it began.
+            log.warning(
+                "the prompt of a resumed answer has other token ids here: its transcript is missing or incomplete"
+            )
+        return msgspec.structs.replace(
+            begun,
+            resume=self.said(begun.num_choices),
+            over=self.over(begun.num_choices),
+            sampling=msgspec.structs.replace(begun.sampling, seed=self.note.seed),
+            prompt_logprobs=None,  # a stream shows none
+        )
+
     def num_tokens(self, num_choices: int) -> int:
         """Count the tokens of all choices."""
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
@@ -204,7 +206,7 @@ class Resumption:
             deltas=self.deltas,
         )
 
-    async def replay(self, turns: Sequence[NotedTurn]) -> AsyncIterator[Delta]:
+    async def replay(self, turns: Sequence[RunningTurn]) -> AsyncIterator[Delta]:
         """Yield the pieces that the client has, and bring the generations' choices to where they stood. Raises ApiError
         409 for a choice that the request does not ask for."""
         num_choices = len(turns[0].choices)
@@ -220,7 +222,7 @@ class Resumption:
             turn.replayed()
 
 
-def _replayed(note: DeltaNote, choice: Answer, turn: NotedTurn) -> Delta | None:
+def _replayed(note: DeltaNote, choice: Answer, turn: RunningTurn) -> Delta | None:
     choice.is_resumed = True
     choice.report = note.report or choice.report
     choice.timings = note.timings or choice.timings
