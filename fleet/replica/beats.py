@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from reprise.app.errors import ApiError
 from reprise.app.observe.live import tiers_of
-from reprise.app.turn.ports import EnginePort
-from reprise.app.turn.readiness import Readiness, Status
+from reprise.app.turn.readiness import Status
 from reprise.app.version import version
 from reprise.engine.process.client import EngineFailed
 from reprise.fleet.directory import Directory, DirectoryUnavailable, Foreign
@@ -21,7 +20,7 @@ from reprise.fleet.replica.commits import Commits
 from reprise.fleet.replica.deletions import Deletions
 from reprise.fleet.replica.held_sessions import HeldSessions
 from reprise.fleet.replica.holdings import Spending
-from reprise.fleet.replica.identity import Identity
+from reprise.fleet.replica.this_server import ThisServer
 
 JOIN_S = 10.0  # longest wait for the directory before this server takes requests
 JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them
@@ -36,19 +35,17 @@ class Beats:
         self,
         *,
         directory: Directory,
-        identity: Identity,
+        server: ThisServer,
         held: HeldSessions,
         commits: Commits,
         deletions: Deletions,
         spending: Spending,
         background: Background,
-        readiness: Readiness,
-        engine: EnginePort,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory, self._identity, self._held = directory, identity, held
+        self._directory, self._server, self._held = directory, server, held
         self._commits, self._deletions, self._spending = commits, deletions, spending
-        self._background, self._readiness, self._engine, self._clock = background, readiness, engine, clock
+        self._background, self._readiness, self._clock = background, server.readiness, clock
         self._before: Before | None = None
         self._born = ""
         self._is_foreign = False
@@ -89,18 +86,18 @@ class Beats:
 
     def heartbeat(self) -> Heartbeat:
         """Return what this replica says of itself now."""
-        status, model, stats, now = self._readiness.status, self._readiness.model, self._engine.stats, self._clock()
-        load = None
+        status, model, now = self._readiness.status, self._readiness.model, self._clock()
+        identity, stats, load = self._server.identity, self._server.engine.stats, None
         if stats is not None and model is not None and status in (Status.READY, Status.DRAINING):
             load = load_of(stats, model, self._before, now, draining=status is Status.DRAINING)
             self._before = counted(stats, now)
         return Heartbeat(
-            replica=self._identity.name,
-            boot=self._identity.boot,
-            url=self._identity.url,
+            replica=identity.name,
+            boot=identity.boot,
+            url=identity.url,
             fingerprint=self._readiness.fingerprint,
             model=model.name if model is not None else "",
-            aliases=self._identity.aliases,
+            aliases=identity.aliases,
             state=status.value,
             version=version(),
             running=stats.running if stats is not None else 0,

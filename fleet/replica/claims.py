@@ -6,15 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from reprise.app.conversations.text_thread import TextThread
-from reprise.app.turn.ports import EnginePort
-from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import Adopt
 from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 from reprise.fleet.directory import Directory, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.replica.copies import Copies, scope_of
 from reprise.fleet.replica.held_sessions import HeldSession, HeldSessions
+from reprise.fleet.replica.this_server import ThisServer
 
 ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
 
@@ -26,22 +24,16 @@ class Claims:
         self,
         *,
         directory: Directory,
+        server: ThisServer,
         held: HeldSessions,
         copies: Copies,
-        engine: EnginePort,
-        transcripts: TextThread,
-        readiness: Readiness,
         ttl_s: float,
-        brings_transcripts: bool,
         deleted_until: Callable[[], int],
     ) -> None:
-        """ttl_s: of a new session. brings_transcripts: whether the directory has them. deleted_until: the epoch up to
-        which deletions have been carried out here."""
+        """ttl_s: of a new session. deleted_until: the epoch up to which deletions have been carried out here."""
         self.results: Counter[str] = Counter()  # new, home, adopted, failed
-        self._directory, self._held, self._copies = directory, held, copies
-        self._engine, self._transcripts = engine, transcripts
-        self._readiness, self._ttl_s, self._brings_transcripts = readiness, ttl_s, brings_transcripts
-        self._deleted_until = deleted_until
+        self._directory, self._server, self._held, self._copies = directory, server, held, copies
+        self._ttl_s, self._deleted_until = ttl_s, deleted_until
 
     async def claim(self, name: SessionName) -> bool:
         """Make this replica the session's home, and bring what others have committed of it. Returns whether something
@@ -50,7 +42,7 @@ class Claims:
         async with held.lock:
             try:
                 claim = await self._directory.claim(
-                    name, fingerprint=self._readiness.fingerprint, ttl_s=self._ttl_s, begun=held.begun
+                    name, fingerprint=self._server.fingerprint, ttl_s=self._ttl_s, begun=held.begun
                 )
                 if claim.forgotten > held.begun:  # what is here is older than its deletion, if anything is
                     if claim.forgotten > self._deleted_until() and not self._held.are_begun_after(
@@ -76,9 +68,9 @@ class Claims:
 
     async def _adopt(self, name: SessionName, held: HeldSession, head: bytes) -> None:
         """Bring a session's transcript and KV. What the engine cannot take over, it computes."""
-        if self._brings_transcripts:
-            rows = await self._directory.transcript(name, fingerprint=self._readiness.fingerprint)
-            held.exported = await self._transcripts.adopt(
+        if (transcripts := self._server.shared_transcripts) is not None:
+            rows = await self._directory.transcript(name, fingerprint=self._server.fingerprint)
+            held.exported = await transcripts.adopt(
                 name.session_id, rows, tenant=scope_of(name), now=time.time(), after=held.exported
             )
         if head:
@@ -88,4 +80,4 @@ class Claims:
                 session_id=name.session_id, head=head,
             )  # fmt: skip
             with contextlib.suppress(EngineUnavailable, EngineTimeout, EngineLost):
-                await self._engine.sessions(request, timeout_s=ADOPT_S)
+                await self._server.engine.sessions(request, timeout_s=ADOPT_S)

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from reprise.app.conversations.text_thread import TextThread
-from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import Head
 from reprise.fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
@@ -16,8 +14,8 @@ from reprise.fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome
 from reprise.fleet.replica.background import Background
 from reprise.fleet.replica.copies import Copies, scope_of
 from reprise.fleet.replica.held_sessions import HeldSession, HeldSessions
-from reprise.fleet.replica.identity import Identity
 from reprise.fleet.replica.outbox_thread import OutboxThread
+from reprise.fleet.replica.this_server import ThisServer
 
 UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 
@@ -29,22 +27,18 @@ class Commits:
         self,
         *,
         directory: Directory,
-        identity: Identity,
+        server: ThisServer,
         held: HeldSessions,
         copies: Copies,
         outbox: OutboxThread,
         background: Background,
-        readiness: Readiness,
-        transcripts: TextThread,
-        sends_transcripts: bool,
         deadline_s: float,
         last_epoch: Callable[[], int],
     ) -> None:
         """deadline_s: longest wait at the end of a turn. last_epoch: the last one that this replica knows of."""
         self.outcomes: Counter[str] = Counter()  # an Outcome, "unsent" or "full"
-        self._directory, self._identity = directory, identity
+        self._directory, self._server = directory, server
         self._held, self._copies, self._outbox, self._background = held, copies, outbox, background
-        self._readiness, self._transcripts, self._sends_transcripts = readiness, transcripts, sends_transcripts
         self._deadline_s, self._last_epoch = deadline_s, last_epoch
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
@@ -61,7 +55,7 @@ class Commits:
         """Send some of the outbox, and heads that came after their turn."""
         for unsent in await self._outbox.first(UNSENT_AT_ONCE):
             name = SessionName(unsent.tenant, unsent.session_id, unsent.salt)
-            if unsent.fingerprint != self._readiness.fingerprint or self._directory.state != "closed":
+            if unsent.fingerprint != self._server.fingerprint or self._directory.state != "closed":
                 continue
             held = self._held.of(name)
             async with held.lock:
@@ -87,13 +81,13 @@ class Commits:
     async def send_again(self, sessions: Iterable[tuple[SessionName, HeldSession]]) -> None:
         """Send sessions that the directory has lost, with the next beats."""
         for name, held in sessions:
-            await self._outbox.put(self._unsent(name, held, self._readiness.fingerprint))
+            await self._outbox.put(self._unsent(name, held, self._server.fingerprint))
 
     async def release_all(self) -> None:
         """Let go of all sessions, so that their next turns may go anywhere. Raises DirectoryUnavailable."""
         for name, held in self._held.items():
             if held.epoch:
-                await self._directory.release(name, fingerprint=self._readiness.fingerprint, epoch=held.epoch)
+                await self._directory.release(name, fingerprint=self._server.fingerprint, epoch=held.epoch)
 
     async def _commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
         held = self._held.of(name)
@@ -109,13 +103,11 @@ class Commits:
         self, name: SessionName, held: HeldSession, *, ends_turn: bool, chains: tuple[bytes, ...] = ()
     ) -> None:
         """Commit what is new of a session; without Redis, keep it in the outbox. Its lock is held."""
-        model = self._readiness.require_loaded()
+        model = self._server.readiness.require_loaded()
         rows: dict[bytes, bytes] = {}
         exported = held.exported
-        if self._sends_transcripts:
-            found = await self._transcripts.export(
-                name.session_id, tenant=scope_of(name), after=held.exported, most=MAX_ROWS
-            )
+        if (transcripts := self._server.shared_transcripts) is not None:
+            found = await transcripts.export(name.session_id, tenant=scope_of(name), after=held.exported, most=MAX_ROWS)
             rows, exported = found.rows, found.newest
         commit = Commit(
             name=name, fingerprint=model.fingerprint, epoch=held.epoch, since=held.begun, base_turn=held.turn,
@@ -150,8 +142,9 @@ class Commits:
     async def _epoch_at_home(self, name: SessionName) -> int:
         """Return the epoch under which this process is a session's home, 0 if it is not: Redis may have done what it
         was too late to say. Raises DirectoryUnavailable."""
-        record = await self._directory.look(name, fingerprint=self._readiness.fingerprint)
-        is_home = record is not None and (record.home, record.boot) == (self._identity.name, self._identity.boot)
+        record = await self._directory.look(name, fingerprint=self._server.fingerprint)
+        identity = self._server.identity
+        is_home = record is not None and (record.home, record.boot) == (identity.name, identity.boot)
         return record.epoch if record is not None and is_home else 0
 
     def _unsent(self, name: SessionName, held: HeldSession, fingerprint: str) -> Unsent:

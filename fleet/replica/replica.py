@@ -38,6 +38,7 @@ from reprise.fleet.replica.held_sessions import HeldSessions
 from reprise.fleet.replica.holdings import Spending
 from reprise.fleet.replica.identity import Identity
 from reprise.fleet.replica.outbox_thread import OutboxThread
+from reprise.fleet.replica.this_server import ThisServer
 from reprise.fleet.replica.turn_under_way import TurnUnderWay
 from reprise.fleet.routing import FleetView
 
@@ -85,27 +86,22 @@ class Replica:
         self._copies = Copies(held=self.held, outbox=self.outbox, transcripts=transcripts, commands=commands)
         self.deletions = Deletions(path=settings.state_dir / "deletions", directory=self.directory, copies=self._copies)
         self._background = Background()
+        server = ThisServer(self.identity, engine, readiness, transcripts if fleet.transcripts else None)
         self._claims = Claims(
             directory=self.directory,
+            server=server,
             held=self.held,
             copies=self._copies,
-            engine=engine,
-            transcripts=transcripts,
-            readiness=readiness,
-            ttl_s=settings.cache.ttl_s,
-            brings_transcripts=fleet.transcripts,
+            ttl_s=self.ttl_s,
             deleted_until=lambda: self.deletions.since,
         )
         self._commits = Commits(
             directory=self.directory,
-            identity=self.identity,
+            server=server,
             held=self.held,
             copies=self._copies,
             outbox=self.outbox,
             background=self._background,
-            readiness=readiness,
-            transcripts=transcripts,
-            sends_transcripts=fleet.transcripts,
             deadline_s=fleet.commit_deadline_ms / 1e3,
             last_epoch=lambda: self.deletions.since,
         )
@@ -113,14 +109,12 @@ class Replica:
         self._telling: asyncio.Task[None] | None = None
         self.beats = Beats(
             directory=self.directory,
-            identity=self.identity,
+            server=server,
             held=self.held,
             commits=self._commits,
             deletions=self.deletions,
             spending=self._spending,
             background=self._background,
-            readiness=readiness,
-            engine=engine,
             clock=clock,
         )
         self._sessions_timeout_s = settings.limits.sessions_timeout_s
