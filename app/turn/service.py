@@ -186,7 +186,7 @@ class TurnService:
         )
         under_way = list(self.generations)
         prepared = await prepare()
-        if stopped := sent_back(under_way, request, prepared.prompt):
+        if under_way and (stopped := sent_back(under_way, request, prepared.prompt)):
             await wait_closed(stopped)
             prepared = await prepare()
         return prepared

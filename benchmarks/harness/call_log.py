@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-OURS = ("app", "cache", "engine", "kernels", "model", "scheduler")
+OURS = ("app", "cache", "engine", "fleet", "kernels", "model", "scheduler")
 DIRECTORY = "TURN_TRACE_DIR"  # the environment variable that names where the switch and the logs lie
 SWITCH = "switch"
 OFF, ON, WRITE = 0, 1, 2

@@ -6,8 +6,10 @@ The bundled model answers a first turn, then the second one is streamed while bo
 the project that they enter. Counted are files and entries (a coroutine or generator is entered each time it goes on):
 of the whole turn, of the way from the first byte to the engine, and of a decode step, which lasts from one entry of
 `Engine.step` to the next, with the loop's work and that of all threads of the process meanwhile; the median of those
-after the first token. A move is from one file to another in the same thread. The spine are the files on the call
-stacks of `call_log.LANDMARKS`: those that hand a turn on, without those that they only ask.
+after the first token. The HTTP leg is the event loop's part of the way to the engine: without the threads that make the
+prompt's tokens. A move is from one file to another in the same thread. The spine are the files on the call stacks of
+`call_log.LANDMARKS`: those that hand a turn on, without those that they only ask. The server is in no fleet, so no file
+of fleet/ may be entered.
 """
 
 import asyncio
@@ -40,6 +42,7 @@ AFTER_S = 0.5  # after the second: what its end has to do is done
 WRITTEN_S = 30.0
 STEP = "Engine.step"
 HANDED_OVER = "EngineChild.post"  # the request is on its way to the engine
+FLEET = "fleet/"
 COMMAND_LINE = "app/cli/"  # the stacks begin there; it carries no turn
 Entry = tuple[int, str, str]
 """Thread, file, function."""
@@ -84,14 +87,18 @@ def summarize(http: ProcessLog, engine: ProcessLog) -> dict[str, Any]:
     stacks = {**http.stacks, **engine.stacks}
     spine = [file for name in call_log.LANDMARKS for file in stacks.get(name, ()) if not file.startswith(COMMAND_LINE)]
     whole, ours = leg(http.entries), leg(engine.entries)
+    to_the_engine = http.entries[: handed + 1]
+    loop = to_the_engine[-1][0] if to_the_engine else 0
     return {
         "turn_files": len(set(whole["by_file"]) | set(ours["by_file"])),
         "http_process": whole,
-        "to_the_engine": leg(http.entries[: handed + 1]),
+        "to_the_engine": leg(to_the_engine),
+        "http_leg": leg([entry for entry in to_the_engine if entry[0] == loop]),
         "engine_process": ours,
         "decode_step": min(steps, key=lambda step: abs(step["files"] - usual)),
         "decode_step_files": [step["files"] for step in steps],
         "spine": list(dict.fromkeys(spine)),
+        "of_the_fleet": sorted(file for file in {*whole["by_file"], *ours["by_file"]} if file.startswith(FLEET)),
         "not_entered": [name for name in call_log.LANDMARKS if name not in stacks],
     }
 
@@ -134,7 +141,10 @@ def measure(run: Run) -> dict[str, Any]:
             asyncio.run(second_turn(server, directory, run.arguments.max_tokens))
             http, engine = read_logs(directory)
     found = summarize(http, engine)
-    held = {"every landmark was entered": not found["not_entered"]}
+    held = {
+        "every landmark was entered": not found["not_entered"],
+        "no file of the fleet was entered": not found["of_the_fleet"],
+    }
     return {"settings": SETTINGS, "max_tokens": run.arguments.max_tokens, "held": held, **found}
 
 
@@ -142,7 +152,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="A streamed second turn", title_justify="left")
     for heading in ("", "files", "calls", "moves between files"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name in ("http_process", "to_the_engine", "engine_process", "decode_step"):
+    for name in ("http_process", "to_the_engine", "http_leg", "engine_process", "decode_step"):
         row = result[name]
         table.add_row(name.replace("_", " "), str(row["files"]), f"{row['calls']:,}", f"{row['moves']:,}")
     table.add_row("the turn in all", str(result["turn_files"]), "", "")
@@ -150,6 +160,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     console.print("a decode step: " + ", ".join(result["decode_step"]["by_file"]), highlight=False)
     console.print("spine: " + ", ".join(result["spine"]), highlight=False)
+    console.print("the HTTP leg: " + ", ".join(result["http_leg"]["by_file"]), highlight=False)
+    if result["of_the_fleet"]:
+        console.print(f"of the fleet: {', '.join(result['of_the_fleet'])}")
     if result["not_entered"]:
         console.print(f"not entered: {', '.join(result['not_entered'])}")
 

@@ -32,8 +32,10 @@ def test_decode_steps_lie_between_the_prompts_step_and_the_last():
 
 def test_the_turn_its_legs_and_its_spine():
     http = ProcessLog(
-        [(1, "app/api/chat/route.py", "chat"), (1, "app/turn/service.py", "post"),
-         (1, "engine/process/child.py", HANDED_OVER), (1, "app/http/event_stream.py", "send")],
+        [(1, "app/api/chat/route.py", "chat"), (2, "app/text/template.py", "render"),
+         (1, "app/turn/service.py", "post"), (2, "app/turn/service.py", "ask"),
+         (1, "engine/process/child.py", HANDED_OVER),
+         (1, "app/http/event_stream.py", "send"), (1, "fleet/protocol.py", "encode_frame")],
         {LANDMARKS[1]: ["app/cli/program.py", "app/api/chat/route.py", "app/turn/service.py"]},
     )  # fmt: skip
     engine = ProcessLog(
@@ -42,8 +44,12 @@ def test_the_turn_its_legs_and_its_spine():
         {LANDMARKS[-1]: [LOOP, ENGINE]},
     )  # fmt: skip
     found = summarize(http, engine)
-    assert found["turn_files"] == 4 + 3
-    assert (found["to_the_engine"]["files"], found["http_process"]["files"]) == (3, 4)
+    assert found["turn_files"] == 6 + 3
+    assert (found["to_the_engine"]["files"], found["http_process"]["files"]) == (4, 6)
+    assert found["http_leg"]["by_file"] == {
+        "app/api/chat/route.py": 1, "app/turn/service.py": 1, "engine/process/child.py": 1,
+    }  # fmt: skip
+    assert found["of_the_fleet"] == ["fleet/protocol.py"]
     assert found["decode_step_files"] == [2, 3, 2]
     assert found["decode_step"]["files"] == 2
     assert found["spine"] == ["app/api/chat/route.py", "app/turn/service.py", LOOP, ENGINE]
