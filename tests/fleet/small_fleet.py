@@ -65,7 +65,7 @@ async def small_fleet(
     }
     async with AsyncExitStack() as stack:
         for module in ("routing", "members", "gateway.replicas"):  # a busy machine is late, not gone
-            stack.enter_context(patch(f"fleet.{module}.STALE_S", 3600.0))
+            stack.enter_context(patch(f"reprise.fleet.{module}.STALE_S", 3600.0))
         watcher = Directory(url=redis.url, secret=secret_of(secret), deadline_s=5.0)
         stack.push_async_callback(watcher.close)
         fleet = SmallFleet(directory, shared, {}, [], [], watcher)

@@ -36,7 +36,7 @@ async def serve(directory, fleet):
     return [answer.status_code for answer in answers]
 
 statuses = asyncio.run(serve(Path(sys.argv[1]), json.loads(sys.argv[2])))
-print(json.dumps({"statuses": statuses, "fleet": sorted(n for n in sys.modules if n.split(".")[0] == "fleet")}))
+print(json.dumps({"statuses": statuses, "fleet": sorted(n for n in sys.modules if n.startswith("reprise.fleet"))}))
 """
 
 
