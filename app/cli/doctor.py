@@ -156,7 +156,7 @@ def _accelerator(libraries: dict[str, Any], settings: Settings) -> Iterator[Find
         else:
             yield Finding("CUDA", Level.NOTE, "no device: the model runs on the CPU")
         return
-    for name, library in (("flash-attn", "flash_attn"), ("Triton", "triton")):
+    for name, library in (("Triton", "triton"), ("flash-attn", "flash_attn")):
         version = libraries.get(library)
         if version and not version.startswith("!"):
             yield Finding("attention", Level.OK, f"{name} {version}")

@@ -43,6 +43,8 @@ from reprise.kernels.triton_kernels import triton_packed
 
 log = logging.getLogger(__name__)
 
+# Triton goes first: its decode steps are replayed as graphs, without which a token takes about five times as long.
+_ON_CUDA = ("triton", "flash", "torch_cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -271,7 +273,7 @@ def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBa
     """Return the first backend that runs here and does what the model asks, its page size, and the probe's findings.
     Raises ModelRefused."""
     problems = []
-    for name in ("flash", "triton", "torch_cpu") if device.type == "cuda" else ("torch_cpu",):
+    for name in _ON_CUDA if device.type == "cuda" else ("torch_cpu",):
         try:
             backend = BACKENDS[name]()
             page_size = math.lcm(backend.page_multiple, BLOCK_TOKENS)
