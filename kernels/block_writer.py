@@ -93,6 +93,8 @@ class _CudaWriter:
     ) -> np.ndarray:
         """See BlockWriter."""
         _check(blocks, segments, cos, *self._bounds)
+        if (blocks[:, 0] % self._kernels.START_ELEMENTS).any():
+            raise ValueError(f"blocks that do not begin at a multiple of {self._kernels.START_ELEMENTS} elements")
         if not len(blocks):
             return np.zeros(0, np.bool_)
         chosen = blocks[:, 0] // segments.stride(0)

@@ -23,11 +23,12 @@ _PROGRAMS = 64  # at once, each with four warps: half of an H100's processors ha
 _LINES = 64  # heads of rows that a program copies at once
 _TILE_WORDS = 2048  # of eight bytes, that a program copies at once
 ALIGNMENT = 16  # bytes: what one thread loads at once
+START_ELEMENTS = 16  # blocks begin at multiples of these, so that the compiler knows of `ALIGNMENT`
 
 
 @triton.jit(do_not_specialize=["num_items"])  # type: ignore[untyped-decorator]
 def _write_blocks(
-    source_address: tl.tensor,
+    source_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
@@ -51,12 +52,12 @@ def _write_blocks(
     rest_padded: tl.constexpr,
     v_padded: tl.constexpr,
 ) -> None:
-    """Writes blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block."""
-    source = source_address.to(tl.pointer_type(k_pool_ptr.dtype.element_ty))
+    """Writes blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block.
+    source_ptr: a pointer, since a number that is cast to one is not known to be aligned."""
     items_per_block: tl.constexpr = (block_rows * heads + lines - 1) // lines
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         block = blocks_ptr + item // items_per_block * 4
-        start = tl.load(block)
+        start = tl.multiple_of(tl.load(block), 16)
         count = tl.load(block + 1)
         slot = tl.load(block + 2)
         angle = tl.load(block + 3)
@@ -64,7 +65,7 @@ def _write_blocks(
         row = line // heads
         head = line % heads
         is_live = row < count
-        k_from = source + start + line * k_dim
+        k_from = source_ptr + start + line * k_dim
         k_to = k_pool_ptr + slot // page_size * k_page + (slot % page_size + row) * k_row + head * k_head
         if half > 0:
             dim = tl.arange(0, half_padded)
@@ -83,7 +84,7 @@ def _write_blocks(
             rest = 2 * half + tl.arange(0, rest_padded)
             mask = is_live[:, None] & (rest < k_dim)[None, :]
             tl.store(k_to[:, None] + rest[None, :], tl.load(k_from[:, None] + rest[None, :], mask=mask), mask=mask)
-        v_from = source + start + block_rows * heads * k_dim + line * v_dim
+        v_from = source_ptr + start + block_rows * heads * k_dim + line * v_dim
         v_to = v_pool_ptr + slot // page_size * v_page + (slot % page_size + row) * v_row + head * v_head
         dim = tl.arange(0, v_padded)
         mask = is_live[:, None] & (dim < v_dim)[None, :]
@@ -123,7 +124,7 @@ def write_blocks(
     if not num_items:
         return
     _write_blocks[(min(num_items, _PROGRAMS),)](
-        segments.data_ptr(),
+        segments,
         blocks,
         cos,
         sin,

@@ -1,6 +1,7 @@
 """Tests that Triton's copies leave what torch leaves, bit for bit: interpreted, and on CUDA compiled. What nobody may
 read or write is NaN."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.block_writer import block_writer
 from reprise.kernels.kv_copy import write_rows
 from reprise.kernels.row_copies import copy_into_blocks
-from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, compiled, for_every_arch, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 
@@ -158,11 +159,46 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
     from reprise.kernels.triton_copies import _LINES, _copy_rows, _write_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = {"blocks_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")}
-    sizes = {"block_rows": 32, "heads": 8, "k_dim": 128, "v_dim": 128, "half": 64, "lines": _LINES}
-    sizes |= {"half_padded": 64, "rest_padded": 1, "v_padded": 128}
     for kernel, types, constants in (
-        (_write_blocks, pointers | {"source_address": "i64"}, sizes),
+        (_write_blocks, *of_eight_heads(_LINES)),
         (_copy_rows, {"copies_ptr": "*i64"}, {"rows_tile": 8, "words": 256}),
     ):
         assert spilled_bytes(machine_code(kernel, types, constants, arch)) == 0
+
+
+def of_eight_heads(lines: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Return types and constants of `_write_blocks` for 8 heads of 128 in bf16, all of whose dims turn."""
+    tensors = ("source_ptr", "cos_ptr", "sin_ptr", "k_pool_ptr", "v_pool_ptr")
+    sizes = {"block_rows": 32, "heads": 8, "k_dim": 128, "v_dim": 128, "half": 64, "lines": lines}
+    padded = {"half_padded": 64, "rest_padded": 1, "v_padded": 128}
+    return {"blocks_ptr": "*i64", **dict.fromkeys(tensors, "*bf16")}, sizes | padded
+
+
+@for_every_arch
+def test_the_kernel_that_crosses_the_link_loads_sixteen_bytes_at_once(
+    arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thread that loads 2 bytes needs eight times as many loads: out of HBM 256 GB/s, where 16 bytes reach 684."""
+    pytest.importorskip("triton")
+    from reprise.kernels.triton_copies import _LINES, _write_blocks
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = compiled(_write_blocks, *of_eight_heads(_LINES), arch)["ptx"]
+    loads = re.findall(r"ld\.global\S*", ptx)
+    assert {load for load in loads if not load.endswith(("b64", "v4.b32"))} == set()
+    assert sum(load.endswith("v4.b32") for load in loads) >= 6  # two halves of keys, angles and values
+
+
+def test_blocks_that_begin_between_sixteen_bytes_are_refused() -> None:
+    pytest.importorskip("triton")
+    from reprise.kernels import triton_copies
+    from reprise.kernels.block_writer import _CudaWriter
+
+    dims = {"heads": 2, "dim": 16}
+    pages = KvPages(*(torch.zeros(1, ROWS, dims["heads"], dims["dim"], dtype=torch.bfloat16) for _ in range(2)))
+    blocks = np.array([[4, 1, 0, 0]], np.int64)
+    segments, table = torch.zeros(2, 2 * ROWS * 32, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="multiple"):
+        _CudaWriter(triton_copies, pages, ROWS).write(
+            segments, blocks, np.zeros(0, np.uint64), table, table, together=False
+        )

@@ -41,12 +41,18 @@ def interpreted(file: str, chosen: str) -> str:
     return ran.stdout
 
 
-def machine_code(
+def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, **launched: int) -> bytes:
+    """Return the machine code of a kernel, see `compiled`."""
+    code: bytes = compiled(kernel, types, constants, arch, **launched)["cubin"]
+    return code
+
+
+def compiled(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int = 4, num_stages: int = 3
-) -> bytes:
-    """Compile a kernel for CUDA by the assembler that comes with triton: no device needed. types: of its arguments, i32
-    where nothing is said. As at a launch for a model's usual sizes, addresses and strides are multiples of 16, on which
-    triton specialises what does not decline that."""
+) -> Any:
+    """Compile a kernel for CUDA by the assembler that comes with triton: no device needed. Returns its code by stage,
+    "ptx" and "cubin" among them. types: of its arguments, i32 where nothing is said. As at a launch for a model's usual
+    sizes, addresses and strides are multiples of 16, on which triton specialises what does not decline that."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
@@ -59,8 +65,7 @@ def machine_code(
     }
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
-    return code
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm
 
 
 def spilled_bytes(code: bytes) -> int:
