@@ -3,6 +3,7 @@ read or write is NaN."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,3 +203,32 @@ def test_blocks_that_begin_between_sixteen_bytes_are_refused() -> None:
         _CudaWriter(triton_copies, pages, ROWS).write(
             segments, blocks, np.zeros(0, np.uint64), table, table, together=False
         )
+
+
+class GridSpy:
+    """A kernel that keeps the number of programs it was launched with, and does nothing."""
+
+    def __init__(self) -> None:
+        self.programs: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.programs.append(grid[0])
+        return lambda *given, **named: None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
+def test_what_crosses_the_link_leaves_the_processors_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from reprise.kernels import triton_copies
+
+    spy = GridSpy()
+    monkeypatch.setattr(triton_copies, "_write_blocks", spy)
+    monkeypatch.setattr(triton_copies, "_copy_rows", spy)
+    pool, table = torch.zeros(100, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128, dtype=torch.bfloat16)
+    blocks = torch.zeros(200, 4, dtype=torch.int64)
+    triton_copies.write_blocks(torch.zeros(32, dtype=torch.bfloat16), blocks, table, table, pool, pool, 32)
+    triton_copies.copy_rows(np.full((200, 5), 16, np.int64), torch.device("cpu"))
+    assert spy.programs == [16, 16]
+    there = (x.to("meta") for x in (torch.zeros(32, dtype=torch.bfloat16), blocks, table, table, pool, pool))
+    triton_copies.write_blocks(*there, 32)
+    assert spy.programs[2] > 16, "rows that lie in HBM do not cross the link"
