@@ -55,7 +55,8 @@ def _finish(
     return mixed / tl.where(weight > 0, weight, 1.0)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Width of the block table and window change while serving: compiled for any, lest a turn wait for a compiler.
+@triton.jit(do_not_specialize=["table_row", "window"])  # type: ignore[untyped-decorator]
 def _attend(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,

@@ -374,3 +374,15 @@ def test_registers_suffice_for_heads_of_128(capability, rows, monkeypatch, tmp_p
     constants |= {"group": 4, "rows": rows, "tile": 64, "page_size": 32, "precision": "tf32"}
     code = machine_code(_attend, types, constants, capability, num_warps=_warps(rows, 128))
     assert spilled_bytes(code) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("name", ["table_row", "window"])
+def test_sizes_that_change_while_serving_compile_nothing(name: str) -> None:
+    """Triton compiles a kernel anew for a number that is 1 and for one that is a multiple of 16."""
+    pytest.importorskip("triton")
+    from reprise.kernels.attention.triton_paged import _attend
+
+    specialised = {param.name: not param.do_not_specialize for param in _attend.params if not param.is_constexpr}
+    assert not specialised[name]
+    assert specialised["k_row"], "a stride that does not change, of which the compiler should know that it is aligned"
