@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-import torch
 from torch import Tensor
 
 from reprise.cache.blocks.truncate import DoesNotFit
@@ -34,6 +33,7 @@ from reprise.engine.step.held_moves import HeldMoves
 from reprise.engine.step.intake import Intake
 from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 from reprise.engine.step.verify import Verifier
+from reprise.kernels.device_errors import is_sticky, lacks_memory
 from reprise.scheduler.budgets.budget import StepWork
 from reprise.scheduler.schedule import Schedule
 from reprise.scheduler.scheduler import Scheduler
@@ -117,8 +117,8 @@ class Engine:
 
     @staticmethod
     def is_fatal(error: Exception) -> bool:
-        """Errors of CUDA stay: whatever is called afterwards fails too. Running out of memory is none."""
-        return isinstance(error, torch.AcceleratorError) or isinstance(error.__cause__, torch.AcceleratorError)
+        """Whether a device has failed for good, see `reprise.kernels.device_errors`. Running out of memory passes."""
+        return is_sticky(error)
 
     def fail_all(self, message: str) -> list[Output]:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
@@ -275,7 +275,9 @@ class Engine:
         are of no use."""
         try:
             return self._compute.run(schedule.chunks, self._choices, drafts)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             problem = error.with_traceback(None)  # whose frames hold what was computed so far
         for chunk in schedule.chunks:
             self._choices[chunk.sequence.request_id].draft = None

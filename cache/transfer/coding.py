@@ -72,7 +72,7 @@ class Decoder:
 
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
         """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
-        torch's team of threads. Raises RuntimeError if a device has no memory: see `lacks_memory`."""
+        torch's team of threads. Raises RuntimeError if a device has no memory: see `reprise.kernels.device_errors`."""
         shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
             pinned = self._device.type == "cpu" and self._slab.segments(layer).is_pinned()
@@ -83,12 +83,6 @@ class Decoder:
         most = max(1, PART_BYTES // (shape[1] * self.raw.element_size()))
         for some, rows in zip(segments.split(most), self.raw.split(most), strict=True):
             self._decodes.decode(layer, some, rows)
-
-
-def lacks_memory(error: RuntimeError) -> bool:
-    """Whether a device has no memory: by torch's account, the driver's, or that of a library."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "status_alloc_failed" in text
 
 
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:

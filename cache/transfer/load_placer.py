@@ -7,13 +7,13 @@ from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.moves import NOT_ITS_COPY, Loaded, Transferred
 from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.storage.throttle import Throttle
-from reprise.cache.transfer.coding import lacks_memory
 from reprise.cache.transfer.device_streams import DeviceStream
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.key_rotations import KeyRotations
 from reprise.cache.transfer.layer_source import LandedSource, SlotSource, slot_source
 from reprise.cache.transfer.load_queue import LoadPart, LoadQueue
 from reprise.cache.transfer.loader import Loader, PagePool
+from reprise.kernels.device_errors import lacks_memory
 
 
 class LoadPlacer:

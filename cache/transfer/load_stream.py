@@ -14,7 +14,7 @@ from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.storage.throttle import Throttle
-from reprise.cache.transfer.coding import Decoder, lacks_memory
+from reprise.cache.transfer.coding import Decoder
 from reprise.cache.transfer.device_streams import DeviceStream
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.key_rotations import KeyRotations
@@ -25,6 +25,7 @@ from reprise.cache.transfer.load_reader import LoadReader
 from reprise.cache.transfer.loader import PagePool
 from reprise.cache.transfer.slot_reader import SlotReader
 from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.device_errors import lacks_memory
 
 log = logging.getLogger(__name__)
 

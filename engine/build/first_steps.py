@@ -26,6 +26,7 @@ from reprise.engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMa
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.warm_up import WarmUp
+from reprise.kernels.device_errors import lacks_memory
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,8 @@ def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes
         return None
     try:
         found = _tokens_beside(steps, wanted, device, kept_bytes)
-    except (torch.OutOfMemoryError, ModelRefused):
-        if not kept_bytes:
+    except (RuntimeError, ModelRefused) as error:
+        if not kept_bytes or not (isinstance(error, ModelRefused) or lacks_memory(error)):
             raise
         log.warning(
             "the device has no memory in which a whole window is decoded beside a step: some loads are computed"
@@ -124,7 +125,7 @@ def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes
 
 
 def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes: int) -> int:
-    """Raises ModelRefused, and torch.OutOfMemoryError if there is no memory for what is kept."""
+    """Raises ModelRefused, and an error that `lacks_memory` if there is none for what is kept."""
     kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
     try:
         return steps.tokens_that_fit(wanted)

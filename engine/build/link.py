@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 
 from reprise.cache.storage.slab import CodedSlab, Slab
-from reprise.cache.transfer.coding import Decoder, lacks_memory
+from reprise.cache.transfer.coding import Decoder
 from reprise.cache.transfer.device_streams import DeviceStream
+from reprise.kernels.device_errors import lacks_memory
 
 _BYTES = 64 << 20  # enough for the link to reach its pace, and a few milliseconds
 _COPIES = 3

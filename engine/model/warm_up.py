@@ -9,6 +9,7 @@ from torch import Tensor
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.device_errors import lacks_memory
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
@@ -60,7 +61,9 @@ class WarmUp:
         while tokens >= _LEAST_TOKENS:
             try:
                 self._seconds(0, tokens)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
                 tokens //= 2
             else:
                 return tokens

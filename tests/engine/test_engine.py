@@ -615,5 +615,7 @@ def test_errors_of_cuda_are_fatal_and_too_little_memory_is_not(path: Path) -> No
     wrapped = RuntimeError("a thread failed")
     wrapped.__cause__ = torch.AcceleratorError("illegal memory access")
     assert engine.is_fatal(torch.AcceleratorError("illegal memory access"))
+    assert engine.is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert engine.is_fatal(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"))
     assert engine.is_fatal(wrapped)
     assert not engine.is_fatal(torch.OutOfMemoryError("2 GiB"))

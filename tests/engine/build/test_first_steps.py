@@ -11,7 +11,10 @@ from reprise.engine.model.loading import ModelRefused
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), ModelRefused("no memory for a step")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), ModelRefused("no memory for a step")],
+)
 @pytest.mark.parametrize(("free_bytes", "found"), [(1000, None), (100, 40), (0, None)])
 def test_steps_leave_room_for_decoding_if_they_can(
     error: Exception, free_bytes: int, found: int | None, monkeypatch: pytest.MonkeyPatch

@@ -18,10 +18,23 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+NO_MEMORY = [
+    torch.OutOfMemoryError("2 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
 class SmallDevice:
     """Has memory for so many tokens a step."""
 
-    def __init__(self, driver: Driver, most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        most_tokens: int,
+        monkeypatch: pytest.MonkeyPatch,
+        error: RuntimeError = NO_MEMORY[0],
+    ) -> None:
+        self._error = error
         self.sizes: list[int] = []
         self._most_tokens = most_tokens
         self._activations: Callable[[], Any] = lambda: None
@@ -34,19 +47,21 @@ class SmallDevice:
         if self.sizes[-1] > self._most_tokens:
             activations = torch.zeros(1)
             self._activations = weakref.ref(activations)
-            raise torch.OutOfMemoryError("2 GiB")
+            raise self._error.with_traceback(None)
         return self._inner(batch, *arguments)
 
 
-@pytest.mark.parametrize("with_tiers", [True, False])
-def test_steps_become_smaller_until_they_fit(path: Path, monkeypatch: pytest.MonkeyPatch, with_tiers: bool) -> None:
+@pytest.mark.parametrize(("with_tiers", "error"), [(True, NO_MEMORY[0]), (False, NO_MEMORY[0]), (False, NO_MEMORY[1])])
+def test_steps_become_smaller_until_they_fit(
+    path: Path, monkeypatch: pytest.MonkeyPatch, with_tiers: bool, error: RuntimeError
+) -> None:
     prompts = [random_ids(120, seed) for seed in range(3)]
     options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
     config = {"cache_mode": "attentionstore", "dram_bytes": 1 << 20} if with_tiers else {}
     whole = Driver(path)
     expected = [whole.ask(str(n), prompt, **options).token_ids for n, prompt in enumerate(prompts)]
     driver = Driver(path, **config)
-    device = SmallDevice(driver, 40, monkeypatch)
+    device = SmallDevice(driver, 40, monkeypatch, error)
     answers = [driver.submit(str(n), prompt, **options) for n, prompt in enumerate(prompts)]
     driver.run()
     assert [answer.token_ids for answer in answers] == expected

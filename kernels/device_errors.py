@@ -1,0 +1,58 @@
+"""Tells errors of a device apart: a lack of memory passes, and what it calls sticky stays until the process ends.
+
+torch raises classes of its own for both. Triton, cuBLAS and cuDNN raise plain RuntimeErrors, of which only the text is
+known; what they write of is the driver's wording.
+"""
+
+import torch
+
+_OF_A_DEVICE = ("cuda", "cublas", "cudnn", "triton")
+_NO_MEMORY = ("out of memory", "status_alloc_failed")
+_WHILE_CAPTURING = ("captur",)  # refused while a graph is made, or by the graph's end; the device goes on
+_STICKY = (
+    "illegal memory access",
+    "illegal instruction",
+    "illegal address",
+    "misaligned address",
+    "invalid program counter",
+    "invalid address space",
+    "unspecified launch failure",
+    "launch timed out",
+    "hardware stack error",
+    "device-side assert",
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "status_execution_failed",
+    "status_internal_error",
+    "status_mapping_error",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a device has no memory: by torch's account, the driver's, or that of a library."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _mentions(error, _NO_MEMORY)
+    )
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether a device has failed for good, by this error or its cause: whatever is called afterwards fails."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _stays(cause):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _stays(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError) or lacks_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return not _mentions(error, _WHILE_CAPTURING)
+    return _mentions(error, _OF_A_DEVICE) and _mentions(error, _STICKY)
+
+
+def _mentions(error: BaseException, phrases: tuple[str, ...]) -> bool:
+    text = str(error).lower()
+    return any(phrase in text for phrase in phrases)
