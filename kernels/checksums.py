@@ -5,8 +5,10 @@ import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
@@ -15,7 +17,8 @@ from reprise.kernels.cpu.available import load_kernels
 Sums = NDArray[np.uint64]
 _MOST_THREADS = 4
 _PROCESSORS_EACH = 4  # of the machine, for every thread: the others compute
-_FEW_BYTES = 1 << 18  # below this, the compiled kernel is not worth its call
+_FEW_BYTES = 1 << 18  # below this, neither a compiled kernel nor a thread is worth its call
+_FREE_BYTES = 1 << 17  # a segment of so many is long enough for xxhash to let the GIL go
 _BYTES_EACH = 4 << 20  # below this, waking a thread costs more than it does
 
 
@@ -25,22 +28,40 @@ def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -
     numbers: list[int] = chosen.tolist()  # a block is sealed every 32 tokens, layer by layer: microseconds count
     if numbers and not (min(numbers) >= 0 and (max(numbers) + 1) * size <= len(memory)):
         raise IndexError("there is no such segment")
-    kernels = load_kernels() if len(numbers) * size >= _FEW_BYTES else None
-    if kernels is None or size < kernels.MIN_BYTES or len(memory) % 2:
+    if len(numbers) * size < _FEW_BYTES:
         view = memory.data
         return np.array([xxh3_64_intdigest(view[n * size : (n + 1) * size]) for n in numbers], np.uint64)
-    sums, starts, words = np.empty(len(chosen), np.uint64), chosen * size, memory.view(np.uint16)
-    shares = min(1 + _num_helpers(), max(1, sums.size * size // _BYTES_EACH))
-    if shares == 1:
-        kernels.add_sums(words, starts, size, sums)
-        return sums
+    sums, starts, kernels = np.empty(len(chosen), np.uint64), chosen * size, _compiled()
+    if kernels is None or size < kernels.MIN_BYTES or len(memory) % 2:
+        add, stream = _add_sums, memory
+        shares = 1 if size < _FREE_BYTES else _num_shares(sums.size * size)
+    else:
+        add, stream = kernels.add_sums, memory.view(np.uint16)
+        shares = _num_shares(sums.size * size)
     cuts = [sums.size * share // shares for share in range(shares + 1)]
-    spans = [slice(*cut) for cut in pairwise(cuts)]
-    helped = [_helpers().submit(kernels.add_sums, words, starts[span], size, sums[span]) for span in spans[1:]]
-    kernels.add_sums(words, starts[spans[0]], size, sums[spans[0]])
+    first, *others = (slice(*cut) for cut in pairwise(cuts))
+    helped = [_helpers().submit(add, stream, starts[span], size, sums[span]) for span in others]
+    add(stream, starts[first], size, sums[first])
     for share in helped:
         share.result()
     return sums
+
+
+def _add_sums(memory: NDArray[np.uint8], starts: NDArray[np.int64], size: int, sums: Sums) -> None:
+    """Do what the compiled `add_sums` does, by xxhash's own code."""
+    view = memory.data
+    sums[:] = [xxh3_64_intdigest(view[start : start + size]) for start in starts.tolist()]
+
+
+@functools.cache
+def _compiled() -> ModuleType | None:
+    """Return what numba compiles for this, which takes half a minute the first time. None where a CUDA device computes
+    and has no other use for it: xxhash is as fast, if not as free of the GIL."""
+    return None if torch.cuda.is_available() else load_kernels()
+
+
+def _num_shares(num_bytes: int) -> int:
+    return min(1 + _num_helpers(), max(1, num_bytes // _BYTES_EACH))
 
 
 @functools.cache

@@ -73,8 +73,10 @@ class SaveStream:
         engine's thread saves by itself: within the step, its first token would wait for that."""
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
         self.placed_bytes = 0  # saved by layers themselves, which no event reports
-        save_kernels()  # compiled before they are needed
-        if self._device.type == "cuda" and slab.num_slots:
+        # What saves is compiled before it is needed.
+        if self._device.type == "cpu":
+            save_kernels()
+        elif self._device.type == "cuda" and slab.num_slots:
             compile_for(slab.parts(range(slab.num_layers)), self._device)
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -40,3 +41,19 @@ def _three() -> module.ThreadPoolExecutor:
 def test_a_segment_that_there_is_not_is_refused(chosen: list[int]) -> None:
     with pytest.raises(IndexError):
         checksums(np.zeros(300, np.uint8), 100, np.array(chosen))
+
+
+@pytest.mark.parametrize("size", [1 << 14, 1 << 18])
+def test_where_cuda_computes_nothing_is_compiled_for_the_processors(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take half a minute at the start, or of the first turn whose KV is loaded."""
+    monkeypatch.setattr(module, "load_kernels", lambda: pytest.fail("the processors' kernels were compiled"))
+    monkeypatch.setattr(module, "_num_helpers", lambda: 3)
+    monkeypatch.setattr(module, "_helpers", _three)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module._compiled.cache_clear()
+    try:
+        memory = np.random.default_rng(size).integers(0, 256, 60 * size, np.uint8)
+        found = checksums(memory, size, np.arange(60)[::-1])
+    finally:
+        module._compiled.cache_clear()
+    assert found.tolist() == [xxh3_64_intdigest(memory[n * size :][:size].tobytes()) for n in range(60)][::-1]

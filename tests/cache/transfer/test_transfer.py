@@ -265,9 +265,9 @@ def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared
         assert not is_intact(slab, layer, 2), "it was given back"
 
 
-def save_stream(num_slots=2):
+def save_stream(num_slots=2, device="cpu"):
     """Make the stream of an engine whose kernels may save rows by themselves."""
-    pages = [KvPages(k=layer.k.bfloat16(), v=layer.v.bfloat16()) for layer in pools()]
+    pages = [KvPages(*(pool.bfloat16().to(device) for pool in (layer.k, layer.v))) for layer in pools()]
     slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.bfloat16, num_slots=num_slots, pinned=False)
     saves = SaveStream(
         pages=pages,
@@ -532,3 +532,13 @@ transfer.close(5.0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["2", "2"]
+
+
+def test_rows_of_a_device_are_saved_without_compiling_for_the_processors(monkeypatch):
+    """numba would take half a minute of a start on CUDA, whose rows are copied by Triton."""
+    compiled = []
+    monkeypatch.setattr("reprise.cache.transfer.save_stream.save_kernels", lambda: compiled.append("save"))
+    save_stream(device="meta")
+    assert not compiled
+    save_stream()
+    assert compiled == ["save"]
