@@ -20,9 +20,10 @@ from reprise.engine.build.scheduler import lone_step_tokens
 from reprise.engine.build.tiers import Tiers
 from reprise.engine.config import EngineConfig
 from reprise.engine.model.cpu.modules import FEW_ROWS
+from reprise.engine.model.cuda.capture import CaptureOnCuda
 from reprise.engine.model.exactness import TOKENS as PROOF_TOKENS
 from reprise.engine.model.exactness import Exactness, Proof
-from reprise.engine.model.graph_runner import CaptureOnCuda, GraphRunner, PlanMaker
+from reprise.engine.model.graph_runner import GraphRunner, PlanMaker
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.warm_up import WarmUp

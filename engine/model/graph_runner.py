@@ -20,6 +20,7 @@ from torch import Tensor
 
 from reprise.cache.transfer.capture import Captured, CaptureSink, SavedRows
 from reprise.engine.model.batch import BatchInput
+from reprise.engine.model.cuda.capture import Capture, Replay
 from reprise.engine.model.hf_model import ModelRunner, Step, forward
 from reprise.kernels.attention.ragged_batch import AttentionMeta
 
@@ -44,27 +45,6 @@ class PlanMaker(Protocol):
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 
     def plans(self, scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, FixedPlan]: ...
-
-
-Replay = Callable[[], None]
-Capture = Callable[[Callable[[], None]], Replay]
-"""Records what a call puts on the device; the result does that again."""
-
-
-class CaptureOnCuda:
-    """Captures graphs that share their memory: none is replayed before what the one before has written was used."""
-
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, call: Callable[[], None]) -> Replay:
-        """Raises RuntimeError where something of it cannot be recorded."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Other threads copy KV on streams of their own meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            call()
-        return graph.replay
 
 
 class _Inputs:

@@ -1,0 +1,61 @@
+"""Records what a call puts on a CUDA device as a graph, which one launch does again."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """What makes graphs. Called by the engine's thread."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device that all graphs hold together."""
+        ...
+
+    def __call__(self, call: Callable[[], None]) -> Replay:
+        """Record what a call puts on the device; the result does that again. Raises RuntimeError where something of it
+        cannot be recorded, or has no memory: see `reprise.kernels.device_errors`."""
+        ...
+
+
+class CaptureOnCuda:
+    """Captures graphs that share their memory: none is replayed before what the one before has written was used.
+
+    `torch.cuda.graph` would leave the stream of a capture that fails as the current one, and in torch 2.11 the
+    allocator as one that captures, which then refuses to free what it keeps.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self.held_bytes = 0
+
+    def __call__(self, call: Callable[[], None]) -> Replay:
+        """See Capture."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a capture may not free what the allocator keeps
+        before = torch.cuda.memory_reserved()
+        with torch.cuda.stream(self._stream):
+            try:
+                # Other threads copy KV on streams of their own meanwhile.
+                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                try:
+                    call()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()  # its error would say less than the first one
+                    raise
+                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it has ended, where torch does that by itself
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
+                raise
+            finally:
+                self.held_bytes += torch.cuda.memory_reserved() - before
+        return graph.replay
