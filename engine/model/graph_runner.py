@@ -23,10 +23,12 @@ from reprise.engine.model.batch import BatchInput
 from reprise.engine.model.cuda.capture import Capture, Replay
 from reprise.engine.model.hf_model import ModelRunner, Step, forward
 from reprise.kernels.attention.ragged_batch import AttentionMeta
+from reprise.kernels.device_errors import is_sticky, lacks_memory
 
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
+RETRY_AFTER_STEPS = 256  # of a size whose graph had no memory
 _LEAST_ITEMS = 4  # for each sequence: ranges that are not there cost nothing, and a graph that is not there some 0.4 s
 
 
@@ -125,6 +127,7 @@ class GraphRunner(ModelRunner):
         self._max_pages = -(-max_context // page_size)
         self._planner, self._capture = planner, capture
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._refused: dict[tuple[int, int], int] = {}  # graphs that had no memory -> steps until they are tried again
         self.why_not = ""
         """Why no graphs are used; empty while they are."""
 
@@ -140,7 +143,7 @@ class GraphRunner(ModelRunner):
         key = (most_rows, _rounded_up(max(num_items, _LEAST_ITEMS * most_rows)))
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._captured(key, batch)
+            graph = self._captured(key, batch) if self._may_capture(key) else None
             if graph is None:
                 return super().forward(batch.to(self._device), arrive, saved)
             self._graphs[key] = graph
@@ -186,8 +189,14 @@ class GraphRunner(ModelRunner):
             for name, plan in plans.items():
                 plan.fill(inputs.meta.scratch[name], batch.meta.context_lens)
             replay = self._capture(compute)
-        except RuntimeError as error:  # as where layers differ in the shapes of their KV
-            self._give_up(f"this model's steps cannot be captured: {str(error).splitlines()[0]}")
+        except RuntimeError as error:
+            if is_sticky(error):
+                raise
+            if lacks_memory(error):
+                self._refused[key] = RETRY_AFTER_STEPS
+                log.warning("steps of %d sequences run without a graph for now: %s", rows, error)
+            else:  # as where layers differ in the shapes of their KV
+                self._give_up(f"this model's steps cannot be captured: {str(error).splitlines()[0]}")
             return None
         graph = _Graph(inputs, plans, replay, found[0], found[1])
         graph.run(batch)
@@ -196,6 +205,12 @@ class GraphRunner(ModelRunner):
             self._give_up("a graph's logits differ from those of the same step without it")
             return None
         return graph
+
+    def _may_capture(self, key: tuple[int, int]) -> bool:
+        """Whether there may be memory for a graph: there was, or steps have gone by since there was none."""
+        left = self._refused.get(key, 0)
+        self._refused[key] = max(0, left - 1)
+        return left <= 1
 
     def _give_up(self, why: str) -> None:
         self.why_not = why

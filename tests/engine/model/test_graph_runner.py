@@ -9,7 +9,7 @@ import torch
 
 from reprise.cache.transfer.capture import Captured, CaptureSink
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
-from reprise.engine.model.graph_runner import GraphRunner
+from reprise.engine.model.graph_runner import RETRY_AFTER_STEPS, GraphRunner
 from reprise.engine.model.hf_model import ModelRunner, prepare
 from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import probe
@@ -208,3 +208,42 @@ def test_a_graph_that_computes_something_else_is_not_used() -> None:
     batch = build_batch([BatchItem("a", [5], 0, [0], wants_logits=True)], tables, PAGE, CPU)
     assert torch.equal(runner.forward(batch, None), eager.forward(batch, None))
     assert "differ" in runner.why_not
+
+
+def steps(runner: GraphRunner, count: int, sequences: int) -> None:
+    """Run decode steps of so many sequences, each on a page of its own."""
+    tables = BlockTables(max_seqs=sequences, max_pages=MOST // PAGE)
+    for _ in range(count):
+        items = [BatchItem(f"s{n}", [5 + n], 3, [n], wants_logits=True) for n in range(sequences)]
+        runner.forward(build_batch(items, tables, PAGE, CPU), None)
+
+
+def test_a_lack_of_memory_while_capturing_turns_nothing_off_for_good() -> None:
+    class Full(CountedCapture):
+        is_full = False
+
+        def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+            if self.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().__call__(call)
+
+    capture = Full()
+    _, runner = runners("llama", capture, saving=False)
+    steps(runner, 2, sequences=1)
+    capture.is_full = True
+    steps(runner, 2, sequences=4)
+    assert (runner.why_not, capture.replays) == ("", 2)
+    steps(runner, 2, sequences=1)
+    assert capture.replays == 4, "steps of other sizes are replayed as before"
+    capture.is_full = False
+    steps(runner, RETRY_AFTER_STEPS, sequences=4)
+    assert capture.captures == 2, "it is tried again, when there may be memory"
+
+
+def test_a_device_that_has_failed_is_no_model_that_cannot_be_captured() -> None:
+    def fail(call: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    _, runner = runners("llama", fail, saving=False)
+    with pytest.raises(RuntimeError, match="illegal"):
+        steps(runner, 1, sequences=1)
