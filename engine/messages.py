@@ -192,7 +192,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     selector: str = "none"  # chooses what decoding reads of long contexts
     fingerprint: str  # hex
     warnings: tuple[str, ...]
-    memory_plan: dict[str, int] = {}  # weights, weights_dram, hbm, dram, staging, disk, coding -> bytes
+    memory_plan: dict[str, int] = {}  # weights, weights_dram, hbm, graphs, dram, staging, disk, coding -> bytes
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):

@@ -10,12 +10,17 @@ from reprise.app.turn.sampling import OPENAI, SamplingDefaults
 from reprise.engine.build.resources import memory
 from reprise.engine.messages import ModelInfo
 
-ON_DEVICE = ("weights", "hbm")  # parts of the plan that use this machine's memory only if the model runs on it
+ON_DEVICE = (
+    "weights",
+    "hbm",
+    "graphs",
+)  # parts of the plan that use this machine's memory only if the model runs on it
 IN_MEMORY = (*ON_DEVICE, "weights_dram", "dram", "staging", "coding")
 NAMES = {
     "weights": "weights",
     "weights_dram": "weights in DRAM",
     "hbm": "KV in HBM",
+    "graphs": "CUDA graphs",
     "dram": "KV in DRAM",
     "staging": "staging",
     "disk": "KV on disk",

@@ -276,6 +276,7 @@ def _model_info(
             "weights": loaded.hbm_weight_bytes,
             **({"weights_dram": loaded.dram_weight_bytes} if loaded.offloaded is not None else {}),
             "hbm": hbm_tokens * probed.hbm_bytes_per_token,
+            **({"graphs": warm.graph_bytes} if warm.graph_bytes else {}),
             "dram": dram_tokens * stored_bytes + coded_dram_bytes,
             "staging": (tiers.num_slots - tiers.dram_slots) * stored_bytes * BLOCK_TOKENS,
             "disk": tiers.disk_bytes,

@@ -47,6 +47,7 @@ class WarmModel:
     least_chunk_tokens: int  # of a prompt, below which products are inefficient; 0: nobody asks
     rows_agree: bool  # whether few rows at once have the bits that they have one by one
     exactness: Exactness
+    graph_bytes: int = 0  # of the device, that decode steps hold as graphs
 
 
 def warm_up(
@@ -71,6 +72,7 @@ def warm_up(
             GraphRunner,
             scratch_page=room.num_pages,
             max_context=room.max_context,
+            held_tokens=room.num_pages * page_size,
             planner=probed.backend,
             capture=CaptureOnCuda(),
         )
@@ -97,12 +99,20 @@ def warm_up(
             remembered.keep(seen)
     else:
         steps.run_once()
-    if isinstance(runner, GraphRunner):
-        steps.decode(config.scheduler.max_seqs)
+    steps.decode(config.scheduler.max_seqs)  # before the largest step is tried, beside which graphs keep their memory
     wanted = min(most_rows, lone_step_tokens(config, step_tokens))
     most_tokens = _most_tokens(steps, wanted, device, kept_bytes=_decoding_bytes(loaded, probed, room, tiers))
     tiers.rates.expect_steps(seen.step_s, seen.token_s)
-    return WarmModel(runner, sink, step_tokens, most_tokens, seen.least_chunk_tokens, seen.rows_agree, seen.exactness)
+    return WarmModel(
+        runner=runner,
+        sink=sink,
+        step_tokens=step_tokens,
+        most_tokens=most_tokens,
+        least_chunk_tokens=seen.least_chunk_tokens,
+        rows_agree=seen.rows_agree,
+        exactness=seen.exactness,
+        graph_bytes=runner.graph_bytes if isinstance(runner, GraphRunner) else 0,
+    )
 
 
 def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes: int) -> int | None:

@@ -5,9 +5,9 @@ that changes from step to step lies in tensors of a fixed size (`_Inputs`), whic
 steps of up to so many sequences and ranges of keys; both are rounded up to a power of two, and rows that are over write
 to a page that nobody has.
 
-A graph is captured when a step first needs it, those of the usual sizes by steps before any request. That step is
-computed eagerly on the same padded tensors, then again by the graph: unless both give the same logits to the bit, and
-what a model does can be captured at all, no graphs are used, and the log says why.
+Graphs of all sizes are captured before any request (`capture_all`), so that no turn waits for one. The step of a
+capture is computed eagerly on the same padded tensors, then again by the graph: unless both give the same logits to the
+bit, and what a model does can be captured at all, no graphs are used, and the log says why.
 """
 
 import logging
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
 RETRY_AFTER_STEPS = 256  # of a size whose graph had no memory
-_LEAST_ITEMS = 4  # for each sequence: ranges that are not there cost nothing, and a graph that is not there some 0.4 s
+_LEAST_ITEMS = 4  # for each sequence: a range of keys that is not there costs little
+_HELD_TIMES = 4  # contexts may be so much longer together than what HBM holds, since sequences share pages
 
 
 class FixedPlan(Protocol):
@@ -114,18 +115,23 @@ class GraphRunner(ModelRunner):
         *,
         scratch_page: int,
         max_context: int,
+        held_tokens: int,
         planner: PlanMaker,
         capture: Capture,
         **model: Any,
     ) -> None:
-        """scratch_page: of `pages`, one that no sequence is ever given. planner: the backend. model: as ModelRunner
-        takes it."""
+        """scratch_page: of `pages`, one that no sequence is ever given. held_tokens: that all pages hold together.
+        planner: the backend. model: as ModelRunner takes it."""
         super().__init__(**model)
         page_size = self.pages[0].k.shape[1]
         self._device = self.pages[0].k.device
         self._scratch_slot = scratch_page * page_size
         self._max_pages = -(-max_context // page_size)
+        self._max_context = max_context
         self._planner, self._capture = planner, capture
+        self._longest_items = planner.num_items([max_context])
+        self._held_items = planner.num_items([_HELD_TIMES * held_tokens])
+        self._is_complete = False  # no graphs are to come, but for those that had no memory
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._refused: dict[tuple[int, int], int] = {}  # graphs that had no memory -> steps until they are tried again
         self.why_not = ""
@@ -139,21 +145,60 @@ class GraphRunner(ModelRunner):
         if arrive is not None or saved is not None or not self._can_replay(batch):
             return super().forward(batch.to(self._device), arrive, saved)
         rows = batch.token_ids.shape[0]
-        most_rows, num_items = _rounded_up(rows), self._planner.num_items(batch.meta.context_lens)
-        key = (most_rows, _rounded_up(max(num_items, _LEAST_ITEMS * most_rows)))
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._captured(key, batch) if self._may_capture(key) else None
-            if graph is None:
-                return super().forward(batch.to(self._device), arrive, saved)
-            self._graphs[key] = graph
-        else:
+        key = self._key(rows, self._planner.num_items(batch.meta.context_lens))
+        graph = None if key is None else self._graphs.get(key)
+        if graph is not None:
             graph.run(batch)
+        elif key is not None and self._may_capture(key):
+            graph = self._captured(key, batch)
+        if graph is None:
+            return super().forward(batch.to(self._device), arrive, saved)
         if graph.kept is not None and isinstance(self.sink, CaptureSink):
             keys, values = (part[:, :rows].clone() for part in graph.kept)  # the next replay overwrites them
             for layer in range(len(self.pages)):
                 self.sink.write(layer, keys[layer], values[layer])
         return graph.logits[:rows]
+
+    @torch.inference_mode()
+    def capture_all(self, most_sequences: int, batch_of: Callable[[int, int], BatchInput]) -> None:
+        """Capture steps of up to so many sequences, with contexts of any length; the largest first, so that the others
+        find their memory in its. batch_of: makes a step on the host for a number of sequences with contexts of a
+        number of tokens, which may be fewer than asked for."""
+        most_rows = _rounded_up(min(most_sequences, _MOST_ROWS))
+        row_counts = [1 << power for power in range(most_rows.bit_length())]
+        keys = [(rows, items) for rows in row_counts for items in self._item_counts(rows)]
+        for rows, items in sorted(keys, key=lambda key: key[1], reverse=True):
+            if self.why_not:
+                break
+            self._captured((rows, items), batch_of(rows, self._context_of(items // rows)))
+        self._is_complete = True
+        if self._graphs:
+            log.info("captured %d graphs in %d MiB", len(self._graphs), self._capture.held_bytes >> 20)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the device that graphs hold."""
+        return self._capture.held_bytes
+
+    def _context_of(self, items: int) -> int:
+        """Return the length of a context with nearly so many ranges of keys, and no more."""
+        context = min(self._max_context, self._max_context * items // self._longest_items)
+        while context > 1 and self._planner.num_items([context]) > items:
+            context -= context // 8 + 1
+        return max(1, context)
+
+    def _key(self, rows: int, items: int) -> tuple[int, int] | None:
+        """Return the size of the graph for so many sequences and ranges of keys; None: there is none as large."""
+        most_rows = _rounded_up(rows)
+        return next(((most_rows, count) for count in self._item_counts(most_rows) if count >= items), None)
+
+    def _item_counts(self, rows: int) -> list[int]:
+        """Return the numbers of ranges of keys that graphs of so many rows have, each twice the one before."""
+        most = min(rows * self._longest_items, self._held_items + rows)
+        counts = [_LEAST_ITEMS * rows]
+        while counts[-1] < most:
+            counts.append(min(2 * counts[-1], most))
+        return counts
 
     def _can_replay(self, batch: BatchInput) -> bool:
         """Only what every step does alike is in a graph."""
@@ -172,7 +217,8 @@ class GraphRunner(ModelRunner):
         )
 
     def _captured(self, key: tuple[int, int], batch: BatchInput) -> _Graph | None:
-        """Compute a step, capture it, and compute it again by that; None if it cannot be done or is not the same."""
+        """Compute a step, capture it, compute it again by that, and keep it; None if it cannot be done or is not the
+        same."""
         rows, most_items = key
         inputs = _Inputs(rows, self._max_pages, self._scratch_slot, self._device)
         inputs.fill(batch)
@@ -204,13 +250,16 @@ class GraphRunner(ModelRunner):
         if not torch.equal(eager[:count], graph.logits[:count]):
             self._give_up("a graph's logits differ from those of the same step without it")
             return None
+        self._graphs[key] = graph
         return graph
 
     def _may_capture(self, key: tuple[int, int]) -> bool:
-        """Whether there may be memory for a graph: there was, or steps have gone by since there was none."""
+        """Whether a graph may be captured now: at the start, or when steps have gone by since it had no memory."""
         left = self._refused.get(key, 0)
-        self._refused[key] = max(0, left - 1)
-        return left <= 1
+        if not left:
+            return not self._is_complete
+        self._refused[key] = left - 1
+        return left == 1
 
     def _give_up(self, why: str) -> None:
         self.why_not = why

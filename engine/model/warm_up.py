@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
+from reprise.engine.model.batch import BatchInput, BatchItem, BlockTables, build_batch
+from reprise.engine.model.graph_runner import GraphRunner
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.loading import ModelRefused
 from reprise.kernels.device_errors import lacks_memory
@@ -15,7 +16,6 @@ _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
 _EFFICIENT = 2 / 3  # of the best rate in tokens per second
 _FEW_AT_ONCE, _TRIED_TOKENS = 8, 29
-_MOST_DECODING = 32
 _LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
 
@@ -44,15 +44,21 @@ class WarmUp:
         return rows
 
     def decode(self, most_sequences: int) -> None:
-        """Run decode steps of 1, 2, 4 and more sequences, on a page each, from the host: where such steps are graphs,
-        they are captured."""
-        most = min(most_sequences, len(self._table), _MOST_DECODING)
-        tables = BlockTables(max_seqs=most, max_pages=1)
-        count = 1
-        while count <= most:
-            items = [BatchItem(f"warm-up-{page}", [0], 0, [page], wants_logits=True) for page in self._table[:count]]
-            self._runner.forward(build_batch(items, tables, self._page_size, torch.device("cpu")), None)
-            count *= 2
+        """Have a runner capture its decode steps of up to so many sequences."""
+        if isinstance(self._runner, GraphRunner):
+            self._runner.capture_all(most_sequences, self._decode_batch)
+
+    def _decode_batch(self, sequences: int, context: int) -> BatchInput:
+        """Return a decode step on the host, whose sequences are alike: their histories are the first page again and
+        again, which a step has written, and the last row of each is the first one of a page."""
+        history = (context - 1) // self._page_size
+        pages = [0] * history + [self._table[-1]]
+        items = [
+            BatchItem(f"warm-up-{n}", [0], history * self._page_size, pages, wants_logits=True)
+            for n in range(sequences)
+        ]
+        tables = BlockTables(max_seqs=sequences, max_pages=len(pages))
+        return build_batch(items, tables, self._page_size, torch.device("cpu"))
 
     def tokens_that_fit(self, most_tokens: int) -> int:
         """Return how many tokens of a prompt the device has memory for in a step: so many, or half of that, and so on.

@@ -15,6 +15,7 @@ from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import probe
 from reprise.engine.model.warm_up import WarmUp
 from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 from tests.engine.models import CPU, VOCAB, copied, family_model
 
 PAGE, PAGES, MOST = 16, 24, 96
@@ -32,6 +33,8 @@ class NoPlan:
 
 class CountedCapture:
     """Replays by calling, and counts."""
+
+    held_bytes = 0
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
@@ -78,6 +81,7 @@ def runners(name: str, capture: Any, *, saving: bool) -> tuple[ModelRunner, Grap
         extra: dict[str, Any] = {}
         if kind is GraphRunner:
             extra = {"scratch_page": PAGES, "max_context": MOST, "planner": NoPlan(), "capture": capture}
+            extra["held_tokens"] = PAGES * PAGE
         made.append(kind(model=model, pages=pages, backend=backend, sink=sink, **extra))
     return made[0], made[1]
 
@@ -137,11 +141,12 @@ def test_replayed_steps_are_eager_steps(name: str) -> None:
     assert capture.captures < 10
 
 
-def test_steps_before_any_request_capture_those_of_the_usual_sizes() -> None:
+def test_steps_before_any_request_capture_those_of_all_sizes() -> None:
     capture = CountedCapture()
     _, replaying = runners("llama", capture, saving=True)
-    WarmUp(runner=replaying, most_rows=MOST, page_size=PAGE, device=CPU).decode(most_sequences=5)
-    assert (capture.captures, replaying.why_not) == (3, "")
+    WarmUp(runner=replaying, most_rows=MOST, page_size=PAGE, device=CPU).decode(most_sequences=4)
+    captured = capture.captures
+    assert (captured >= 3, replaying.why_not) == (True, "")
     tables = BlockTables(max_seqs=4, max_pages=MOST // PAGE)
     for count in (1, 2, 3, 4):
         items = [
@@ -153,7 +158,114 @@ def test_steps_before_any_request_capture_those_of_the_usual_sizes() -> None:
         replaying.forward(build_batch(items, tables, PAGE, CPU), None)
         for item in items:
             tables.drop(item.request_id)
-    assert capture.captures == 3, "a turn has waited for a graph"
+    assert capture.captures == captured, "a turn has waited for a graph"
+
+
+class Blind:
+    """Attends to nothing, however long contexts are."""
+
+    name, page_multiple = "blind", PAGE
+
+    def forward(self, q: torch.Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> torch.Tensor:
+        return q.new_zeros(*q.shape[:2], kv.v.shape[3])
+
+
+class LongRanges:
+    """Ranges of keys as Triton's attention has them, in tables that must not overflow."""
+
+    def num_items(self, context_lens: Sequence[int]) -> int:
+        return sum(-(-length // 512) for length in context_lens) + len(context_lens)
+
+    def plans(self, scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, Any]:
+        return {"ranges": self._Table(self, most_items, most_sequences)}
+
+    class _Table:
+        def __init__(self, planner: "LongRanges", most_items: int, most_sequences: int) -> None:
+            self._planner, self._most_items, self._most_sequences = planner, most_items, most_sequences
+
+        def launch(self, device: torch.device) -> None:
+            pass
+
+        def fill(self, launches: None, context_lens: Sequence[int]) -> None:
+            assert len(context_lens) <= self._most_sequences
+            assert self._planner.num_items(context_lens) <= self._most_items
+
+
+WINDOW = 131_072
+
+
+def long_runner(capture: Any, *, held_tokens: int = 1 << 22) -> GraphRunner:
+    model = prepare(copied(family_model("llama")))
+    pages = make_pages(probe(model, NaiveAttention(), PAGE).shapes, 3, PAGE, torch.float32, CPU)
+    return GraphRunner(
+        scratch_page=2,
+        max_context=WINDOW,
+        held_tokens=held_tokens,
+        planner=LongRanges(),
+        capture=capture,
+        model=model,
+        pages=pages,
+        backend=Blind(),
+        sink=None,
+    )
+
+
+def decode(runner: GraphRunner, contexts: Sequence[int]) -> None:
+    """Run one step of sequences with contexts of these lengths."""
+    tables = BlockTables(max_seqs=len(contexts), max_pages=WINDOW // PAGE)
+    items = [
+        BatchItem(f"s{n}", [5], context - 1, [0] * -(-context // PAGE), wants_logits=True)
+        for n, context in enumerate(contexts)
+    ]
+    runner.forward(build_batch(items, tables, PAGE, CPU), None)
+
+
+def test_no_context_waits_for_a_graph_after_the_start() -> None:
+    """A turn that grows into 131k tokens passed a size, and its capture, at each doubling."""
+    capture, rng = CountedCapture(), random.Random(1)
+    runner = long_runner(capture)
+    WarmUp(runner=runner, most_rows=2 * PAGE, page_size=PAGE, device=CPU).decode(most_sequences=6)
+    captured, replays = capture.captures, capture.replays
+    assert captured <= 32
+    lengths = [1, 2, 511, 512, 513, 1025, 1536, 2048, 4097, 28_000, 65_537, WINDOW - 1, WINDOW]
+    for sequences in range(1, 7):
+        for context in lengths:
+            decode(runner, [context] * sequences)
+        decode(runner, [rng.choice(lengths) for _ in range(sequences)])
+    assert capture.captures == captured
+    assert capture.replays - replays == 6 * (len(lengths) + 1), "and all are replayed"
+    assert runner.why_not == ""
+
+
+def test_there_are_no_graphs_of_more_than_hbm_holds_several_times() -> None:
+    capture = CountedCapture()
+    WarmUp(runner=long_runner(capture), most_rows=2 * PAGE, page_size=PAGE, device=CPU).decode(most_sequences=8)
+    small = CountedCapture()
+    runner = long_runner(small, held_tokens=WINDOW)
+    WarmUp(runner=runner, most_rows=2 * PAGE, page_size=PAGE, device=CPU).decode(most_sequences=8)
+    assert small.captures < capture.captures
+    captured = small.captures
+    decode(runner, [WINDOW] * 8)  # sequences that share pages: computed eagerly
+    assert small.captures == captured
+
+
+def test_a_size_that_had_no_memory_at_the_start_is_captured_when_there_is() -> None:
+    class FullAtFirst(CountedCapture):
+        failures = 1
+
+        def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+            if self.failures:
+                self.failures -= 1
+                raise torch.OutOfMemoryError("2 GiB")
+            return super().__call__(call)
+
+    capture = FullAtFirst()
+    runner = long_runner(capture)
+    WarmUp(runner=runner, most_rows=2 * PAGE, page_size=PAGE, device=CPU).decode(most_sequences=2)
+    captured = capture.captures
+    for _ in range(RETRY_AFTER_STEPS):
+        decode(runner, [WINDOW, WINDOW])  # the largest is captured first
+    assert capture.captures == captured + 1
 
 
 def test_what_is_saved_outlives_the_next_replay() -> None:
