@@ -35,6 +35,7 @@ def collect(
     verifier: Verifier | None,
     weights: WeightStream | None,
     drafts: DraftCounters,
+    eager_decode_steps: int,
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
     gauges, stats = cache.gauges(), cache.stats
@@ -49,6 +50,7 @@ def collect(
         hbm_pages_cached=gauges.hbm_pages_cached,
         steps=counters.steps,
         step_seconds=counters.step_seconds,
+        eager_decode_steps=eager_decode_steps,
         prompt_tokens=dict(stats.prompt_tokens),
         generated_tokens=counters.generated_tokens,
         drafted_tokens={

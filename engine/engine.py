@@ -558,4 +558,5 @@ class Engine:
             verifier=self._verifier,
             weights=self._compute.runner.weights,
             drafts=self._drafter.counters,
+            eager_decode_steps=self._compute.eager_decode_steps,
         )

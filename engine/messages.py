@@ -321,6 +321,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     hbm_pages_cached: int  # not pinned, kept for reuse
     steps: int
     step_seconds: float
+    eager_decode_steps: int = 0  # of these, on CUDA, those that only decoded and were no graphs
     prompt_tokens: dict[str, int]  # outcome (hbm, computed, ...) -> tokens since start
     generated_tokens: int
     drafted_tokens: dict[str, int]  # "context accepted", "prediction rejected" and so on -> tokens of drafts

@@ -69,6 +69,7 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     counters: tuple[tuple[str, str, float], ...] = (
         ("steps", "Batches run.", stats.steps),
         ("step_seconds", "Time spent in batches.", stats.step_seconds),
+        ("eager_decode_steps", "On CUDA, steps that only decoded and were no graphs.", stats.eager_decode_steps),
         ("generated_tokens", "Tokens sampled.", stats.generated_tokens),
         ("evicted_blocks", "Blocks that left HBM to make room.", stats.evicted_blocks),
         ("offloaded_blocks", "Of these, in the background.", stats.offloaded_blocks),

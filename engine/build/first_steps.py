@@ -13,6 +13,7 @@ import torch
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.transfer.capture import CaptureSink
 from reprise.cache.transfer.coding import DECODING_FACTOR, PART_BYTES
+from reprise.engine.build.eager import why_eager
 from reprise.engine.build.model import LoadedModel, ProbedModel
 from reprise.engine.build.remembered import FirstSteps, Remembered, key_of
 from reprise.engine.build.room import Room
@@ -65,17 +66,7 @@ def warm_up(
     shown: dict[str, Any] = {"sink": sink}
     if probed.codec.projection is not None and sink is not None:
         shown = {"sink": None, "inputs": sink.write_input}
-    # A graph has rows that are over, and a product of more rows may round otherwise.
-    graphs = device.type == "cuda" and make_runner is ModelRunner and config.model.exact != "on"
-    if graphs and isinstance(probed.backend, PlanMaker):
-        make_runner = functools.partial(
-            GraphRunner,
-            scratch_page=room.num_pages,
-            max_context=room.max_context,
-            held_tokens=room.num_pages * page_size,
-            planner=probed.backend,
-            capture=CaptureOnCuda(),
-        )
+    make_runner = _graphs_or(make_runner, config, loaded, probed, room, device)
     runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, **shown)
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
@@ -112,6 +103,31 @@ def warm_up(
         rows_agree=seen.rows_agree,
         exactness=seen.exactness,
         graph_bytes=runner.graph_bytes if isinstance(runner, GraphRunner) else 0,
+    )
+
+
+def _graphs_or(
+    make_runner: Callable[..., ModelRunner],
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probed: ProbedModel,
+    room: Room,
+    device: torch.device,
+) -> Callable[..., ModelRunner]:
+    """Return what makes a runner that replays decode steps, where there may be graphs; else `make_runner`."""
+    if device.type != "cuda":
+        return make_runner
+    if why := why_eager(config, loaded, probed):
+        log.warning("every step runs without CUDA graphs, which costs several times the time of a token: %s", why)
+        return make_runner
+    assert isinstance(probed.backend, PlanMaker)
+    return functools.partial(
+        GraphRunner,
+        scratch_page=room.num_pages,
+        max_context=room.max_context,
+        held_tokens=room.num_pages * probed.page_size,
+        planner=probed.backend,
+        capture=CaptureOnCuda(),
     )
 
 

@@ -153,6 +153,7 @@ class GraphRunner(ModelRunner):
             graph = self._captured(key, batch)
         if graph is None:
             return super().forward(batch.to(self._device), arrive, saved)
+        self.replayed_steps += 1
         if graph.kept is not None and isinstance(self.sink, CaptureSink):
             keys, values = (part[:, :rows].clone() for part in graph.kept)  # the next replay overwrites them
             for layer in range(len(self.pages)):

@@ -339,6 +339,7 @@ class ModelRunner:
         self.inputs = inputs  # receives these: by layer, [tokens, width]
         self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
+        self.replayed_steps = 0  # as graphs, since the start
         self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
         self.short_way: Shortcut | None = getattr(model, SHORT_WAY, None)
         self.weights: WeightStream | None = None  # through which layers' weights come to HBM; None: they are there

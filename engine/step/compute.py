@@ -148,6 +148,8 @@ class StepCompute:
         self._sink = sink
         self._parked = parked
         self._last: Fence | None = None  # behind the pass before
+        self.eager_decode_steps = 0
+        """Steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a graph."""
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
         """Launch a forward pass, when the one before is over. `capture` follows, and once only. drafts: by sequence,
@@ -176,12 +178,14 @@ class StepCompute:
         reads_parked = self._begin_parked(batch.meta, items)
         if self._last is not None:
             self._last.wait()
-        begun = self._stream.fence()
+        begun, replayed = self._stream.fence(), self.runner.replayed_steps
         try:
             logits = self.runner.forward(batch, arrival, saved)
         finally:
             self.runner.stand_in = None
             done = self._last = self._stream.fence()
+        is_decode = self._device.type == "cuda" and all(chunk.num_tokens == 1 for chunk in chunks) and not drafts
+        self.eager_decode_steps += is_decode and self.runner.replayed_steps == replayed
         if reads_parked and self._parked is not None:
             done.wait()  # it reads slots, which nobody orders behind a step
             for request_id, keys in self._parked.take_lost().items():
