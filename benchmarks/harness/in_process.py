@@ -80,6 +80,7 @@ class Turn:
     timings: Timings | None = None
     first_s: float | None = None  # when the first token was there
     done_s: float | None = None
+    times_s: list[float] = field(default_factory=list)  # when each token was there
 
     @property
     def text(self) -> list[int]:
@@ -99,13 +100,21 @@ class InProcess:
     def __init__(self, engine_config: EngineConfig) -> None:
         self.engine = build_engine(engine_config)
         self._turns: dict[str, Turn] = {}
+        self.drawn_tokens = 0  # of all turns
 
     def share_weights(self, other: "InProcess") -> None:
         """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
         self.engine._compute.runner.model = other.engine._compute.runner.model
 
-    def submit(self, session: str, prompt: Sequence[int], new_tokens: int, prediction: Sequence[int] = ()) -> Turn:
-        """Queue a turn. prediction: of its answer. Raises TurnFailed."""
+    def submit(
+        self,
+        session: str,
+        prompt: Sequence[int],
+        new_tokens: int,
+        prediction: Sequence[int] = (),
+        sampling: SamplingParams | None = None,
+    ) -> Turn:
+        """Queue a turn. prediction: of its answer; sampling: None: `greedy`. Raises TurnFailed."""
         now = time.monotonic()
         request = f"{session}/{len(self._turns)}"
         turn = self._turns[request] = Turn(list(prompt), now)
@@ -117,7 +126,7 @@ class InProcess:
                 cache_salt="",
                 token_ids=turn.prompt,
                 num_choices=1,
-                sampling=greedy(new_tokens),
+                sampling=greedy(new_tokens) if sampling is None else sampling,
                 prediction=list(prediction),
             ),
             now,
@@ -166,6 +175,8 @@ class InProcess:
             if output.token_ids and turn.first_s is None:
                 turn.first_s = now
             turn.token_ids += output.token_ids
+            self.drawn_tokens += len(output.token_ids)
+            turn.times_s += [now] * len(output.token_ids)
             turn.report = output.report or turn.report
             turn.timings = output.timings or turn.timings
             if output.finish_reason is not None:
