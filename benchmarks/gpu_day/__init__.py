@@ -1,1 +1,1 @@
-"""What one call on a machine with a GPU measures, in sections; see `__main__`."""
+"""What one call on a machine with a GPU measures, in sections of items; see `__main__`."""

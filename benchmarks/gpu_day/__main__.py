@@ -1,109 +1,109 @@
-"""All that needs a GPU, in one call of at most ten minutes on a machine that may have no network.
+"""All that needs a GPU, in one call of at most nine minutes on a machine that may have no network.
 
-    python -m benchmarks.gpu_day --out DIR [--until 570] [--shape 8b] [--only ceilings tests ...]
-    python -m benchmarks.gpu_day --out DIR --dry
+    python -m benchmarks.gpu_day --out DIR [--until 540] [--only ceilings truth ...] [--without-stamp]
+    python -m benchmarks.gpu_day --out DIR --dry [--stamp]
+    python -m benchmarks.gpu_day --merge DIR
 
-Sections are processes, each with a time limit of its own: what hangs costs its section, not the others. A section
-writes SECTION.json when it has measured, and SECTION.log says what it printed. REPORT.md has what matters of all. The
-dry form runs every section on the CPU with a tiny shape, so that what waits for a GPU does not rot until there is one.
+Sections are processes, whose items have time limits of their own: what hangs or dies costs its item. Figures come
+before the long tail. The folder gets four files at most: results.jsonl and tests.jsonl, a line as soon as it is there,
+log.txt with what was printed, and REPORT.md, which is printed last.
+
+The dry form runs every item on the CPU with tiny shapes, so that what waits for a GPU does not rot. `make
+gpu-day-preflight` does that with the versions of torch and transformers that the card's machine has, and leaves a
+stamp; without it, or after a change, the day does not begin. What the machine is given beside the sources: that stamp
+(build/gpu_day_preflight/stamp.json), and what `carried` names. `--merge` writes a day's results where they are kept.
 """
 
 import argparse
-import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.gpu_day.carried import FOLDER
+from benchmarks.gpu_day.merge import merge
+from benchmarks.gpu_day.report import report
+from benchmarks.gpu_day.stamp import ROOT, tree_hash, versions, why_refused, write_stamp
+from benchmarks.gpu_day.supervisor import Supervisor
+
+# Modules of this folder -> seconds, in the order of what is to be known first; 540 in all.
+SECTIONS = {
+    "ceilings": 25.0,
+    "truth": 45.0,
+    "turns": 150.0,
+    "unsaved": 40.0,
+    "attention": 45.0,
+    "kernels": 45.0,
+    "peers": 80.0,
+    "gpu_tests": 90.0,
+    "memcheck": 20.0,
+}
+_ALL_S = 540.0
+_DRY_PATIENCE = 5.0  # a CPU compiles kernels at its first day, on processors that others use too
+_REPORT_S = 3.0  # kept for the report
+_ENVIRONMENT = {
+    "USE_HUB_KERNELS": "NO",  # transformers would take our package `kernels` for the hub's
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONFAULTHANDLER": "1",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    name: str
-    limit_s: float
-    command: tuple[str, ...]
+def day(out: Path, only: Sequence[str], until_s: float, carried: Path, *, dry: bool) -> Supervisor:
+    """Run the sections, one after the other. What one leaves of its time the next ones have."""
 
+    def command(section: str, skip: Sequence[str]) -> list[str]:
+        module = [sys.executable, "-m", "benchmarks.gpu_day.worker", section, "--device", "cpu" if dry else "cuda"]
+        return [*module, "--carried", str(carried), "--out", str(out), "--skip", *skip]
 
-def sections(shape: str, out: Path, *, dry: bool) -> list[Section]:
-    """In their order. The model is made where its first reader looks for it."""
-    device = "cpu" if dry else "cuda"
-    arguments = ("--device", device, "--shape", shape, "--model", str(out.parent / f"model-{shape}"))
-
-    def module(name: str, limit_s: float) -> Section:
-        command = (sys.executable, "-m", f"benchmarks.gpu_day.{name}", *arguments, "--out", str(out / f"{name}.json"))
-        return Section(name, limit_s, command)
-
-    def pytest(*arguments: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
-
-    of_engine = (f"tests/engine/{path}" for path in ("step/test_sampler.py", "model/cuda", "test_on_gpu.py"))
-    parallel = ("-n", "1" if dry else "4", "-p", "no:benchmark", "--junitxml", str(out / "tests.xml"))
-    found = [
-        module("ceilings", 60.0),
-        Section("tests", 150.0, pytest(*parallel, "tests/kernels", *of_engine)),
-        module("kernels", 60.0),
-        module("turns", 240.0),
-        module("baseline", 90.0),
-    ]
-    checker = None if dry else shutil.which("compute-sanitizer")
-    if checker is not None:
-        checked = (checker, "--tool", "memcheck", "--error-exitcode", "9", *pytest("tests/kernels/test_triton_rows.py"))
-        found.append(Section("memcheck", 60.0, checked))
-    return found
-
-
-def run(section: Section, out: Path, limit_s: float) -> str:
-    """Returns how it ended."""
-    with (out / f"{section.name}.log").open("w", encoding="utf-8") as log:
-        started = time.monotonic()
-        try:
-            status = subprocess.run(section.command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            return f"stopped after {limit_s:.0f} s"
-    return f"exit status {status} after {time.monotonic() - started:.0f} s"
-
-
-def report(out: Path, ends: dict[str, str]) -> str:
-    """Markdown: how each section ended, and its figures or the end of its log."""
-    lines = ["# GPU day", ""]
-    for name, end in ends.items():
-        lines += [f"## {name}: {end}", ""]
-        found = out / f"{name}.json"
-        if found.exists():
-            result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-            lines += [f"- {label}: {value}" for label, value in result.items()]
-        if not found.exists() or not end.startswith("exit status 0"):
-            log = (out / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            lines += ["```", *log[-25:], "```"]
-        lines.append("")
-    return "\n".join(lines)
+    if dry:
+        os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take long where others compute
+    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+    end_s = time.monotonic() + until_s - _REPORT_S
+    supervisor = Supervisor(out, command, end_s, patience=_DRY_PATIENCE if dry else 1.0)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    supervisor.say("day", "start", commit=commit.stdout.strip(), tree=tree_hash(ROOT), versions=versions(), dry=dry)
+    saved_s = 0.0
+    for section, limit_s in SECTIONS.items():
+        if only and section not in only:
+            continue
+        began_s = time.monotonic()
+        supervisor.run(section, limit_s + saved_s)
+        saved_s = max(0.0, saved_s + limit_s - (time.monotonic() - began_s))
+        print(f"{section}: {time.monotonic() - began_s:.0f} s", flush=True)
+    return supervisor
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory for results")
-    parser.add_argument("--until", type=float, default=570.0, help="seconds for all sections together")
-    parser.add_argument("--shape", default="8b", help="of the random model, see benchmarks.harness.make_model")
-    parser.add_argument("--only", nargs="+", help="sections")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, with the tiny shape")
-    arguments = parser.parse_args()
-    out: Path = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")
-    until = time.monotonic() + arguments.until
-    ends: dict[str, str] = {}
-    for section in sections("tiny" if arguments.dry else arguments.shape, out, dry=arguments.dry):
-        if arguments.only and section.name not in arguments.only:
-            continue
-        left_s = until - time.monotonic()
-        ends[section.name] = run(section, out, min(section.limit_s, left_s)) if left_s > 5 else "no time was left"
-        (out / "REPORT.md").write_text(report(out, ends), encoding="utf-8")
-        print(f"{section.name}: {ends[section.name]}", flush=True)
-    print(report(out, ends))
-    sys.exit(any(not end.startswith(("exit status 0", "exit status 5")) for end in ends.values()))
+    parser.add_argument("--out", type=Path, help="directory for results")
+    parser.add_argument(
+        "--merge", type=Path, metavar="DIR", help="write the results of this folder where they are kept"
+    )
+    parser.add_argument("--until", type=float, default=_ALL_S, help="seconds for all sections together")
+    parser.add_argument("--only", nargs="+", default=[], choices=SECTIONS, metavar="SECTION")
+    parser.add_argument("--carried", type=Path, default=ROOT / FOLDER, help="directory of what is not of this project")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny shapes")
+    parser.add_argument("--stamp", action="store_true", help="with --dry: leave a stamp if all was well")
+    parser.add_argument("--without-stamp", action="store_true", help="begin without a preflight")
+    given = parser.parse_args()
+    if given.merge is not None:
+        merge(given.merge)
+        return
+    if given.out is None or (given.stamp and (not given.dry or given.only)):
+        parser.error("--out is missing, or --stamp is not with --dry and all sections")
+    if not given.dry and not given.without_stamp and (why := why_refused()):
+        parser.error(f"{why}; --without-stamp begins all the same")
+    out: Path = given.out.resolve()
+    ran = day(out, given.only, given.until, given.carried.resolve(), dry=given.dry)
+    text = report(out, "GPU day, dry" if given.dry else "GPU day")
+    (out / "REPORT.md").write_text(text, encoding="utf-8")
+    print(text)
+    if given.stamp and not ran.failures:
+        write_stamp()
+    sys.exit(bool(ran.failures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products with
-packed weights, coded blocks, blocks that cross the link. On the CPU, where it only proves that it runs, Triton's
+packed weights, coded blocks. On the CPU, where it only proves that it runs, Triton's
 kernels are left out."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from benchmarks.gpu_day.section import Asked, asked, seconds
+from benchmarks.gpu_day.items import Asked, Item
+from benchmarks.gpu_day.timing import wall_ms
 from benchmarks.harness.in_process import greedy
 from reprise.engine.model.cuda.layer import linear
 from reprise.engine.model.cuda.quantised import CudaQuantisedLinear
@@ -20,24 +22,22 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 from reprise.kernels.codecs.codec import Decodes
 from reprise.kernels.packed import GROUP, Bits
 from reprise.kernels.packed_rows import PackedRows
-from reprise.kernels.triton_kernels import triton_copies, triton_draws, triton_packed
+from reprise.kernels.triton_kernels import triton_draws, triton_packed
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # of an 8 B model
 
 
-def measure(wanted: Asked) -> dict[str, Any]:
-    device = wanted.device
-    result: dict[str, Any] = dict(_draws(device))
-    wanted.write(result)
-    result["attention of steps that decode"] = _decode(device)
-    wanted.write(result)
-    result["products with packed weights"] = _packed(device)
-    wanted.write(result)
-    result["a layer of coded blocks decoded"] = _decoded(device)
-    wanted.write(result)
-    if wanted.on_gpu:
-        result["blocks out of page-locked memory, GB/s by lines at once"] = _blocks(device)
-    return result
+def open_section(asked: Asked) -> Asked:
+    return asked
+
+
+def items(asked: Asked) -> Sequence[Item]:
+    return [
+        Item("draws", 20, lambda asked: [_draws(asked.device)]),
+        Item("attention of steps that decode", 20, lambda asked: [_decode(asked.device)]),
+        Item("products with packed weights", 25, lambda asked: [_packed(asked.device)]),
+        Item("a layer of coded blocks decoded", 25, lambda asked: [_decoded(asked.device)]),
+    ]
 
 
 def _draws(device: torch.device) -> dict[str, Any]:
@@ -157,27 +157,6 @@ def _meta(sequences: int, context: int, table: Tensor) -> AttentionMeta:
     )
 
 
-def _blocks(device: torch.device) -> dict[int, float]:
-    """A layer of 16,384 tokens, rotated on the way."""
-    kernels: Any = triton_copies()
-    if kernels is None:
-        return {}
-    count, elements = 512, BLOCK_ROWS * KV_HEADS * DIM * 2
-    segments = torch.randn(count, elements).bfloat16().pin_memory()
-    pools = torch.empty(2, count * BLOCK_ROWS // PAGE, PAGE, KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, count * BLOCK_ROWS, DIM, device=device).bfloat16()
-    number = torch.randperm(count)
-    blocks = torch.stack(
-        (number * elements, torch.full_like(number, BLOCK_ROWS), *[torch.arange(count) * BLOCK_ROWS] * 2), 1
-    )
-    blocks, found = blocks.to(device), {}
-    for lines in (32, 64):
-        kernels._LINES = lines
-        taken = seconds(lambda: kernels.write_blocks(segments, blocks, cos, sin, *pools, BLOCK_ROWS), device, 10)
-        found[lines] = round(segments.nbytes / taken / 1e9, 1)
-    return found
-
-
-if __name__ == "__main__":
-    request = asked()
-    request.write(measure(request))
+def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Return the median seconds of a call with what it has put on the device."""
+    return wall_ms(call, device, repeats) / 1e3

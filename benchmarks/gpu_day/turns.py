@@ -1,165 +1,298 @@
-"""What the engine does on the card: tokens a second by streams, prompts, and returning turns by tier."""
+"""What the engine does on the card, in figures that people quote: tokens a second by streams, prompts, returning turns
+by tier with first and later tokens, and streams beside a load or a prompt."""
 
 import random
+import tempfile
 import time
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import psutil
 import torch
+from msgspec.structs import replace
 
-from benchmarks.gpu_day.section import Asked, asked
-from benchmarks.harness.in_process import InProcess, Turn, config, kv_bytes_per_token, vocabulary_of
+from benchmarks.gpu_day.items import Asked, Item, Values
+from benchmarks.gpu_day.shape import directory, drawn_where_needed, step_bytes
+from benchmarks.gpu_day.timing import spread
+from benchmarks.harness.in_process import InProcess, Turn, config, greedy, kv_bytes_per_token, vocabulary_of
+from reprise.engine.messages import SessionRequest
+
+GIB = 1 << 30
+_STEADY_AFTER_STEPS = 3  # in which all streams draw
+_FAR = 1 << 30  # tokens: more than any conversation has
 
 
 class Day:
-    """One engine and all that is measured of it."""
+    """One engine and its conversations. mode: of the cache."""
 
-    def __init__(self, wanted: Asked) -> None:
-        self._wanted, self._rng = wanted, random.Random(0)
-        on_gpu = wanted.on_gpu
-        self._history = 28_000 if on_gpu else 256
-        self._context, self._new = (1024, 64) if on_gpu else (48, 8)
-        self._streams = (1, 8, 32) if on_gpu else (1, 2)
-        model = wanted.made_model()
-        self._vocabulary, self._bytes_per_token = vocabulary_of(model), kv_bytes_per_token(model)
+    mode = "attentionstore"
+
+    def __init__(self, asked: Asked) -> None:
+        self.on_gpu = on_gpu = asked.on_gpu
+        self._rng = random.Random(0)
+        self.history, self.context, self.new = (28_000, 1024, 100) if on_gpu else (256, 32, 8)
+        path = str(directory(on_gpu))
+        self._vocabulary, self.kv_bytes = vocabulary_of(path), kv_bytes_per_token(path)
         started = time.monotonic()
-        self._engine = InProcess(
-            config(
-                model,
-                {
-                    "engine.device": wanted.device.type,
-                    "cache.mode": "attentionstore",
-                    "cache.dram_gib": 40 if on_gpu else 0.05,
-                    "cache.staging_mib": 2048 if on_gpu else 8,
-                    "cache.hbm_tokens": 52_000 if on_gpu else 1024,
-                    "model.max_context": 32_768 if on_gpu else 512,
-                    "scheduler.max_seqs": 32,
-                },
-            )
-        )
+        with drawn_where_needed():
+            self.inner = InProcess(config(path, self._settings(asked)))
+        self.built_s = round(time.monotonic() - started, 1)
+        self.engine = self.inner.engine
+        self.passes: list[tuple[Any, Any]] = []  # fences before and after
+        self._captures = self._num_captures()
+        run = self.engine._compute.run
+
+        def noted(*given: Any) -> Any:
+            computed = run(*given)
+            self.passes.append((computed.begun, computed.done))
+            return computed
+
+        self.engine._compute.run = noted  # type: ignore[method-assign,assignment]
         self._numbers = 0
-        info = self._engine.engine.model
-        self.result: dict[str, Any] = {
-            "model": f"{info.architecture}, {info.parameters / 1e9:.2f} G parameters, {info.dtype}",
-            "attention": info.attention_backend,
-            "KV bytes a token": self._bytes_per_token,
-            "engine built in s": round(time.monotonic() - started, 1),
-            "memory plan GiB": {name: round(size / (1 << 30), 2) for name, size in info.memory_plan.items()},
+        self.long: Turn | None = None  # the newest turn of the long conversation
+
+    def _settings(self, asked: Asked) -> dict[str, str | int | float]:
+        saves, hbm, dram = self.mode == "attentionstore", 2048, 0.02
+        if self.on_gpu:
+            total = torch.cuda.get_device_properties(asked.device).total_memory
+            hbm = min(150_000, int((total - 34 * GIB) / self.kv_bytes)) // 1024 * 1024
+            dram = min(40.0, round(0.4 * psutil.virtual_memory().available / GIB, 1))
+        return {
+            "engine.device": asked.device.type,
+            "cache.mode": self.mode,
+            "cache.dram_gib": dram if saves else 0,
+            "cache.staging_mib": (2048 if self.on_gpu else 8) if saves else 0,
+            "cache.hbm_tokens": hbm,
+            "cache.disk_dir": tempfile.mkdtemp(),
+            "model.max_context": 32_768 if self.on_gpu else 512,
+            "scheduler.max_seqs": 64 if self.on_gpu else 4,
         }
 
-    def measure(self) -> None:
-        self._ask([self._prompt(self._context)], 4)  # whatever is compiled or chosen at first use
-        for streams in self._streams:
-            self.result[f"decode {streams} x {self._context}"] = self._decode(streams)
-            self._wanted.write(self.result)
-        runner: Any = self._engine.engine._compute.runner
-        self.result["graphs"] = getattr(runner, "why_not", "no: not on CUDA") or "yes"
-        if self.result["graphs"] == "yes":
-            runner.why_not = "measured without"
-            for streams in self._streams:
-                self.result[f"decode {streams} x {self._context}, eager"] = self._decode(streams)
-            runner.why_not = ""
-        self._wanted.write(self.result)
-        for tokens in (512, 4096) if self._wanted.on_gpu else (32, 64):
-            taken = [self._ask([self._prompt(tokens)], 1)[0] for _ in range(3)]
-            self.result[f"prompt of {tokens}, ms"] = [_ms(turn) for turn in taken]
-            self._engine.settle()
-        self._wanted.write(self.result)
-        self._returning()
-        self._wanted.write(self.result)
-        if self._wanted.on_gpu:
-            self.result["peak GiB"] = round(torch.cuda.max_memory_allocated() / (1 << 30), 2)
-            self.result["profile of decoding 32"] = self._profile()
-            self._wanted.write(self.result)
-        self._engine.close()
+    # --- driving
 
-    def _prompt(self, tokens: int) -> list[int]:
+    def prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(3, self._vocabulary) for _ in range(tokens)]
 
-    def _ask(self, prompts: list[list[int]], new_tokens: int, session: str = "") -> list[Turn]:
-        turns = []
-        for prompt in prompts:
-            self._numbers += 1
-            turns.append(self._engine.submit(session or f"s{self._numbers}", prompt, new_tokens))
-        self._engine.run()
-        return turns
+    def submit(self, prompt: list[int], new_tokens: int, session: str = "", **sampling: Any) -> Turn:
+        self._numbers += 1
+        params = replace(greedy(new_tokens), **sampling)
+        return self.inner.submit(session or f"s{self._numbers}", prompt, new_tokens, sampling=params)
 
-    def _decode(self, streams: int) -> dict[str, float]:
-        """So many conversations at once: first from prompt to end, then step by step."""
-        turns = self._ask([self._prompt(self._context) for _ in range(streams)], self._new)
-        whole = max(turn.done_s or 0.0 for turn in turns) - min(turn.submitted_s for turn in turns)
-        self._engine.settle()
-        return {
-            "ms a step": self._step_ms(streams),
-            "all in s": round(whole, 3),
+    def ask(self, prompt: list[int], new_tokens: int, session: str = "") -> Turn:
+        turn = self.submit(prompt, new_tokens, session)
+        self.inner.run()
+        return turn
+
+    def step(self) -> int:
+        """One round of the engine's loop. Returns how many tokens were drawn."""
+        before = self.inner.drawn_tokens
+        self.inner.step()
+        return self.inner.drawn_tokens - before
+
+    def forget(self, *but: str) -> None:
+        """Delete all conversations but some."""
+        self.inner.settle()
+        owners = {name[2] for row in self.engine._cache.tiers.table for name in row.owners}
+        for number, name in enumerate(sorted(owners - set(but))):
+            request = SessionRequest(request_id=f"delete-{number}", tenant="", action="delete", session_id=name)
+            self.engine.sessions(request, time.monotonic())
+        self.inner.settle()
+
+    def push_out(self, session: str, tokens: int) -> None:
+        """Have the last blocks of a conversation leave HBM, of which DRAM has copies, until so many tokens have."""
+        tiers, gone = self.engine._cache.tiers, 0
+        rows = [row for row in tiers.table if row.page is not None and any(name[2] == session for name in row.owners)]
+        for row in sorted(rows, key=lambda row: row.place or 0, reverse=True):
+            if gone >= tokens:
+                break
+            if row.in_dram and row.page is not None and not tiers.pages.pins(row.page):
+                gone += len(row.token_ids)
+                tiers.hbm.evict(row.key)
+
+    def captured(self) -> int:
+        """Return the captures since the engine was built."""
+        return self._num_captures() - self._captures
+
+    def _num_captures(self) -> int:
+        return len(getattr(self.engine._compute.runner, "_graphs", ()))
+
+
+def open_section(asked: Asked) -> Day:
+    return Day(asked)
+
+
+def items(asked: Asked) -> Sequence[Item]:
+    on_gpu = asked.on_gpu
+    many = (32, 64) if on_gpu else (2, 4)
+    few, some = (1, 8) if on_gpu else (1, 3)
+    tokens = (100, 512, 4096, 28_000) if on_gpu else (10, 20, 64, 256)
+    history = 28_000 if on_gpu else 256
+    parts = {"4k": history // 7, "16k": history * 4 // 7, "all": _FAR}
+    return [
+        Item("built", 5, built),
+        *(Item(f"decode {n}", 20, partial(decode, n)) for n in (few, many[0], many[1], some)),
+        Item(f"decode {many[0]} sampled", 20, partial(decode, many[0], sampled=True)),
+        Item("return, HBM", 20, partial(returning, "HBM", 0)),
+        *(Item(f"return, DRAM {label}", 25, partial(returning, f"DRAM {label}", n)) for label, n in parts.items()),
+        *(Item(f"prompt {n}", 20, partial(prompts, n)) for n in tokens),
+        Item("beside a load", 30, partial(beside, "load")),
+        Item("beside a prompt", 30, partial(beside, "prompt")),
+        Item("prompts back to back", 20, back_to_back),
+        Item("decode 4 long", 30, partial(decode, 4 if on_gpu else 2, long=True)),
+        Item("at the end", 5, at_the_end),
+    ]
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def built(day: Day) -> Iterator[Values]:
+    info, runner = day.engine.model, day.engine._compute.runner
+    day.ask(day.prompt(day.context), 4)  # what is set up at first use
+    day.forget()
+    yield {
+        "s": day.built_s,
+        "model": f"{info.architecture}, {info.parameters / 1e9:.2f} G parameters, {info.dtype}",
+        "attention": info.attention_backend,
+        "graphs": day._num_captures(),
+        "why_no_graphs": getattr(runner, "why_not", "not on CUDA"),
+        "memory_gib": {name: round(size / GIB, 2) for name, size in info.memory_plan.items()},
+        "hbm_tokens": info.hbm_tokens,
+        "dram_tokens": info.dram_tokens,
+        "kv_bytes_per_token": day.kv_bytes,
+    }
+
+
+def decode(streams: int, day: Day, *, sampled: bool = False, long: bool = False) -> Iterator[Values]:
+    """Steps in which every stream draws a token: from one's end to the next one's, and what the device takes of it."""
+    context = day.history if long else day.context
+    new_tokens = (40 if long else 96) if day.on_gpu else 20
+    choice: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if sampled else {}
+    captures = day.captured()
+    for number in range(streams):
+        day.submit(day.prompt(context), new_tokens, **({**choice, "seed": number} if sampled else {}))
+    day.passes.clear()
+    ends: list[tuple[float, int, int]] = []  # time, tokens drawn, passes until then
+    while day.engine.has_work():
+        drawn = day.step()
+        ends.append((time.monotonic(), drawn, len(day.passes)))
+    full = [pair for pair in pairwise(ends) if pair[0][1] == pair[1][1] == streams][_STEADY_AFTER_STEPS:]
+    wall = [after[0] - before[0] for before, after in full]
+    passes = [day.passes[after[2] - 1] for before, after in full if after[2] > before[2]]
+    device = spread([done.seconds_since(begun) for begun, done in passes])
+    took = spread(wall)
+    yield {
+        "streams": streams,
+        "context": context,
+        "sampled": sampled,
+        **took,
+        "device_ms": device.get("ms"),
+        "host_gap_ms": round(took["ms"] - device["ms"], 3) if device.get("ms") and took.get("ms") else None,
+        "gb": round(step_bytes(day.on_gpu, streams * context) / 1e9, 3),
+        "captures": day.captured() - captures,
+    }
+    day.forget("long")
+
+
+def prompts(tokens: int, day: Day) -> Iterator[Values]:
+    for repeat in range(3):
+        yield {"tokens": tokens, "repeat": repeat, **_told(day.ask(day.prompt(tokens), 9))}
+        day.inner.settle()
+    day.forget("long")
+
+
+def _conversation(day: Day) -> Turn:
+    """Return the newest turn of the long conversation, which is begun if there is none."""
+    if day.long is None:
+        day.long = day.ask(day.prompt(day.history), 9, "long")
+        day.inner.settle()
+    return day.long
+
+
+def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
+    """A turn of a few new tokens behind the long history, of which so many tokens have left HBM."""
+    for repeat in range(3):
+        before = _conversation(day)
+        day.push_out("long", lost_tokens)
+        moved = day.inner.stats().moved_bytes.get("dram_to_hbm", 0)
+        day.long = turn = day.ask(before.text[: day.history] + day.prompt(day.new), 9, "long")
+        loaded = day.inner.stats().moved_bytes.get("dram_to_hbm", 0) - moved
+        yield {
+            "from": label,
+            "repeat": repeat,
+            **_told(turn),
+            "gb": round(step_bytes(day.on_gpu, day.history) / 1e9, 3),
+            "loaded_gb": round(loaded / 1e9, 3),
         }
-
-    def _step_ms(self, streams: int) -> float:
-        """Median of steps that draw a token for each of so many streams: nearly all of them only decode."""
-        for _ in range(streams):
-            self._numbers += 1
-            self._engine.submit(f"s{self._numbers}", self._prompt(self._context), self._new)
-        taken: list[float] = []
-        while self._engine.engine.has_work():
-            before = self._engine.stats().generated_tokens
-            started = time.perf_counter()
-            self._engine.step()
-            if self._engine.stats().generated_tokens - before == streams:
-                taken.append(time.perf_counter() - started)
-        return round(1e3 * median(taken), 3) if taken else float("nan")
-
-    def _returning(self) -> None:
-        """A turn behind a long history, out of HBM, then out of DRAM after another conversation has taken HBM."""
-        for repeat in range(2):
-            name, other = f"long{repeat}", f"other{repeat}"
-            first = self._ask([self._prompt(self._history)], 4, name)[0]
-            self._engine.settle()
-            rows = {"computed": first}
-            rows["HBM"] = self._ask([first.text + self._prompt(100 if self._wanted.on_gpu else 8)], 4, name)[0]
-            self._engine.settle()
-            second = self._ask([self._prompt(self._history)], 4, other)[0]
-            self._engine.settle()
-            third = self._ask([self._prompt(self._history // 2)], 4, f"third{repeat}")[0]
-            self._engine.settle()
-            assert second.done_s is not None
-            assert third.done_s is not None
-            rows["DRAM"] = self._ask([rows["HBM"].text + self._prompt(100 if self._wanted.on_gpu else 8)], 4, name)[0]
-            self._engine.settle()
-            for label, turn in rows.items():
-                report = turn.report
-                assert report is not None
-                self.result[f"{self._history} tokens, {label}, {repeat}"] = {
-                    "first token ms": _ms(turn),
-                    "hbm": report.hbm_tokens,
-                    "dram": report.dram_tokens,
-                    "computed": report.computed_tokens,
-                    "floor by bytes, GB": round(report.dram_tokens * self._bytes_per_token / 1e9, 3),
-                }
-                self._wanted.write(self.result)
-
-    def _profile(self) -> list[str]:
-        """The operations that take longest, of ten steps of 32 streams: on the device and on the host."""
-        for _ in range(32):
-            self._numbers += 1
-            self._engine.submit(f"s{self._numbers}", self._prompt(256), 64)
-        for _ in range(24):  # until all have begun to answer
-            self._engine.step()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(10):
-                self._engine.step()
-        self._engine.run()
-        lines = []
-        for key in ("self_cuda_time_total", "self_cpu_time_total"):
-            lines += profile.key_averages().table(sort_by=key, row_limit=14, max_name_column_width=48).splitlines()
-        print("\n".join(lines))
-        return [line for line in lines if "time total" in line.lower()]
+        day.inner.settle()
 
 
-def _ms(turn: Turn) -> float:
-    assert turn.first_s is not None
-    return round(1e3 * (turn.first_s - turn.submitted_s), 2)
+def beside(what: str, day: Day) -> Iterator[Values]:
+    """What a token takes of streams that decode while something else comes in."""
+    streams = 16 if day.on_gpu else 2
+    before = _conversation(day)
+    if what == "load":
+        day.push_out("long", _FAR)
+    for _ in range(streams):
+        day.submit(day.prompt(day.context), 300 if day.on_gpu else 60)
+    alone = _gaps(day, streams, lambda seen: seen >= (40 if day.on_gpu else 8))
+    if what == "load":
+        day.long = turn = day.submit(before.text[: day.history] + day.prompt(day.new), 9, "long")
+    else:
+        turn = day.submit(day.prompt(4096 if day.on_gpu else 64), 9)
+    while_it_comes = _gaps(day, 1, lambda _: turn.first_s is not None)
+    after = _gaps(day, 1, lambda _: turn.done_s is not None)
+    yield {"what": what, "streams": streams, "alone": spread(alone), "until_its_first_token": spread(while_it_comes)}
+    yield {"what": what, "after_it": spread(after), **_told(turn)}
+    day.inner.run()
+    day.forget("long")
 
 
-if __name__ == "__main__":
-    Day(request := asked()).measure()
+def _gaps(day: Day, least_drawn: int, is_over: Callable[[int], bool]) -> list[float]:
+    """Step until it is over, which is asked with the number of gaps seen. Returns the seconds between steps' ends that
+    have drawn so many tokens."""
+    gaps, last = list[float](), time.monotonic()
+    while day.engine.has_work() and not is_over(len(gaps)):
+        drawn, now = day.step(), time.monotonic()
+        if drawn >= least_drawn:
+            gaps.append(now - last)
+            last = now
+        elif not gaps:
+            last = now
+    return gaps
+
+
+def back_to_back(day: Day) -> Iterator[Values]:
+    """Prompts each of which is computed while the one before is saved, where anything is saved."""
+    tokens = 4096 if day.on_gpu else 64
+    turns = [day.ask(day.prompt(tokens), 1) for _ in range(6)]
+    first = [turn.first_s - turn.submitted_s for turn in turns[1:] if turn.first_s is not None]
+    yield {"mode": day.mode, "tokens": tokens, **spread(first)}
+    day.forget("long")
+
+
+def at_the_end(day: Day) -> Iterator[Values]:
+    stats = day.inner.stats()
+    found: dict[str, Any] = {
+        "captures_after_ready": day.captured(),
+        "eager_decode_steps": stats.eager_decode_steps,
+        "load_failures": dict(stats.load_failures),
+        "preemptions": stats.preemptions,
+    }
+    if day.on_gpu:
+        found["peak_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+    yield found
+
+
+def _told(turn: Turn) -> dict[str, Any]:
+    """First token and the gaps of the later ones, ms; where the prompt's KV came from."""
+    times, report = turn.times_s, turn.report
+    found: dict[str, Any] = {
+        "first_ms": round(1e3 * (times[0] - turn.submitted_s), 2),
+        "later_ms": [round(1e3 * (after - before), 2) for before, after in pairwise(times)],
+    }
+    if report is not None:
+        found |= {"hbm": report.hbm_tokens, "dram": report.dram_tokens, "computed": report.computed_tokens}
+    return found

@@ -1,0 +1,45 @@
+"""The parts of a day: sections, which are processes, and their items, which are measured one after the other."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a section's process is given. carried: the folder with what is not of this project, see `carried`."""
+
+    device: torch.device
+    carried: Path
+    out: Path  # for nothing but what a tool must write itself
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A measurement. measure: takes what the section has opened, and yields lines of results as they are there.
+    limit_s: after which the section's process is ended, and the next item begins in a new one."""
+
+    name: str
+    limit_s: float
+    measure: Callable[[Any], Iterable[Values]]
+
+
+class Section(Protocol):
+    """What a section's module has."""
+
+    def open_section(self, asked: Asked) -> Any:
+        """Return what all items need. Called once in each process of the section."""
+        ...
+
+    def items(self, asked: Asked) -> Sequence[Item]:
+        """Return what is measured, in its order."""
+        ...
