@@ -6,10 +6,10 @@ Reads syntax trees only, takes a few seconds, and judges nothing: where a longer
 import argparse
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
-from tools.import_graph import ROOT, Module, circles, import_graph, is_below, modules
+from tools.import_graph import COMPOSITION_ROOTS, ROOT, Module, circles, import_graph, is_below, modules
 
 FOLDERS = ("app", "benchmarks", "cache", "engine", "fleet", "kernels", "loadgen", "model", "scheduler", "tools")
 
@@ -100,17 +100,26 @@ def both_ways(parsed: Sequence[Module], *, nested: bool) -> list[str]:
     """Pairs of folders that import each other, with one example of either arrow: where one lies inside the other
     (`nested`), or where they lie side by side.
     """
-    folders = {module.name: folder_of(module) for module in parsed}
+    return [shown for one, other, shown in _pairs(parsed, folder_of) if other.startswith(f"{one}/") == nested]
+
+
+def both_ways_at_the_top(parsed: Sequence[Module]) -> list[str]:
+    """Pairs of top folders that import each other, with one example of either arrow."""
+    return [shown for _, _, shown in _pairs(parsed, lambda module: module.name.split(".")[0])]
+
+
+def _pairs(parsed: Sequence[Module], place: Callable[[Module], str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the pairs of places that import each other, and what shows it. Composition roots are left out."""
+    inside = [module for module in parsed if not is_below(module.name, COMPOSITION_ROOTS)]
+    places = {module.name: place(module) for module in inside}
     examples: dict[tuple[str, str], str] = {}
-    for name, imported in import_graph(parsed).items():
+    for name, imported in import_graph(inside).items():
         for other in sorted(imported):
-            if folders[name] != folders[other]:
-                examples.setdefault((folders[name], folders[other]), f"{name} -> {other}")
-    return [
-        f"{one} <-> {other}: {arrow}, {examples[other, one]}"
-        for (one, other), arrow in sorted(examples.items())
-        if one < other and (other, one) in examples and other.startswith(f"{one}/") == nested
-    ]
+            if places[name] != places[other]:
+                examples.setdefault((places[name], places[other]), f"{name} -> {other}")
+    for (one, other), arrow in sorted(examples.items()):
+        if one < other and (other, one) in examples:
+            yield one, other, f"{one} <-> {other}: {arrow}, {examples[other, one]}"
 
 
 def untested(parsed: Iterable[Module], tests: Iterable[str]) -> list[str]:
@@ -146,6 +155,7 @@ def main() -> None:
     tests = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     shipped = [module for module in parsed if not is_below(module.name, ("benchmarks", "tools"))]
     show("Import circles", [" <-> ".join(circle) for circle in circles(import_graph(parsed))], most)
+    show("Top folders that import each other", both_ways_at_the_top(parsed), most)
     show("Folders side by side that import each other", both_ways(parsed, nested=False), most)
     show("Folders that import each other, one inside the other", both_ways(parsed, nested=True), most)
     show("Widest folders, in files", widest(parsed), most)

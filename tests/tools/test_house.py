@@ -3,7 +3,17 @@
 import ast
 from pathlib import Path
 
-from tools.house import both_ways, class_names, constructors, file_names, longest, untested, used_twice, widest
+from tools.house import (
+    both_ways,
+    both_ways_at_the_top,
+    class_names,
+    constructors,
+    file_names,
+    longest,
+    untested,
+    used_twice,
+    widest,
+)
 from tools.import_graph import Module
 
 
@@ -56,7 +66,7 @@ def test_names_used_twice_say_where() -> None:
 
 def test_folders_import_each_other_side_by_side_or_one_inside_the_other() -> None:
     parsed = [
-        module("app/main.py", "from reprise.app.http import server"),
+        module("app/openapi.py", "from reprise.app.http import server"),
         module("app/errors.py"),
         module("app/http/server.py", "import reprise.app.errors\nfrom reprise.app.turn.service import Service"),
         module("app/turn/service.py", "from reprise.cache import table"),
@@ -67,7 +77,23 @@ def test_folders_import_each_other_side_by_side_or_one_inside_the_other() -> Non
         "app/http <-> app/turn: app.http.server -> app.turn.service, app.turn.ports -> app.http.server"
     ]
     assert both_ways(parsed, nested=True) == [
-        "app <-> app/http: app.main -> app.http.server, app.http.server -> app.errors"
+        "app <-> app/http: app.openapi -> app.http.server, app.http.server -> app.errors"
+    ]
+
+
+def test_top_folders_that_import_each_other_are_named_and_composition_roots_may() -> None:
+    parsed = [
+        module("app/main.py", "from reprise.fleet.replica import join"),
+        module("app/cli/serve.py", "from reprise.fleet.gateway import server"),
+        module("app/errors.py"),
+        module("fleet/replica.py", "from reprise.app import errors"),
+        module("fleet/gateway.py"),
+    ]
+    assert both_ways_at_the_top(parsed) == []
+    assert both_ways(parsed, nested=False) == []
+    parsed.append(module("app/turn/ports.py", "from reprise.fleet import replica"))
+    assert both_ways_at_the_top(parsed) == [
+        "app <-> fleet: app.turn.ports -> fleet.replica, fleet.replica -> app.errors"
     ]
 
 
