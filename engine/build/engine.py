@@ -4,6 +4,7 @@ import functools
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.parking import chunk_pages
 from reprise.engine.build.first_steps import WarmModel, warm_up
-from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link, load, probe_model
+from reprise.engine.build.resources import memory
 from reprise.engine.build.room import Room, find_room
 from reprise.engine.build.scheduler import build_scheduler
 from reprise.engine.build.selector import build_selector
@@ -40,19 +42,37 @@ from reprise.engine.step.verify import Verifier
 from reprise.kernels.attention.watched import WatchedAttention
 
 
-def build_engine(config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> Engine:
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """A model that several engines of one process may run, one step at a time. first_steps: a directory that remembers
+    the first steps of these engines."""
+
+    loaded: LoadedModel
+    probed: ProbedModel
+    first_steps: Path
+
+
+def build_engine(
+    config: EngineConfig, go_on: Callable[[], None] = lambda: None, ready: ReadyModel | None = None
+) -> Engine:
     """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
-    called every now and then by what may take long. Raises ModelRefused with a message for people."""
+    called every now and then by what may take long. ready: a model that was loaded and probed before, for the same
+    settings of the model and without ranks. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
         from reprise.engine.build.shared import build_shared
 
         loaded, probed, room, tiers, warm = build_shared(config)
     else:
-        loaded = load(config)
-        probed = probe_model(loaded, config, go_on)
+        if ready is None:
+            loaded = load(config)
+            probed = probe_model(loaded, config, go_on)
+        else:
+            loaded = replace(ready.loaded, free_bytes=memory().available, link=dram_link(config.cache, 1))
+            probed = ready.probed
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
-        warm = warm_up(config, loaded, probed, room, tiers)
+        remembered_in = config.cache.disk_dir if ready is None else ready.first_steps
+        warm = warm_up(config, loaded, probed, room, tiers, remembered_in=remembered_in)
         build_selector(config, loaded, probed, warm.runner, num_pages=room.num_pages, max_context=room.max_context)
     if loaded.offloaded is not None:
         warm.runner.weights = loaded.offloaded.stream

@@ -58,9 +58,12 @@ def warm_up(
     room: Room,
     tiers: Tiers,
     make_runner: Callable[..., ModelRunner] = ModelRunner,
+    *,
+    remembered_in: str | Path,
 ) -> WarmModel:
-    """Writes to pages that nobody owns yet, and tells the tiers' rates what steps take. Raises ModelRefused if less is
-    proven than is asked for."""
+    """Run the first steps on pages that are not in use yet, and tell the tiers' rates what steps take. remembered_in:
+    the directory that keeps what they show; empty: nothing is kept. Raises ModelRefused if less is proven than is asked
+    for."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}
@@ -71,8 +74,8 @@ def warm_up(
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
-    remembered = Remembered(Path(config.cache.disk_dir), _key(config, loaded, probed, room, runner))
-    seen = remembered.recall() if device.type == "cpu" and config.cache.disk_dir else None
+    remembered = Remembered(Path(remembered_in), _key(config, loaded, probed, room, runner))
+    seen = remembered.recall() if device.type == "cpu" and remembered_in else None
     if seen is None:
         step_s, token_s = steps.step_times()
         # With a target for steps, or none at all, nobody asks for it.
@@ -86,7 +89,7 @@ def warm_up(
             proven=exactness.proven,
             detail=exactness.detail,
         )
-        if config.cache.disk_dir:
+        if remembered_in:
             remembered.keep(seen)
     else:
         steps.run_once()

@@ -44,5 +44,6 @@ def build_shared(config: EngineConfig) -> tuple[LoadedModel, ProbedModel, Room, 
     assert isinstance(tiers.transfer, SharedTransfer)
     tiers.transfer.delete(partial)
     tiers = replace(tiers, extents=extents)
-    warm = warm_up(local, loaded, probed, room, tiers, functools.partial(SharedRunner, ranks=ranks))
+    make_runner = functools.partial(SharedRunner, ranks=ranks)
+    warm = warm_up(local, loaded, probed, room, tiers, make_runner, remembered_in=local.cache.disk_dir)
     return loaded, probed, room, tiers, warm

@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from reprise.cache.blocks.rows import PARKED
-from reprise.engine.build.engine import build_engine
 from reprise.engine.config import EngineConfig
 from reprise.engine.engine import Engine
 from reprise.engine.messages import (
@@ -23,6 +22,7 @@ from reprise.engine.messages import (
 from tests.conftest import greedy
 from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
+from tests.engine.ready_models import engine_of
 
 _SECTIONS = ("model", "cache", "scheduler")
 
@@ -105,7 +105,7 @@ class Driver:
     """An engine and every answer it gave. Time is counted in steps."""
 
     def __init__(self, model: Path, **changes: Any) -> None:
-        self.engine: Engine = build_engine(config(model, **changes))
+        self.engine: Engine = engine_of(config(model, **changes))
         self.cache = self.engine._cache
         self.answers: dict[tuple[str, int], Answer] = {}
         self.now = 0.0

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reprise.engine.build.engine import build_engine
 from reprise.engine.messages import Output, SessionReply, SessionRequest, Submit
 from reprise.engine.process.stream import OutputStream
 from tests.engine.driver import config
+from tests.engine.ready_models import engine_of
 
 
 class EngineHere:
@@ -16,7 +16,7 @@ class EngineHere:
 
     def __init__(self, model: Path, **changes: Any) -> None:
         """changes: of the engine's config, as `tests.engine.driver.config` takes them."""
-        self.engine = build_engine(config(model, **changes))
+        self.engine = engine_of(config(model, **changes))
         self.model, self.state, self.failure, self.restarts = self.engine.model, "stopped", None, 0
         self.submitted: list[Submit] = []
         self._streams: dict[str, OutputStream] = {}
