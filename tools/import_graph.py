@@ -1,6 +1,7 @@
 """The modules of the checkout and what they import, read from their syntax trees without running any of them."""
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class Module:
     path: Path
     tree: ast.Module
 
+    @functools.cache  # noqa: B019 - modules are read once and kept anyway
     def imports(self) -> list[Import]:
         found = []
         lazy_nodes = {
@@ -53,9 +55,14 @@ def modules(*folders: str) -> Iterator[Module]:
     """The modules of these top folders, in the order of their paths; a package has the name of its folder."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            yield Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+            yield _read(path)
+
+
+@functools.cache
+def _read(path: Path) -> Module:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
