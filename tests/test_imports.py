@@ -9,6 +9,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -64,6 +65,19 @@ APP_FLOORS = (
     ("schemas",),
     ("settings", "errors", "state_dir", "version"),
 )
+# Options that are wings, and the parts of the middle that import one although they compose nothing. No list may grow; a
+# wing whose list is empty is known to the composition roots alone.
+COMPOSES = (*COMPOSITION_ROOTS, "engine.build", "engine.process.rank")
+WINGS: dict[str, tuple[str, ...]] = {
+    "fleet": (),
+    "engine.ranks": (),
+    "engine.codec": ("engine.step.verify",),
+    "engine.model.offload": ("engine.counters", "engine.model.hf_model"),
+    "engine.packed": ("engine.gguf.convert", "engine.gguf.converted", "engine.gguf.foreign", "engine.model.loading"),
+    "engine.gguf": ("engine.model.loading", "model.smollm2"),
+    "engine.step.drafter": ("engine.counters", "engine.engine"),
+    "engine.step.parked": ("engine.step.compute",),
+}
 CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 
 
@@ -184,6 +198,27 @@ def test_no_two_top_folders_import_each_other():
     assert ("fleet", "app") in top, "a folder that imports another one is seen"
 
 
+def importers(wing: str, parsed: Iterable[Module]) -> set[str]:
+    """Modules outside of a wing that import it and compose nothing."""
+    return {
+        module.name
+        for module in parsed
+        for imported in module.imports()
+        if is_below(imported.name, (wing,)) and not is_below(module.name, (wing, *COMPOSES))
+    }
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_middle_imports_a_wing_nowhere_else(wing):
+    assert importers(wing, modules(*ALLOWED)) == set(WINGS[wing])
+
+
+def test_an_import_of_a_wing_is_found():
+    tree = ast.parse("from reprise.engine.ranks import group")
+    parsed = [Module(name, ROOT / "x.py", tree) for name in ("engine.engine", "engine.build.x", "engine.ranks.y")]
+    assert importers("engine.ranks", parsed) == {"engine.engine"}
+
+
 def test_nothing_runs_code_from_data():
     assert [c for module in modules(*ALLOWED, "benchmarks") for c in forbidden_calls(module)] == []
 
@@ -271,6 +306,7 @@ def test_transformers_ignores_our_folder_called_kernels(tmp_path):
     """In a checkout's root it takes our folder for the hub's package, and must find it too old to use."""
     program = """
 import importlib, sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
