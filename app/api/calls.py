@@ -10,7 +10,7 @@ from reprise.app.http.body import RequestModel, parse_data, read_body
 from reprise.app.http.event_stream import EventStream
 from reprise.app.settings.settings import Settings
 from reprise.app.turn.deadline import HEADER as TIMEOUT_HEADER
-from reprise.app.turn.ports import Arrival, Deltas, EnginePort, Frames, ServerHooks
+from reprise.app.turn.ports import ArrivedRequest, Deltas, EnginePort, Frames, ServerHooks
 from reprise.app.turn.prepare import Caller
 from reprise.app.turn.readiness import Readiness
 from reprise.app.turn.service import TurnService
@@ -57,7 +57,7 @@ def require_admin(request: Request) -> None:
         raise ApiError(403, message, code="forbidden")
 
 
-def arrive(request: Request) -> Arrival:
+def arrive(request: Request) -> ArrivedRequest:
     """Take in a request, and count it unless it counts elsewhere. Raises ApiError, 429 for a key whose allowance for
     the minute is used up."""
     state = request.state
@@ -84,7 +84,7 @@ async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
 def caller_of(request: Request, place: int = 0) -> Caller:
     """Describe the caller of a request whose body has been read. place: of the prompt, where a request has several.
     Raises ApiError."""
-    arrival: Arrival = request.state.arrival
+    arrival: ArrivedRequest = request.state.arrival
     return Caller(
         tenant=request.state.tenant,
         arrived_s=request.state.arrived_s - arrival.elapsed_s,

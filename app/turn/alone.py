@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from reprise.app.schemas.fields import SESSION_HEADERS
-from reprise.app.turn.ports import Arrival, Begun, Deltas, Frames, Overview, RunningTurn, TurnHooks
+from reprise.app.turn.ports import ArrivedRequest, Begun, Deltas, Frames, Overview, RunningTurn, TurnHooks
 from reprise.engine.messages import ModelInfo, Submit
 
 
@@ -67,7 +67,7 @@ class LoneServer:
     def __init__(self, delete_here: DeleteHere) -> None:
         self._delete_here = delete_here
 
-    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
         return LoneRequest()
 
     def background_id(self, response_id: str) -> str:

@@ -175,7 +175,7 @@ class TurnHooks(Protocol):
         ...
 
 
-class Arrival(Protocol):
+class ArrivedRequest(Protocol):
     """A request that has arrived, from its client or from a server that relays it."""
 
     @property
@@ -234,7 +234,7 @@ class ServerHooks(Protocol):
         """A function that tells what is known of the servers, of `limit` at most; None: there are no others."""
         ...
 
-    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
         """Take in a request before its body is read. Raises ApiError."""
         ...
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reprise.app.errors import ApiError
 from reprise.app.schemas.fields import SESSION_HEADERS
 from reprise.app.turn.alone import LoneRequest
-from reprise.app.turn.ports import Arrival, Deltas, Frames, TurnHooks
+from reprise.app.turn.ports import ArrivedRequest, Deltas, Frames, TurnHooks
 from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER, read_body
 from reprise.fleet.protocol import (
     COUNTED_HEADER,
@@ -19,11 +19,13 @@ from reprise.fleet.protocol import (
     unseal,
 )
 from reprise.fleet.replica.relayed_stream import RelayedFrames, ResumedDeltas
-from reprise.fleet.replica.replica_turn import Home, ReplicaTurn
+from reprise.fleet.replica.replica_turn import ReplicaTurn, TurnHome
 from reprise.fleet.replica.resume import Resumption, cannot_resume
 
 
-def arrived(home: Home, key: bytes, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+def arrived(
+    home: TurnHome, key: bytes, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]
+) -> ArrivedRequest:
     """Take in a request. key: see `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request that resumes an
     answer without a gateway."""
     value = headers.get(RELAY_HEADER)
@@ -41,7 +43,7 @@ def arrived(home: Home, key: bytes, *, tenant: str, path: str, request_id: str, 
 class DirectRequest(LoneRequest):
     """The arrival of a request that came without a gateway. Its turn is the fleet's all the same."""
 
-    def __init__(self, home: Home, tenant: str) -> None:
+    def __init__(self, home: TurnHome, tenant: str) -> None:
         self._home, self._tenant = home, tenant
 
     def turn(self, place: int) -> TurnHooks:
@@ -53,7 +55,7 @@ class RelayedRequest:
 
     def __init__(
         self,
-        home: Home,
+        home: TurnHome,
         tenant: str,
         headers: Mapping[str, str],
         unsealed: Callable[[bytes], tuple[Resumption, bytes]],

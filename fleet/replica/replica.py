@@ -14,7 +14,7 @@ from typing import Any
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.settings.settings import Settings
 from reprise.app.tenancy.keyring import KeyLimits
-from reprise.app.turn.ports import Arrival, EnginePort
+from reprise.app.turn.ports import ArrivedRequest, EnginePort
 from reprise.app.turn.readiness import Readiness
 from reprise.app.turn.sessions import SessionCommands
 from reprise.engine.messages import Head
@@ -140,7 +140,7 @@ class Replica:
 
     # --- what requests ask --------------------------------------------------------------------------------------------
 
-    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> Arrival:
+    def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
         """Take in a request, as `arrived` says."""
         return arrived(self, self.key, tenant=tenant, path=path, request_id=request_id, headers=headers)
 

@@ -11,7 +11,7 @@ from reprise.fleet.replica.resume import ResumedTurn
 from reprise.fleet.replica.turn_under_way import EndedChoice, TurnUnderWay
 
 
-class Home(Protocol):
+class TurnHome(Protocol):
     """The part of the replica that turns need."""
 
     @property
@@ -29,7 +29,7 @@ class ReplicaTurn:
 
     def __init__(
         self,
-        home: Home,
+        home: TurnHome,
         tenant: str,
         *,
         chain: bytes | None = None,

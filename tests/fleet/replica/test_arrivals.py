@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from reprise.app.errors import ApiError
 from reprise.app.schemas.fields import SESSION_HEADERS
-from reprise.app.turn.ports import Arrival
+from reprise.app.turn.ports import ArrivedRequest
 from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER
 from reprise.fleet.protocol import (
     COUNTED_HEADER,
@@ -36,7 +36,7 @@ OPENING = {
 }
 
 
-def arrive(headers: Mapping[str, str]) -> Arrival:
+def arrive(headers: Mapping[str, str]) -> ArrivedRequest:
     return arrived(FakeHome(), KEY, tenant="alice", path=PATH, request_id=REQUEST, headers=Headers(headers))
 
 
