@@ -69,7 +69,7 @@ APP_FLOORS = (
 # wing whose list is empty is known to the composition roots alone.
 COMPOSES = (*COMPOSITION_ROOTS, "engine.build", "engine.process.rank")
 WINGS: dict[str, tuple[str, ...]] = {
-    "fleet": (),
+    "fleet": ("loadgen.fleet.baselines", "loadgen.fleet.simulation"),  # the simulator runs the classes of the server
     "engine.ranks": (),
     "engine.codec": ("engine.step.verify",),
     "engine.model.offload": ("engine.counters", "engine.model.hf_model"),
