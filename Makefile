@@ -19,13 +19,16 @@ IMAGE_EXTRAS ?= redis
 ARGS ?=
 # Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
 WORKERS ?= 2
+DIST ?= loadfile
+# Tests that need nothing which `make setup` does not bring.
+HERE := not gpu and not api and not slow
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.reprise-llm-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick figures screenshots sim house coverage wheel test-wheel wheels lock clean
+.PHONY: help setup model serve test test-all test-times test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick figures screenshots sim house coverage wheel test-wheel wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -52,13 +55,20 @@ model: setup  ## SmolLM2-135M-Instruct, where `make setup` could not bring it
 serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
-test: setup  ## every test that needs no GPU
+test: setup  ## what is cheap, and some of each dear kind: proves in minutes that the product works
 	@$(BIN)/python -m reprise.kernels.cpu.compile_all
-	@$(BIN)/python -m pytest -m 'not gpu and not api and not slow' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m '$(HERE) and not dear' --durations=5 -n $(WORKERS) --dist $(DIST) $(ARGS)
+
+test-all: setup  ## every test that needs no GPU, with four times the examples; .ci/run asks for this one
+	@$(BIN)/python -m reprise.kernels.cpu.compile_all
+	@$(BIN)/python -m pytest -m '$(HERE)' --hypothesis-profile ci --durations=5 -n $(WORKERS) --dist $(DIST) $(ARGS)
+
+test-times: ## where the time of `make test-all` goes, by folder; see docs/contributing/testing.md
+	@$(MAKE) --no-print-directory test-all ARGS='-p tools.times_of_tests $(ARGS)'
 
 coverage: setup  ## branches that the tests have not run, in all processes; fails where a folder has less than 90 %
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -m 'not gpu and not api and not slow' -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/coverage run -m pytest -m '$(HERE)' --hypothesis-profile ci -n $(WORKERS) --dist $(DIST) $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --sort=cover
 	@for folder in app cache engine fleet scheduler; do \

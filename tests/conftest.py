@@ -20,12 +20,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from reprise.scheduler.sequence import SamplingParams, Sequence
+from tests.costs import mark_dear
 
 collect_ignore = ["clients"]  # these have an environment of their own: `make test-clients`
 
-# Time limits per example would only measure the neighbours on a shared machine.
-settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
+# Time limits per example would only measure the neighbours on a shared machine. `make test-all` takes `ci`, which tries
+# four times as many examples; `tests.example_counts.examples` scales the numbers of single tests along.
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("dev"), max_examples=100, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
@@ -36,8 +38,10 @@ def one_name() -> Iterator[None]:
     assert twice() == bare() == []
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; torch is asked only if such a test was collected."""
+    """Mark what is dear, and skip what needs a GPU where there is none; only then is torch asked."""
+    mark_dear(items)
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return

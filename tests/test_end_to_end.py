@@ -13,6 +13,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from benchmarks.harness.servers import ServerProcess, serve
 
+pytestmark = pytest.mark.servers
+
 SETTINGS = {"model.dtype": "float32", "cache.hbm_tokens": 16_384, "engine.threads": 1}
 TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is your favorite singer?", "Why?"]
 LONG = "Tell me everything you know about it."
@@ -88,6 +90,7 @@ def idle(server: ServerProcess) -> bool:
     return metrics["reprise_running_requests"] == 0 and metrics["reprise_leases"] == 0
 
 
+@pytest.mark.always
 def test_every_turn_computes_only_its_new_tokens_and_says_the_same(
     server: ServerProcess, recompute: ServerProcess
 ) -> None:

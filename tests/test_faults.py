@@ -155,6 +155,7 @@ RECORD_FAULTS: dict[Callable[[Path], None], set[str]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fault", RECORD_FAULTS)
 def test_records_spoiled_between_turns(
     path: Path, tmp_path: Path, expected: list[list[list[int]]], fault: Callable[[Path], None]
@@ -177,6 +178,7 @@ def test_records_spoiled_between_turns(
     driver.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fault", [flip_everywhere, truncate_to_nothing, delete_all_directories])
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_records_spoiled_while_requests_run(
@@ -259,6 +261,7 @@ def a_directory_for_an_index(directory: Path) -> None:
 INDEX_FAULTS = [garbage_in_the_index, delete_the_index, cut_the_index, a_directory_for_an_index]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fault", INDEX_FAULTS)
 @pytest.mark.parametrize("running", [False, True])
 def test_the_index_is_spoiled(
@@ -332,6 +335,7 @@ def test_foreign_files_are_left_alone(path: Path, tmp_path: Path, expected: list
     assert not (record.parent / "0123456789abcdef.tmp").exists()
 
 
+@pytest.mark.servers
 def test_a_second_engine_is_told_that_the_directory_is_in_use(path: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from reprise.engine.model.loading import ModelRefused\n"
@@ -456,6 +460,7 @@ def test_what_the_disk_would_not_delete_is_tried_at_the_end(
     driver.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("dram", [0, 12 * SLOT])
 def test_a_disk_that_cannot_be_written_for_a_while(
@@ -521,6 +526,7 @@ def test_a_read_that_hangs(
     driver.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("end", ["it answers at last", "it fails at its deadline", "the client leaves"])
 def test_a_read_that_hangs_holds_up_nobody_else(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
@@ -566,6 +572,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(
     driver.close()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("at_once", "gbps"), [(False, 0.005), (True, 0.02)])
 @pytest.mark.parametrize("tier", ["disk", "dram"])
 def test_loads_that_are_never_in_time(

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.harness.servers import ServerFailed, ServerProcess, serve
 from benchmarks.speed.restart import LEAST, Return, Talk, lose_index
 
+pytestmark = pytest.mark.servers
+
 SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
 
 
@@ -18,6 +20,7 @@ async def two_turns(server: ServerProcess, talks: list[Talk]) -> None:
     await asyncio.sleep(1.0)
 
 
+@pytest.mark.always
 def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path: Path) -> None:
     """One directory, three servers in a row; every one brings back what the one before has said."""
     own = {**SETTINGS, "cache.disk_dir": str(tmp_path)}

@@ -74,6 +74,7 @@ def contradictions(requirements: list[str], pins: dict[str, str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_our_versions_are_those_that_the_ordinary_wheel_of_torch_requires(tmp_path: Path) -> None:
     pins = constraints()
     metadata = ordinary_wheel(f"torch=={pins['torch']}", tmp_path)

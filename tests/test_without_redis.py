@@ -8,8 +8,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from benchmarks.harness.servers import serve
+
+pytestmark = pytest.mark.servers
 
 # Loaded by both processes of the server when they start.
 TELLER = """

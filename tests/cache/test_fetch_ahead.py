@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import FetchBlocks
 from tests.cache.pool_model import PoolModel, make_manager
+from tests.example_counts import examples
 
 PAGES = 8
 ANSWER = 1 << 20  # a token that no prompt has
@@ -98,7 +99,7 @@ def test_sizes_of_an_8b_model_on_a_small_host():
         assert not any(orders[10:])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     dram=st.integers(1, 20),
     staging=st.integers(0, 40),

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.policies import POLICIES
 from tests.cache.pool_model import PoolModel, make_manager
+from tests.example_counts import examples
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]
 WHICH = st.integers(0, 5)  # of the requests that qualify, counted in circles
@@ -212,10 +213,11 @@ class Conversations(RuleBasedStateMachine):
         assert len(self.manager.sessions.contexts) == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("page_size", [32, 64, 128, 256])
 def test_rows_always_hold_what_they_are_taken_for(page_size):
     machine = type(f"Pages{page_size}", (Conversations,), {"page_size": page_size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(120), stateful_step_count=40))
 
 
 # --- worked by hand ---------------------------------------------------------------------------------------------------

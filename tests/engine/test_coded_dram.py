@@ -208,6 +208,7 @@ def codec_of_encodes(driver: Driver) -> Any:
     return driver.engine._transfer._encodes._coded.codec
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("disk_bytes", [0, 1 << 28], ids=["alone", "with a disk"])
 def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, disk_bytes):

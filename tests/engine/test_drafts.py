@@ -30,6 +30,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_nothing(monkeypatch)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("arm", arms())
 def test_texts_are_those_without_drafts(model: Path, arm: str) -> None:

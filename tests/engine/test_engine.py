@@ -101,6 +101,7 @@ def test_nothing_is_shared_across_tenants_and_salts(driver: Driver, vanilla: Any
     assert_greedy(vanilla, answer)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("place", [1, 31, 32, 50, 64, 70, 83, 84])
 @pytest.mark.parametrize("same_session", [True, False])
 def test_a_history_that_forks(driver: Driver, vanilla: Any, place: int, same_session: bool) -> None:
@@ -201,6 +202,7 @@ class WidePages(TorchAttention):
     page_multiple = 128
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("seed", "page"), [(0, 32), (1, 32), (2, 32), (3, 32), (4, 128), (5, 128), (6, 128)])
 def test_anything_at_any_time(path: Path, vanilla: Any, monkeypatch: pytest.MonkeyPatch, seed: int, page: int) -> None:
     """Sessions that go on, fork and start again, are stopped and dropped, in an HBM that holds a few of them."""

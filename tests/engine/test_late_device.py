@@ -134,6 +134,7 @@ def late_driver(model: Path, device: LateDevice, monkeypatch: pytest.MonkeyPatch
     return driver
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tier", ["dram", "disk"])
 def test_texts_are_those_of_a_recompute_however_late_the_device_is(

@@ -37,6 +37,7 @@ def conversations(driver: Driver, *, sessions: int, turns: int) -> list[list[int
     return answers
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiers", ["hbm", "dram", "disk"])
 def test_reuse_answers_as_a_recompute_does(model: Path, tmp_path: Path, tiers: str, device: str) -> None:
@@ -55,6 +56,7 @@ def test_reuse_answers_as_a_recompute_does(model: Path, tmp_path: Path, tiers: s
     assert sources.get(tiers, 0) > 500, sources
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_a_slow_device_has_not_written_yet_is_neither_found_nor_saved_wrongly(model: Path, device: str) -> None:
     """Chunks of prompts are committed, saved and given away while they are computed."""

@@ -56,6 +56,7 @@ def texts(whole: Driver) -> list[list[int]]:
     return [text for text, _ in said]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_long_contexts_are_read_in_part_and_exact_requests_read_all(
     name: str, whole: Driver, texts: list[list[int]]
@@ -79,6 +80,7 @@ def test_reading_everything_by_a_selector_says_the_same(texts: list[list[int]]) 
     assert [text for text, _ in said_by(driver, "")] == texts
 
 
+@pytest.mark.long
 def test_exact_requests_say_the_same_in_bf16_whatever_others_read() -> None:
     in_part, all_of_it = (an_engine("pairs", dtype="bfloat16", selector={"share": share}) for share in (0.3, 1.0))
     assert said_by(in_part, "")[0][1] == said_by(all_of_it, "")[0][1] == 29

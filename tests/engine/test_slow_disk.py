@@ -126,6 +126,7 @@ def test_a_slow_disk_is_hardly_asked_and_a_fast_one_believed_again_within_ten_re
     driver.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("waits", ["for room", "beside another who decodes", "for a load that others gave up"])
 def test_whoever_waits_for_a_slow_load_computes(path: Path, tmp_path: Path, reads: Reads, waits: str) -> None:
     reads.is_slow = False

@@ -100,6 +100,7 @@ def file_of(tmp_path: Path, extent_id: int) -> Path:
     return file
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", ["load", "fetch"])
 @pytest.mark.parametrize(
     ("spoil", "reason"),

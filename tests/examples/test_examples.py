@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.harness.servers import ROOT, ServerProcess, serve
 
+pytestmark = pytest.mark.servers
+
 EXAMPLES = ROOT / "examples"
 
 

@@ -27,7 +27,7 @@ from reprise.kernels.attention.ragged_batch import (
     KvPages,
 )
 from reprise.kernels.int8_rows import pack_rows, unpack_rows
-from tests.kernels.triton_runs import INTERPRETED, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, in_parts, interpreted, machine_code, spilled_bytes
 
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
 TESTED = [
@@ -157,6 +157,7 @@ def forward(backend: AttentionBackend, name: str, batch: Batch) -> Tensor:
 RUNS = [(torch.float32, 1e-5, 0), (torch.float32, 1e-5, 1), (torch.bfloat16, 2e-2, 1)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dtype", "tolerance", "seed"), RUNS, ids=["fp32_runs", "fp32_shuffled", "bf16_shuffled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", TESTED)
@@ -173,6 +174,7 @@ def test_a_backend_agrees_with_the_oracle(name, case, dtype, tolerance, seed):
     assert torch.equal(batch.kv.k.nan_to_num(), k_before.nan_to_num())
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("dtype", "tolerance", "seed"), RUNS, ids=["fp32_runs", "fp32_shuffled", "bf16_shuffled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_pages_of_int8_are_read_as_the_numbers_they_hold(case, dtype, tolerance, seed):
@@ -190,6 +192,7 @@ def test_pages_of_int8_are_read_as_the_numbers_they_hold(case, dtype, tolerance,
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TESTED)
 def test_layers_of_one_step_may_differ(name):
     """What a backend derives once per step must not carry one layer's window or grouping into the next."""
@@ -298,6 +301,7 @@ def test_the_oracle_reads_the_kv_head_of_the_group():
     torch.testing.assert_close(got, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_listing_the_backends_loads_nothing():
     script = (
         "import sys, reprise.kernels.attention as a; print(sorted(a.BACKENDS), 'triton' in sys.modules, "
@@ -317,13 +321,17 @@ def test_a_backend_that_cannot_run_here_says_what_is_missing():
             BACKENDS[name]()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="inside it already")
-@pytest.mark.timeout(300)  # 12 s on a core of its own
-def test_triton_in_its_interpreter():
-    printed = interpreted(__file__, "triton and not interpreter and not fp32_runs")
-    assert f"{len(CASES) * 2 + 1 + 3 + len(FIXED)} passed" in printed, printed
+@in_parts(
+    "triton and not interpreter and not fp32_runs and not cuda and not registers",
+    "mha or all_at_once or case0",
+    6,
+    len(CASES) * 2 + 1 + 3 + len(FIXED),
+)
+def test_triton_in_its_interpreter(chosen: str, number: int) -> None:
+    assert interpreted(__file__, chosen) == number
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("dtype", "capability"), [("fp32", 80), ("bf16", 90), ("bf16", 100)])
@@ -357,6 +365,7 @@ def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_pat
         assert compiled.metadata.shared < 99 * 1024  # what the smallest of the targets has
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("rows", [16, 64], ids=["decode", "chunks"])

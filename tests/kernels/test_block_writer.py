@@ -16,6 +16,7 @@ from reprise.kernels.block_writer import BlockWriter, block_writer
 from reprise.kernels.cpu.available import decode_kernels, load_kernels
 from reprise.kernels.int8_rows import packed_width
 from reprise.kernels.kv_copy import write_rows
+from tests.example_counts import examples
 
 ROWS = 32  # of a block
 needs_numba = pytest.mark.skipif(load_kernels() is None, reason="no numba here")
@@ -75,7 +76,7 @@ def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor
 
 
 @needs_numba
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(loads())
 def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]) -> None:
     ours, theirs, segments, blocks, cos, sin = load
@@ -93,7 +94,7 @@ def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.nd
 
 
 @needs_numba
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(load=loads(), data=st.data())
 def test_what_is_not_what_it_was_is_not_written(
     load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor], data: st.DataObject
@@ -115,7 +116,7 @@ def test_what_is_not_what_it_was_is_not_written(
 
 
 @needs_numba
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(load=loads())
 def test_without_checksums_all_is_written(
     load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor],

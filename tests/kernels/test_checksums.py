@@ -7,9 +7,10 @@ from xxhash import xxh3_64_intdigest
 
 from reprise.kernels import checksums as module
 from reprise.kernels.checksums import checksums
+from tests.example_counts import examples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     size=st.sampled_from([1, 7, 240, 241, 242, 1000, 4096, 70_000]),
     chosen=st.lists(st.integers(0, 8), max_size=40),

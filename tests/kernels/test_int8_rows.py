@@ -14,6 +14,7 @@ from reprise.kernels.cpu.available import load_kernels
 from reprise.kernels.int8_rows import LEVELS, SCALE_BYTES, pack_rows, packed_width, unpack_rows
 from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
 from reprise.kernels.views import as_bits
+from tests.example_counts import examples
 
 ODD = [0.0, -0.0, 1e-40, -3e-39, 1.2e-38, 5e-37, 1e38, 3.3e38, math.inf, -math.inf, math.nan]
 
@@ -69,7 +70,7 @@ def test_pages_of_int8_take_numbers_and_bytes() -> None:
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no numba here")
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(heads())
 def test_compiled_code_makes_the_same_bytes(rows: Tensor) -> None:
     from reprise.kernels.cpu import int8_rows

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.kernels.packed import ZERO, Codes, pack, unpack, unpack_codes, unpack_rows
+from tests.example_counts import examples
 from tests.kernels.packed_weights import FORMS, Form, random_codes, truth
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sampled_from(FORMS), st.integers(1, 100), st.integers(1, 5), st.integers(0, 1 << 30))
 def test_a_weight_comes_back_bit_for_bit(form: Form, outputs: int, groups: int, seed: int) -> None:
     given_codes = random_codes(form, outputs, 32 * groups, seed)

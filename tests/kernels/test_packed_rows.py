@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from reprise.kernels.packed import pack, unpack
 from reprise.kernels.packed_rows import by_rows, joined, unpacked
+from tests.example_counts import examples
 from tests.kernels.packed_weights import FORMS, Form, random_codes, truth
 
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sampled_from(FORMS), st.integers(1, 100), st.integers(1, 5), st.integers(0, 1 << 30))
 def test_a_weight_comes_back_bit_for_bit(form: Form, outputs: int, groups: int, seed: int) -> None:
     codes = random_codes(form, outputs, 32 * groups, seed)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import reprise.kernels.row_copies
 from reprise.kernels.row_copies import copy_into_blocks, save_kernels
+from tests.example_counts import examples
 
 BLOCKS, ROWS, HEADS = 4, 8, 2
 DIMS = (3, 16, 40)  # of the targets
@@ -19,7 +20,7 @@ def pieces_of(draw, lengths):
     return step, first, draw(st.integers(0, BLOCKS - 1)), place, count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_rows_come_to_their_places_and_nowhere_else(data, dtype):
     if save_kernels() is None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from reprise.kernels.attention.naive import NaiveAttention
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 from reprise.kernels.attention.running_softmax import RunningSoftmax
+from tests.example_counts import examples
 
 PAGE, HEADS, KV_HEADS, K_DIM, V_DIM = 32, 4, 2, 16, 8
 
@@ -23,7 +24,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Attenti
     return NaiveAttention().forward(q, pages, meta, params)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_pieces_in_any_order_are_one_attention(data: st.DataObject) -> None:
     rows = PAGE * data.draw(st.integers(1, 12))

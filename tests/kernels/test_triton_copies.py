@@ -16,7 +16,15 @@ from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.block_writer import block_writer
 from reprise.kernels.kv_copy import write_rows
 from reprise.kernels.row_copies import copy_into_blocks
-from tests.kernels.triton_runs import INTERPRETED, compiled, for_every_arch, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import (
+    INTERPRETED,
+    compiled,
+    for_every_arch,
+    in_parts,
+    interpreted,
+    machine_code,
+    spilled_bytes,
+)
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 
@@ -147,12 +155,12 @@ def test_rows_come_from_cuda_into_page_locked_blocks(dtype: torch.dtype) -> None
     assert all(are_same(*pair) for pair in zip(memory, expected_of(memory, sources, pieces), strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="inside it already")
-@pytest.mark.timeout(300)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    assert f"{len(SHAPES) + 2} passed" in interpreted(__file__, "the_kernel and not compile")
+@in_parts("the_kernel_", "shape0 or dtype0", 2, len(SHAPES) + 2)
+def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
+    assert interpreted(__file__, chosen) == number
 
 
+@pytest.mark.triton
 @for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""

@@ -9,7 +9,7 @@ from reprise.kernels.packed import pack
 from reprise.kernels.packed_rows import by_rows
 from tests.kernels import packed_by_torch
 from tests.kernels.packed_weights import FORMS, Form, random_codes
-from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, in_parts, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (rows, outputs, inputs): parts of tiles, several programs for an output, a row alone
@@ -71,12 +71,12 @@ def test_packed_weights_multiply_on_cuda(form: Form, shape: tuple[int, int, int]
     unpacks("cuda", form, shape, dtype)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="inside it already")
-@pytest.mark.timeout(300)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    assert f"{2 * len(CASES)} passed" in interpreted(__file__, "the_kernel and not compile")
+@in_parts("the_kernel_", "form6 or form18", 4, 2 * len(CASES))
+def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
+    assert interpreted(__file__, chosen) == number
 
 
+@pytest.mark.triton
 @for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from reprise.engine.model import hf_model
 from tests.kernels import rows_by_torch
-from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, in_parts, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (tokens, heads, dims, R): all dims turn, some, none; numbers that are no powers of two
@@ -156,12 +156,12 @@ def test_gates_open_on_cuda(width: int, dtype: torch.dtype) -> None:
     gate_opened("cuda", width, dtype)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="inside it already")
-@pytest.mark.timeout(300)
-def test_the_kernels_in_tritons_interpreter() -> None:
-    assert f"{len(TURNS) + len(PLACES) + 3 * len(WIDTHS)} passed" in interpreted(__file__, "the_kernel and not compile")
+@in_parts("the_kernel_", "shape0 or 100", 5, len(TURNS) + len(PLACES) + 3 * len(WIDTHS))
+def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
+    assert interpreted(__file__, chosen) == number
 
 
+@pytest.mark.triton
 @for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""

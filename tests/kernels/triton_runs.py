@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -25,9 +26,30 @@ def for_every_arch(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def interpreted(file: str, chosen: str) -> str:
+def in_parts(chosen: str, some: str, num_some: int, num_all: int) -> Decorator:
+    """Have a test run its file's tests that `chosen` selects in two processes: the `num_some` that `some` selects among
+    them, which always run, and the others, which are dear."""
+
+    def in_both(test: Callable[..., None]) -> Callable[..., None]:
+        parts = [
+            pytest.param(f"({chosen}) and ({some})", num_some, marks=pytest.mark.always, id="some"),
+            pytest.param(f"({chosen}) and not ({some})", num_all - num_some, id="rest"),
+        ]
+        for mark in (
+            pytest.mark.triton,
+            pytest.mark.skipif(INTERPRETED, reason="inside it already"),
+            pytest.mark.timeout(300),
+            pytest.mark.parametrize(("chosen", "number"), parts),
+        ):
+            test = mark(test)
+        return test
+
+    return in_both
+
+
+def interpreted(file: str, chosen: str) -> int:
     """Run a file's tests that `chosen` selects in Triton's interpreter, which is switched on for a whole process when
-    triton is imported: so in a process of its own. Returns what it printed; fails if one of them does."""
+    triton is imported: so in a process of its own. Returns how many passed; fails if one of them does."""
     pytest.importorskip("triton")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, file],
@@ -38,7 +60,9 @@ def interpreted(file: str, chosen: str) -> str:
         timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    passed = re.search(r"^(\d+) passed", ran.stdout, re.MULTILINE)
+    assert passed, ran.stdout
+    return int(passed[1])
 
 
 def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, **launched: int) -> bytes:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.example_counts import examples
 from tools.bundled_model import corpus
 
 MODEL = Path(__file__).parent.parent.parent / "model"
@@ -65,7 +66,7 @@ def test_template_renders_what_the_model_was_trained_on(tokenizer):
     assert corpus.render_dialogue(SMALL_TALK[:2], None).startswith(prompt)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(text=st.text(max_size=60))
 def test_any_text_survives_the_tokenizer(plain_tokenizer, text):
     assert plain_tokenizer.decode(plain_tokenizer.encode(text).ids, skip_special_tokens=False) == text

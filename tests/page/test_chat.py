@@ -14,6 +14,8 @@ from tests.app.fakes import STATS, Script, session_info
 from tests.page.browser import ANSWERS, answered, send
 from tests.page.served import Served, served
 
+pytestmark = pytest.mark.servers
+
 MIB = 1 << 20
 
 
@@ -28,6 +30,7 @@ def composer(page: Any) -> Any:
     return page.get_by_label("Message", exact=True)
 
 
+@pytest.mark.always
 def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, server: Served) -> None:
     server.engine.script.report = {
         "prompt_tokens": 65, "hbm_tokens": 10, "dram_tokens": 20, "disk_tokens": 30, "truncated_tokens": 7,
@@ -124,6 +127,7 @@ def test_stop_keeps_what_was_said_and_what_it_cost(page: Any, server: Served) ->
     assert history[1]["content"].startswith("fox fox")
 
 
+@pytest.mark.always
 def test_conversations_survive_a_reload_and_leave_when_they_are_deleted(page: Any, server: Served) -> None:
     send(page, "The first one")
     page.get_by_role("button", name="New conversation").click()

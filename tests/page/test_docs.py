@@ -7,6 +7,8 @@ import pytest
 from reprise.app.api.openapi import OPERATIONS
 from tests.page.served import Served
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def docs(page: Any, server: Served) -> Any:

@@ -16,6 +16,8 @@ from tests.fleet.gateway.harness import LOAD
 from tests.page.browser import send
 from tests.page.served import ServedFleet, served, served_fleet
 
+pytestmark = pytest.mark.servers
+
 GIB = 1 << 30
 TIERS = {name: {"used_bytes": n * GIB, "capacity_bytes": 4 * GIB} for n, name in enumerate(("hbm", "dram", "disk"), 1)}
 REDIS = {"used_bytes": 3 * GIB, "capacity_bytes": 12 * GIB}

@@ -7,6 +7,8 @@ import pytest
 
 from tests.page.served import Served
 
+pytestmark = pytest.mark.servers
+
 RENDER = """async (text) => {
   const { render } = await import("/page/markdown.js");
   const box = document.createElement("div");
@@ -24,6 +26,7 @@ def page(browser: Any, server: Served) -> Iterator[Any]:
     page.close()
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("text", "html"),
     [
@@ -50,6 +53,7 @@ def test_what_it_renders(page: Any, text: str, html: str) -> None:
     assert page.evaluate(RENDER, text) == html
 
 
+@pytest.mark.always
 def test_fences_and_tables(page: Any) -> None:
     html = page.evaluate(RENDER, "```py\n<b>&\n```\nafter\n\n| a | b |\n|---|:-:|\n| 1 |\n")
     assert "<code>&lt;b&gt;&amp;</code>" in html
@@ -58,6 +62,7 @@ def test_fences_and_tables(page: Any) -> None:
     assert "<code>half</code>" in page.evaluate(RENDER, "```\nhalf")  # as it streams in
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "text",
     [

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.harness.servers import free_port, serve
 from tests.page.browser import send
 
+pytestmark = pytest.mark.servers
+
 SETTINGS: dict[str, str | int | float] = {"cache.hbm_tokens": 2048, "engine.threads": 1}
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_loop
 
 
@@ -107,7 +108,7 @@ def test_one_who_is_put_before_it_takes_its_room():
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=12),
     max_seqs=st.integers(1, 3),

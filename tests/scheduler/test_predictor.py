@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from reprise.scheduler.predictor import MaxTokensPredictor, QuantilePredictor
 from tests.conftest import greedy, make_sequence
+from tests.example_counts import examples
 
 
 def answer(length=0, *, session="s", tenant="t", max_tokens=4096):
@@ -85,7 +86,7 @@ def test_it_does_not_grow_without_bound(monkeypatch):
     assert len(predictor._groups) == 10
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     known=st.lists(st.integers(0, 10_000), max_size=30),
     said=st.integers(0, 500),

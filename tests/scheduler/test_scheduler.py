@@ -12,6 +12,7 @@ from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
 from reprise.scheduler.scheduler import QueueFull, Scheduler
 from reprise.scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence
+from tests.example_counts import examples
 
 
 class FakeCache:
@@ -322,7 +323,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     arrivals=ARRIVALS,
     room=st.integers(38, 80),  # the longest alone fits

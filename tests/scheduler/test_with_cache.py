@@ -15,6 +15,7 @@ from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.conftest import greedy, make_sequence
+from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_cost
 
 
@@ -106,8 +107,9 @@ class Server:
         assert running | set(self.scheduler.upcoming().members) == set(self.live)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("page_size", [32, 64, 256])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**16),
     num_pages=st.integers(3, 12),

@@ -79,6 +79,7 @@ def test_a_variable_that_sets_nothing_is_named(command):
     assert "did you mean REPRISE_SERVER__PORT?" in result.stderr
 
 
+@pytest.mark.servers
 def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -268,6 +269,7 @@ def test_completion_can_be_installed():
     assert "--install-completion" in CliRunner().invoke(program.cli, ["--help"], env={"COLUMNS": "120"}).output
 
 
+@pytest.mark.servers
 def test_a_server_that_is_stopped_while_it_loads_has_not_failed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -19,6 +19,7 @@ from tests.app.conversations.test_transcripts import (
     turns_of,
     user,
 )
+from tests.example_counts import examples
 from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 BOS = "<|endoftext|>" + CHAT_TEMPLATE
@@ -168,7 +169,7 @@ def test_an_answer_that_the_template_shows_in_part_is_computed():
     assert client.shorten([*messages[2:], user("next")]).shift is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_dropping_gives_the_rendered_text(data: st.DataObject):
     client = Dropper(in_memory())

@@ -11,6 +11,7 @@ from reprise.app.conversations import transcript_store
 from reprise.app.conversations.digests import digest
 from reprise.app.conversations.prepared_prompt import Base, PreparedPrompt
 from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
+from tests.example_counts import examples
 
 TENANT = "tenant"
 
@@ -68,7 +69,7 @@ def test_digests_tell_fields_and_types_apart():
     assert len({digest(*fields) for fields in lists}) == len(lists)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_full_ids_are_those_recorded_hot_or_cold(tmp_path_factory, data):
     """Random trees of turns, each from any place inside any earlier answer, whatever the cache still holds."""
@@ -296,7 +297,7 @@ def test_a_value_of_another_type_is_no_match(tmp_path):
     assert store.history(2) is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_no_damage_to_the_file_gives_wrong_ids_or_an_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damage") / "t.sqlite3"

@@ -18,6 +18,7 @@ from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcripts import Transcripts
 from reprise.app.text.tokenizer import SHIELD, ChatTokenizer, PromptTooLong
 from tests.app.text.test_tokenizer import saved, sentencepiece_like
+from tests.example_counts import examples
 from tools.bundled_model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 END = 2  # <|im_end|>
@@ -676,7 +677,7 @@ WORDS = st.sampled_from(
 TEXT = st.lists(WORDS, max_size=4).map("".join)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_ids_always_decode_to_the_rendered_text_and_never_leave_a_tenant(data):
     transcripts = in_memory(max_answers_per_prompt=data.draw(st.integers(1, 4)))
@@ -718,7 +719,7 @@ def test_ids_always_decode_to_the_rendered_text_and_never_leave_a_tenant(data):
             histories.append([*messages, answer])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_another_tenants_split_never_shows(data):
     """Both tenants hold the same conversation, generated in other tokens; each gets its own back."""

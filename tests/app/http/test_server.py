@@ -16,6 +16,8 @@ import pytest
 
 from tests.app.fakes import events
 
+pytestmark = pytest.mark.servers
+
 BODY = {"model": "test-model", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
 
@@ -102,6 +104,7 @@ async def test_a_running_answer_ends_and_new_ones_are_refused(tmp_path, model_di
         assert (await process.stdout.read()).decode() == "drained stopped\n"
 
 
+@pytest.mark.always
 async def test_past_the_limit_answers_are_cut_but_complete(tmp_path, model_dir):
     async with served(tmp_path, model_dir, drain_s=0.3, step_s=1.0) as (process, url):
         started = asyncio.Event()

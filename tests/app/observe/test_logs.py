@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from reprise.app.observe import logs
 from tests.app.fakes import FakeEngine, in_process, make_settings
+from tests.example_counts import examples
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_the_engines_lines_are_taken_apart() -> None:
     assert (second["process"], second["message"]) == ("engine", "Traceback (most recent call last):")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.text(max_size=200), st.integers(1, 9))
 def test_whatever_the_engine_writes_is_json_and_nothing_is_lost(text: str, size: int) -> None:
     written: list[str] = []

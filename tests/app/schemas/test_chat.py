@@ -12,6 +12,7 @@ from reprise.app.http.body import parse_json
 from reprise.app.schemas.chat import ChatCompletionRequest, Message
 from reprise.app.turn.sampling import OPENAI, sampling
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.example_counts import examples
 
 HELLO = [{"role": "user", "content": "Hello"}]
 BASE = {"model": "test-model", "messages": HELLO}
@@ -302,7 +303,7 @@ def test_no_json_makes_the_server_fail(model_dir, tmp_path):
         app = in_process(FakeEngine(directory=model_dir), make_settings(tmp_path))
         running = runner.run(app.__aenter__())
 
-        @settings(max_examples=60)
+        @settings(max_examples=examples(60))
         @given(body=bodies)
         def check(body):
             data = json.dumps(body).encode()

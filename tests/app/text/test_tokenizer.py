@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, TokenizerError
+from tests.example_counts import examples
 from tools.bundled_model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,7 +140,7 @@ def test_token_text_of_pieces(loaded):
 
 
 @KINDS
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(data=st.data())
 def test_pushes_and_flush_add_up_to_decoding_everything(loaded, kind, data):
     tokenizer = loaded[kind]
@@ -195,7 +196,7 @@ def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
     return None
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(data=st.data())
 def test_stop_strings_are_found_however_the_text_is_cut(data):
     text = data.draw(st.text(alphabet="ab\n", max_size=30))
@@ -314,7 +315,7 @@ def test_what_the_template_writes_stays_special(loaded):
     assert [ids[0] in loaded["bytes"].special_ids, ids[-1] in loaded["bytes"].special_ids] == [True, True]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     word=st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text),
     chars=st.integers(1, 3 * COUNT_CHARS),

@@ -71,6 +71,7 @@ def test_what_is_fitted_are_the_recorded_returns():
     assert max(hazards[:7]) < 0.05
 
 
+@pytest.mark.bench
 def test_the_known_chances_are_not_learned_over():
     model = model_of(8)
     frozen, known = _Frozen(model), features(turn=0, prompt_tokens=1, grown_tokens=None, answer_tokens=None)
@@ -96,6 +97,7 @@ def test_requests_are_told_apart_by_what_they_go_on_from():
     assert kinds(requests) == ["short", "new", "first return", "later return", "fork", "new"]
 
 
+@pytest.mark.bench
 def test_hits_are_accounted_for_and_hindsight_is_no_worse_than_nothing():
     rng, requests = random.Random(3), []
     for number in range(300):

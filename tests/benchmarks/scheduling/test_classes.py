@@ -60,6 +60,7 @@ def test_all_classes_are_played_and_the_window_keeps_its_bound(policy):
         assert most <= machine.window - 1
 
 
+@pytest.mark.bench
 def test_a_row_is_drawn_and_told(tmp_path):
     found = classes_foretold.row(2, {**MEASURED}, (100, 1.0, 1.0))
     assert set(found["ttft_ms"]) == set(POLICIES)

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.scheduling import poisson, poisson_simulated
 from benchmarks.scheduling.poisson_simulated import CASES, play
 
+pytestmark = pytest.mark.bench
+
 
 def played(machine, *arms, seeds=(1, 2, 3)):
     """Arm -> its figures, in ms."""

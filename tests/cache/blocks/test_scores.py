@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
+from tests.example_counts import examples
 
 
 def tokens(seed, count=64):
@@ -98,7 +99,7 @@ def longest_run(pages: list[int]) -> int:
     return longest
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @example(sizes=[1, 1, 2, 5, 3, 2, 1, 4, 6], needed=0, dram=True)  # room for half of the last in a row, and for no more
 @given(sizes=st.lists(st.integers(1, 6), min_size=8, max_size=16), needed=st.integers(0, 7), dram=st.booleans())
 def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dram):
@@ -142,7 +143,7 @@ def test_a_new_context_lies_in_a_row_for_the_price_of_a_page():
     assert model.manager.stats.evicted_blocks == before + 1
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**16),
     waiting=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=6),

@@ -12,6 +12,7 @@ from reprise.cache.policies.lru import LruPolicy
 from reprise.cache.policies.queue_line import QueueLine
 from reprise.cache.returns.ranking import Ranking
 from reprise.cache.returns.return_times import ReturnTimes, shared_rank
+from tests.example_counts import examples
 
 
 class Told:
@@ -435,7 +436,7 @@ def test_nor_does_it_if_what_runs_is_let_in_first(held):
 
 @pytest.mark.parametrize("held", [4, 6, 7])
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_nor_does_one_that_is_not_punctual(held, seed):
     turns = rotation(12, 0.2, random.Random(seed))
     assert hit_rate(Lookahead(), turns, held * BLOCKS, since=3) >= 0.8 * held / 8
@@ -448,6 +449,7 @@ def test_where_the_order_cannot_be_foretold_it_is_better_than_lru(held):
     assert sum(ours) > sum(lru)
 
 
+@pytest.mark.bench
 def test_ten_thousand_sessions_that_share_a_prompt_are_ranked_without_walking_them():
     """A victim costs no walk over sessions: containers are asked as often as blocks leave, not as sessions exist."""
 

@@ -11,6 +11,7 @@ from reprise.cache.blocks.truncate import CutRules
 from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
+from tests.example_counts import examples
 
 CUT = CutRules(allowed=True, keep_first=0, message_starts=(200,), important=())
 
@@ -154,7 +155,7 @@ CHANGES = ["leave HBM", "leave DRAM", "leave the disk", "lose a file", "fetch", 
 NEW_RATES = ["computed", "moved", "late", "passed over", "guess"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @example(changes=[("settle", 0), ("leave DRAM", 1), ("fetch", 0)], bytes_per_s=1e12, out_of_hbm=True, disk_s=100.0)
 @example(
     changes=[("settle", 0), ("leave DRAM", 1), ("leave the disk", 1)], bytes_per_s=1e12, out_of_hbm=True, disk_s=100.0

@@ -10,6 +10,7 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.rows import PARKED
 from reprise.cache.requests.parking import chunk_pages
 from tests.cache.pool_model import PoolModel, make_manager
+from tests.example_counts import examples
 
 PAGES, MOST = 8, 4
 
@@ -60,7 +61,7 @@ def beside(model: PoolModel, number: int) -> None:
     model.close(f"{number}")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data(), page_size=st.sampled_from([32, 64]), exact=st.booleans())
 def test_every_row_is_there_whatever_happens(data: st.DataObject, page_size: int, exact: bool) -> None:
     model = make(page_size=page_size, exact=exact, dram_slots=data.draw(st.integers(32, 60)))

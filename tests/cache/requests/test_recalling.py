@@ -14,6 +14,7 @@ from reprise.cache.moves import LoadBlocks
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, domain_of, make_manager
+from tests.example_counts import examples
 
 WINDOW = 16 * BLOCK_TOKENS
 COMMON = range(5)
@@ -253,7 +254,7 @@ def is_sound(context):
     assert set(context.cuts.dropped) <= {start // BLOCK_TOKENS for start in blocks_of(context.cuts.ranges)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**16),
     scorer=st.sampled_from(list(BLOCK_SCORERS)),

@@ -37,9 +37,10 @@ from tests.cache.storage.disk_helpers import (
     reopened,
     segment_bytes_of,
 )
+from tests.example_counts import examples
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(count=st.integers(1, 9), order=st.lists(st.integers(0, 8), min_size=1, max_size=12))
 def test_any_blocks_in_any_order_come_back(tmp_path_factory, count, order):
     tier = make_tier(tmp_path_factory.mktemp("disk"))
@@ -268,7 +269,7 @@ DELETES = st.tuples(st.just("delete"), st.integers(0, 9))
 REOPENS = st.sampled_from([("reopen", 0), ("reopen without index", 0)])
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(steps=st.lists(WRITES | DELETES | REOPENS, max_size=14))
 def test_used_bytes_are_the_files_whatever_happens(tmp_path_factory, steps):
     directory = tmp_path_factory.mktemp("disk")

@@ -26,6 +26,7 @@ from tests.cache.storage.disk_helpers import (
     record_files,
     reopened,
 )
+from tests.example_counts import examples
 
 
 def swap(one, other):
@@ -177,7 +178,7 @@ CONTENTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(files=st.lists(st.tuples(st.booleans(), NAMES, CONTENTS), min_size=1, max_size=6), lost=st.booleans())
 def test_no_file_in_the_directory_ends_a_server_or_hides_a_record(tmp_path_factory, files, lost):
     directory = tmp_path_factory.mktemp("disk")

@@ -137,6 +137,7 @@ def test_a_fetch_keeps_what_is_coded_as_it_is():
     assert sum(row.decoded for row in tiers.table) == 3
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
     """Whatever ends when, no slot is lost or used twice, what is loaded is what was computed, and nothing is coded

@@ -21,6 +21,7 @@ from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.opening import ClientCut
 from tests.cache.pool_model import PoolModel, make_manager
+from tests.example_counts import examples
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]
 WHICH = st.integers(0, 5)  # of those that qualify, counted in circles
@@ -404,7 +405,7 @@ class Hierarchy(RuleBasedStateMachine):
 @pytest.mark.parametrize("page_size", [32, 64])
 def test_whatever_happens_in_whatever_order(page_size):
     machine = type(f"Pages{page_size}", (Hierarchy,), {"page_size": page_size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=50))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(120), stateful_step_count=50))
 
 
 def test_where_bits_count_no_row_is_saved_out_of_a_page():

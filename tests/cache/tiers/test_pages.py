@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reprise.cache.tiers.pages import PageAllocator
+from tests.example_counts import examples
 
 WHICH = st.integers(0, 30)
 
@@ -81,7 +82,7 @@ class Claims(RuleBasedStateMachine):
 
 
 TestClaims = Claims.TestCase
-TestClaims.settings = settings(max_examples=80, stateful_step_count=40)
+TestClaims.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
 def test_what_nobody_claims_cannot_be_claimed_or_released():

@@ -13,6 +13,7 @@ from reprise.cache.transfer.layer_source import ExtentSource, Landings, SlotSour
 from reprise.cache.transfer.loader import Loader, PagePool
 from reprise.engine.model.hf_model import turn_halves
 from reprise.kernels.attention.ragged_batch import KvPages
+from tests.example_counts import examples
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
 SLOTS, PAGES, SIZE = 6, 4, 64
@@ -62,7 +63,7 @@ class Disk:
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="needs AVX2")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     ways=st.lists(st.sampled_from(["slot", "through a slot", "passing"]), min_size=1, max_size=5),
     last_rows=st.integers(1, BLOCK_TOKENS),

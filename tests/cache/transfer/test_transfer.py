@@ -45,6 +45,7 @@ from reprise.cache.transfer.transfer import Transfer
 from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 from tests.cache.storage.disk_helpers import make_tier
+from tests.example_counts import examples
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
 RECORD = SessionRecord("t", "", "s", context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
@@ -201,7 +202,7 @@ def copies(draw):
 
 
 @pytest.mark.parametrize("layout", ["rows first", "heads first"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(ordered=st.lists(copies(), max_size=4))
 def test_copies_are_carried_out_one_after_the_other_in_all_layers(layout, ordered):
     pages = pools(layout)

@@ -46,6 +46,7 @@ class Shown:
         self.inputs.append(x.clone())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_attention_begins_with_gives_its_k_and_v(name: str, dtype: torch.dtype) -> None:

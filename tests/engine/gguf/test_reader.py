@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reprise.engine.gguf.convert import convert
 from reprise.engine.gguf.reader import MAX_ITEMS, GgufFile, GgufRefused
 from tests.engine.gguf import gguf_files
+from tests.example_counts import examples
 
 F32 = 0
 
@@ -132,7 +133,7 @@ def whole(tmp_path_factory) -> bytes:
     return gguf_files.write(tmp_path_factory.mktemp("gguf") / "a.gguf", model).read_bytes()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(changes=[], length=0.5)
 @given(
     changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4),

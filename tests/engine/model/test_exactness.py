@@ -117,6 +117,7 @@ def test_the_proof_sees_a_last_bit(what: str, where: str, monkeypatch: pytest.Mo
     driver.close()
 
 
+@pytest.mark.long
 @has_kernels
 def test_conversations_that_return_in_a_crowd_say_what_a_recompute_says() -> None:
     """HBM for two of six: most of their histories come out of DRAM, and chunks fall as they may."""

@@ -17,6 +17,7 @@ def logits(model: Any) -> Tensor:
     return model(input_ids=IDS, use_cache=False).logits
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_says_what_a_copy_in_fp32_says(name: str, dtype: torch.dtype) -> None:

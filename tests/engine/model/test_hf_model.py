@@ -45,10 +45,12 @@ def assert_logits_are_the_models_own(vanilla: Any, texts: list[Text]) -> None:
         assert (text.logits - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.sweep(4)
 def test_paged_chunked_logits_are_the_models_own(played: Played) -> None:
     assert_logits_are_the_models_own(played.served.vanilla, played.texts)
 
 
+@pytest.mark.sweep(4)
 def test_saved_kv_comes_back_bit_for_bit(played: Played) -> None:
     """What a lower tier stored and another page got back is what the step itself had written."""
     other = Pool(played.served.ours, played.served.probed.shapes)
@@ -60,6 +62,7 @@ def test_saved_kv_comes_back_bit_for_bit(played: Played) -> None:
                 assert torch.equal(got, want)
 
 
+@pytest.mark.sweep(4)
 def test_saved_keys_can_stand_elsewhere(played: Played) -> None:
     """Loaded at later positions, layer 0 is what the model computes for the same tokens there."""
     if not played.served.probed.decouplable:

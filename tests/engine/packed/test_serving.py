@@ -45,6 +45,7 @@ def conversation(engine: Driver, session: str | None, vocab: int) -> list[list[i
     return answers
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_a_gguf_files_weights_stay_as_they_are_packed(tmp_path: Path, kind: str) -> None:
     source = gguf_file(tmp_path, kind)

@@ -21,7 +21,7 @@ from tests.engine.scripted_engine import submit
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("tp_engine.py")
-pytestmark = pytest.mark.timeout(600)  # processes that each load torch and a model
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # processes that each load torch and a model
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def tiers(directory: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.always), "qwen2", "mistral"])
 def test_two_ranks_answer_as_one_also_after_a_restart(family: str, models: Path, tmp_path: Path) -> None:
     expected = recomputed(models / family, FIRST)
     assert texts(run(models / family, FIRST, **tiers(tmp_path, tensor_parallel=2))) == expected

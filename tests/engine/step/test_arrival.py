@@ -39,6 +39,7 @@ def answers(
     return texts, loaded
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("new_tokens", [2, 8, 9, 40])
 def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reprise.cache.rates.Rates.load_s", lambda *_: 0.0)  # load, however slow the link is

@@ -50,6 +50,7 @@ def any_logits(rows: int, vocab: int, seed: int) -> Tensor:
     return (torch.randn(rows, vocab, generator=generator) * spread * 4).round() / 4
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_rows_get_the_tokens_of_the_host() -> None:
     rng = random.Random(0)
     known = [any_row(rng) for _ in range(3 * BATCH)]

@@ -11,6 +11,7 @@ from reprise.engine.step.drafts import (
     StepTimes,
     worthwhile,
 )
+from tests.example_counts import examples
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
 
@@ -24,7 +25,7 @@ def longest_match(text: list[int], place: int) -> int:
     return matched
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(prompt=tokens, said=st.lists(st.integers(0, 3), max_size=20), most=st.integers(0, 9))
 def test_a_draft_is_what_followed_the_longest_and_latest_match(prompt: list[int], said: list[int], most: int) -> None:
     source = DraftSource(prompt, len(prompt), ())
@@ -73,7 +74,7 @@ def test_nothing_is_drafted_behind_the_end_of_a_prediction() -> None:
     assert found is None, "the prediction is over"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.lists(st.integers(0, 5), min_size=300, max_size=600))
 def test_what_is_appended_is_found_however_much_there_is(text: list[int]) -> None:
     grown, whole = DraftSource(text[:3], 3, ()), DraftSource(text, 3, ())
@@ -134,7 +135,7 @@ def test_rows_cost_something_and_no_more_than_the_step(steps: list[tuple[int, fl
 drafts = st.lists(st.builds(Candidate, st.integers(0, 7), st.floats(0.01, 0.99)), max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(candidates=drafts, fixed=st.floats(0.1, 10.0), row=st.floats(0.001, 2.0), extra=st.integers(0, 5))
 def test_drafts_bring_more_tokens_a_second(candidates: list[Candidate], fixed: float, row: float, extra: int) -> None:
     rows = len(candidates) + extra

@@ -38,6 +38,7 @@ def resumed(
     return [driver.answers["a", index] for index in range(len(said))]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,6 +109,7 @@ def test_the_next_turn_finds_the_whole_answer(path: Path) -> None:
     assert turn.cached == len(expected.text) - 1
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("said", [[None], [None, [7, 8]], [None, None]])
 @pytest.mark.parametrize("length", [40, 33, 1, 0])
 def test_the_next_turn_finds_a_first_choice_that_was_over(

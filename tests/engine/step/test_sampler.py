@@ -138,6 +138,7 @@ def test_a_token_that_is_next_to_impossible_is_never_drawn_and_disturbs_nobody(g
     assert draws([0.0, -gap, -1000.0], 200, top_k=2) == {0: 200}
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])  # flat ones need the whole ranking, peaked ones its head
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 900, "top_p": 0.8}])

@@ -189,6 +189,7 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_stream_that_is_cut_anywhere_goes_on_elsewhere(replicas, name, tokens_per_output):
@@ -454,6 +455,7 @@ PERSON = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -496,6 +498,7 @@ async def test_logprobs_of_a_real_engine_go_on(tiny, tmp_path):
     assert [entry["logprob"] for entry in found] == pytest.approx([e["logprob"] for e in expected], abs=1e-4)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(("n", "over"), [(1, 1), (2, 1), (2, 2)])
 async def test_the_next_turn_finds_the_kv_of_an_answer_that_was_over(tiny, tmp_path, n, over, temperature):

@@ -12,6 +12,7 @@ from tests.kernels.codecs.fuzz import notices_reads_outside
 from tests.kernels.codecs.test_transform import small
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_arbitrary_bytes_lead_no_kernel_outside_while_indices_are_checked():
     """Most of the time is compiling."""

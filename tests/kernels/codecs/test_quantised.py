@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
+from tests.example_counts import examples
 
 SHAPES = [((3, 64), (3, 64)), ((2, 24), (2, 32))]
 CODECS = [Fp8Codec(SHAPES), KiviCodec(SHAPES, bits=4, v_group=32), KiviCodec(SHAPES, bits=2, v_group=32)]
@@ -46,7 +47,7 @@ def test_groups_beyond_fp16_are_refused(place):
     assert there_and_back(CODECS[1], raw)[0] == [True, False]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(1e-3, 300), st.integers(0, 1000))
 def test_whole_numbers_are_within_half_a_step(scale, seed):
     raw = torch.randn(1, 32 * 384, generator=torch.Generator().manual_seed(seed)) * scale

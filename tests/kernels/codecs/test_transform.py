@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 
 from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 from reprise.kernels.cpu import transform as compiled
+from tests.example_counts import examples
 
 ROWS = 32
 SHAPES = [(3, 64, 64), (1, 80, 80), (2, 24, 40), (4, 64, 64)]  # heads, k_dim, v_dim
@@ -69,6 +70,7 @@ def errors(raw, back, n):
     ).sum()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_comes_back_is_near_and_in_a_quarter_of_the_bytes(shape, dtype):
@@ -123,6 +125,7 @@ def test_equal_rows_give_equal_bytes_alone_together_and_on_threads():
     assert torch.equal(torch.cat(backs), decoded(codec, together, raw))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("blocks", [1, 3, 16])
 def test_a_team_of_threads_decodes_the_same(blocks):
     codec = codec_for(SHAPES[1])
@@ -132,6 +135,7 @@ def test_a_team_of_threads_decodes_the_same(blocks):
     assert torch.equal(back, decoded(codec, segments, raw))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["encoded", "noise", "damaged", *(f"zeros, {words} short" for words in range(16))])
 def test_vectors_decode_what_single_numbers_do(shape, kind):
@@ -211,7 +215,7 @@ def test_the_name_tells_apart_whatever_reads_bytes_differently():
     assert codec_for(SHAPES[0]).name == codec_for(SHAPES[0]).name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_any_bytes_decode_to_some_numbers_and_stay_inside(data):
     codec = small()
@@ -230,7 +234,7 @@ def test_any_bytes_decode_to_some_numbers_and_stay_inside(data):
     assert (room[2] == 7).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=st.integers(0, 2**31), scale=st.floats(0.01, 100), least=st.booleans())
 def test_any_rows_fit_or_are_refused(seed, scale, least):
     codec = small_and_tight() if least else small()

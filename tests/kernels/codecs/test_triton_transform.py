@@ -17,7 +17,7 @@ from reprise.kernels.codecs.transform_on_device import TransformOnDevice
 from reprise.kernels.cpu import transform as compiled
 from reprise.kernels.cpu.transform_format import HEAD_WORDS, ROWS
 from tests.kernels.codecs.test_transform import SHAPES, blocks_of, codec_for, coded, rows_like_keys
-from tests.kernels.triton_runs import INTERPRETED, for_every_arch, interpreted, machine_code, spilled_bytes
+from tests.kernels.triton_runs import INTERPRETED, for_every_arch, in_parts, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernel_in_tritons_interpreter")
 KINDS = ["encoded", "fine", "noise", "ones", "damaged", "short"]
@@ -122,6 +122,7 @@ def test_a_device_decodes_the_processors_numbers(shape: tuple[int, int, int], ki
     rows_near(codec, codec.on(torch.device("cuda")), segments_of(codec, shape, kind))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,12 +142,12 @@ def test_segments_of_another_size_are_refused() -> None:
         decodes.decode(0, torch.zeros(1, codec.segment_bytes[0] - 2, dtype=torch.uint8), raw)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="inside it already")
-@pytest.mark.timeout(300)
-def test_the_kernel_in_tritons_interpreter() -> None:
-    assert f"{len(SMALL) * len(KINDS)} passed" in interpreted(__file__, "the_kernel_decodes")
+@in_parts("the_kernel_decodes", "encoded-shape1 or damaged-shape0", 2, len(SMALL) * len(KINDS))
+def test_the_kernel_in_tritons_interpreter(chosen: str, number: int) -> None:
+    assert interpreted(__file__, chosen) == number
 
 
+@pytest.mark.triton
 @for_every_arch
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To machine code; no device needed. Registers suffice."""

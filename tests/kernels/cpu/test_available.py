@@ -25,6 +25,7 @@ def test_compiling_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["compiling kernels for this machine, once"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_compiled_kernels_leave_the_number_of_threads_as_it_was(threads: int) -> None:
     """numba tells OpenMP to use every processor as it starts: `engine.threads` was not heeded, and an engine that was

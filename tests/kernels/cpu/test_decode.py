@@ -84,6 +84,7 @@ def a_table(contexts: list[int], pages: int, seed: int) -> Tensor:
     return table
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim"),
     [(1, 3, 64), (2, 2, 80), (3, 4, 64), (4, 1, 128), (5, 1, 16), (7, 2, 64), (8, 1, 128)],
@@ -118,6 +119,7 @@ def test_unequal_widths_and_heads_innermost() -> None:
     assert (attend(q, k, v, table, [40, 7, 222]) - truth(q, k, v, table, [40, 7, 222])).abs().max() < 2e-6
 
 
+@pytest.mark.long
 def test_scores_far_apart_overflow_nowhere() -> None:
     k, v = (a_pool(20, 1, 64, heads_outermost=True) * 30 for _ in range(2))
     q = torch.randn(2, 2, 64).bfloat16() * 30
@@ -127,6 +129,7 @@ def test_scores_far_apart_overflow_nowhere() -> None:
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", [lambda pool: pool, packed_pool], ids=["bf16", "int8"])
 def test_nan_in_a_context_stays_in_its_row(form: Callable[[Tensor], Tensor]) -> None:
     k, v = (a_pool(20, 2, 64, heads_outermost=True) for _ in range(2))
@@ -205,6 +208,7 @@ def test_a_context_is_split_by_its_own_length_alone() -> None:
     ]
 
 
+@pytest.mark.long
 def test_one_pool_of_threads_serves_torch_and_numba() -> None:
     """Two would each keep a core busy waiting."""
     script = (
@@ -217,6 +221,7 @@ def test_one_pool_of_threads_serves_torch_and_numba() -> None:
     assert ran.stdout.strip() == "0", ran.stderr
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("missing", ["numba", "llvmlite"])
 def test_without_numba_there_are_no_kernels_and_no_error(missing: str) -> None:
     script = (

@@ -29,6 +29,7 @@ def twice():
 """
 
 
+@pytest.mark.long
 def test_a_change_of_another_file_is_noticed(tmp_path: Path) -> None:
     """By itself numba looks at the file of the function alone, and would go on with what it has of `twice`."""
     shutil.copytree(ROOT / "kernels", tmp_path / "reprise/kernels", ignore=shutil.ignore_patterns("__pycache__"))

@@ -22,6 +22,7 @@ from reprise.kernels.attention.torch_cpu import ExactAttention, TorchAttention
 from reprise.kernels.cpu import available
 from reprise.kernels.cpu.available import flash_kernels, use_torch_threads
 from reprise.kernels.int8_rows import pack_rows, unpack_rows
+from tests.example_counts import examples
 
 kernels: Any = flash_kernels(exact=True)
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX512_BF16 here")
@@ -173,7 +174,7 @@ def test_pages_of_int8_are_read_as_the_bf16_that_they_hold(
     window=st.one_of(st.none(), st.integers(1, 150)),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_batch(lens: list[tuple[int, int]], group: int, kv_heads: int, window: int | None, seed: int) -> None:
     agrees(a_batch(tuple(lens), group, kv_heads, window=window, seed=seed))
 
@@ -187,7 +188,7 @@ def test_sequences_of_one_row_are_left_alone() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 50])
 @given(cuts=st.lists(st.integers(2, 118), max_size=4), group=st.integers(1, 4), history=st.integers(0, 100))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_chunks_and_company_change_no_bit(window: int | None, cuts: list[int], group: int, history: int) -> None:
     """Every row alike, whether its prompt is computed at once among others, or alone and in chunks."""
     batch = a_batch(((20, 90), (120, 120 + history), (7, 7)), group=group, window=window)
@@ -338,6 +339,7 @@ def test_numba_told_to_compile_for_less_is_not_asked(monkeypatch: pytest.MonkeyP
     assert available.flash_kernels.__wrapped__(True) is None
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("missing", ["numba", "reprise.kernels.cpu.flash"])
 def test_without_them_there_is_no_error(missing: str) -> None:
     script = (

@@ -70,6 +70,7 @@ def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPat
     assert available.prefill_kernels.__wrapped__() is None
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("missing", ["numba", "reprise.kernels.cpu.prefill"])
 def test_without_kernels_there_is_no_error(missing: str) -> None:
     script = (

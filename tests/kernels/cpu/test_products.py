@@ -59,6 +59,7 @@ def gated(x: Tensor, gate: Any, up: Any) -> Tensor:
 SHAPES = [(56, 72, 1), (64, 96, 2), (100, 64, 3), (128, 200, 4), (1024, 768, 2)]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("by_tiles", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs", "lanes"), SHAPES)
 def test_a_row_is_the_same_in_any_crowd(outputs: int, inputs: int, lanes: int, by_tiles: bool) -> None:

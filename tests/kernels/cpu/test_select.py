@@ -65,6 +65,7 @@ def fresh(index: Index, most: list[int]) -> list[list[list[int]]]:
     return index.choose([0] * len(index.contexts), most)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "page"),
     [(1, 3, 64, 32), (3, 2, 64, 32), (4, 1, 128, 64), (7, 2, 32, 32), (8, 1, 16, 96)],
@@ -118,6 +119,7 @@ def test_rows_that_weigh_nothing_are_left_out() -> None:
     assert fresh(index, [100]) == [[[*range(32), 5 * 32 + 7, *range(368, 400)]]]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "k_dim", "v_dim"), [(1, 3, 64, 64), (3, 2, 64, 32), (7, 2, 80, 80), (8, 1, 128, 128)]
 )

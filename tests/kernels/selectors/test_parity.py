@@ -100,6 +100,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("group", "kv_heads"), RATIOS)
 @pytest.mark.parametrize("name", NAMES)
@@ -133,6 +134,7 @@ def test_a_choice_is_of_the_rows_that_may_be_read_and_backends_keep_to_it(
     assert torch.equal(want[rest], everything[rest])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_row_that_gets_nearly_all_attention_is_chosen(name: str) -> None:
     kv, meta = pages_of(1, torch.bfloat16), meta_of()

@@ -17,6 +17,7 @@ from reprise.loadgen.percentile import percentile
 from reprise.loadgen.sim import BrokenBooks, Config, Costs, Machine
 from reprise.loadgen.sim.simulated_server import SimulatedServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
+from tests.example_counts import examples
 
 MACHINE = Machine(
     name="small", gpus=1, num_layers=4, kv_bytes_per_token=1.0, window=100_000, max_seqs=2, dram_to_hbm=1e4,
@@ -47,7 +48,7 @@ def run(workload, **changed) -> FleetSimulation:
     return fleet
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     workload=WORKLOADS,
     policy=st.sampled_from(POLICIES),
@@ -162,6 +163,7 @@ def test_a_drained_replica_gets_nothing_new_and_leaves():
     assert fleet.routes["moved: drain"] > 0
 
 
+@pytest.mark.bench
 def test_a_fleet_grows_under_a_step_of_load_and_shrinks_after_it():
     workload = [conversation(f"c{n}", 20.0 + 0.06 * n, *[(100, 5, 2.0)] * 3) for n in range(2000)]
     workload.append(conversation("late", 700.0, (5, 5, 0)))
@@ -171,6 +173,7 @@ def test_a_fleet_grows_under_a_step_of_load_and_shrinks_after_it():
     assert fleet.sizes[-1][1] < most
 
 
+@pytest.mark.bench
 def test_clairvoyance_is_not_worse_than_hashing():
     workload = conversations(rate_per_s=4.0, duration_s=60, seed=5)
     base = {"machine": REPLICA, "server": SERVER, "redis_bytes_per_s": 1e10, "link_bytes_per_s": 3e9}

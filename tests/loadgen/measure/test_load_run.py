@@ -96,6 +96,7 @@ def test_a_run_leaves_its_result_and_a_report(stub, tmp_path):
     assert text.count('<svg class="plot"') == 7
 
 
+@pytest.mark.bench
 def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
     url, recorder = stub
     first = measure(url, tmp_path, "a", *QUICK, "--api-key", "secret", "--loop", "sequential", "--ignore-eos")
@@ -110,6 +111,7 @@ def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
     assert other["workload"]["digest"] != first["workload"]["digest"]
 
 
+@pytest.mark.bench
 def test_conversations_that_come_again_are_told(stub, tmp_path):
     url, _ = stub
     talks = [
@@ -158,6 +160,7 @@ def test_a_password_in_an_address_is_not_kept(stub, tmp_path):
     assert "secret" not in json.dumps(document)
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("spoilt", [{"summary": None}, {"by_turn": "x"}, {"by_turn": [{"turn": {}}]}, {"options": []}])
 def test_a_result_with_other_contents_is_refused(stub, tmp_path, spoilt):
     url, _ = stub
@@ -193,6 +196,7 @@ def test_keys_and_files_that_are_none_are_refused(stub, tmp_path):
     assert recorder.bodies == []
 
 
+@pytest.mark.bench
 def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):
     url, recorder = stub
     long = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine" * 800}]
@@ -211,6 +215,7 @@ def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):
     assert measure(url, tmp_path, "all", *words)["workload"]["left_out"] == 0
 
 
+@pytest.mark.bench
 def test_dialogues_and_traces(stub, tmp_path):
     url, recorder = stub
     dialogue = {"turns": [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine"}] * 2}
@@ -243,6 +248,7 @@ def test_what_fails_is_counted_by_kind(stub, tmp_path):
     assert "nothing to draw" in (tmp_path / "a.html").read_text()
 
 
+@pytest.mark.bench
 def test_runs_side_by_side(stub, tmp_path):
     url, _ = stub
     measure(url, tmp_path, "a")
@@ -286,6 +292,7 @@ def test_what_cannot_be_run_is_said_beforehand(stub, words, why):
     assert recorder.bodies == []
 
 
+@pytest.mark.bench
 def test_nothing_is_written_over_what_is_read(stub, tmp_path):
     url, recorder = stub
     dialogue = {"turns": [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine"}]}

@@ -12,6 +12,7 @@ from reprise.loadgen.measure.summary import Prices
 from reprise.loadgen.plan import plan
 from reprise.loadgen.plan.command import cli
 from reprise.loadgen.workloads.synthetic import Distribution
+from tests.example_counts import examples
 
 PRICES = Prices()
 
@@ -101,7 +102,7 @@ def test_every_prompt_counts_by_its_own_length(tmp_path):
     assert "50% of the prompts are longer than this model's window of 4,096" in of_trace(path).notes[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(target=st.floats(0, 1), order=st.lists(st.integers(0, 5), min_size=8, max_size=20))
 def test_the_least_that_meets_the_target_is_chosen(tmp_path_factory, target, order):
     rows = [(10 * place, list(range(10 * who, 10 * who + 3))) for place, who in enumerate(order)]
@@ -140,6 +141,7 @@ def test_twice_the_ttl_is_simulated_within_bounds():
     assert plan.enough(float("inf"), 0.1) == 1500
 
 
+@pytest.mark.bench
 def test_ten_times_the_conversations_take_ten_times_the_gpus():
     one, ten = of_distribution(sessions=100, sessions_per_s=0.3), of_distribution(sessions=100, sessions_per_s=3.0)
     assert one.machines < ten.machines
@@ -148,11 +150,13 @@ def test_ten_times_the_conversations_take_ten_times_the_gpus():
     assert ten.rows[0].ttft_s < 1.0  # enough machines: nobody queues for long
 
 
+@pytest.mark.bench
 def test_no_amount_of_storage_makes_first_tokens_later():
     found = of_distribution(sessions=200, sessions_per_s=0.2, dram_gb=20.0)
     assert all(row.ttft_s <= 1.05 * found.rows[0].ttft_s for row in found.rows)
 
 
+@pytest.mark.bench
 def test_the_least_is_found_between_two_doublings():
     found = of_distribution(sessions=200, sessions_per_s=0.2)
     place = found.rows.index(found.chosen)

@@ -14,6 +14,8 @@ from reprise.loadgen.plan.command import cli
 from reprise.loadgen.workloads.synthetic import Distribution
 from reprise.loadgen.workloads.workload import fitted
 
+pytestmark = pytest.mark.bench
+
 
 def planned(rate: float, *, ttft_target_s: float = 2.0, **changed) -> replicas.FleetPlan:
     machine = replace(plan.machine_of("llama-70b"), dram_bytes=128e9, disk_bytes=1e12)

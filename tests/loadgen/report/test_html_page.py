@@ -126,6 +126,7 @@ def test_a_later_turn_lies_higher(browser, tmp_path):
     tab.close()
 
 
+@pytest.mark.servers
 def test_the_page_needs_nothing_from_elsewhere():
     text = html_page.render(["<script>alert(1)</script>"], [document(1, tiers=True)])
     assert "<script" not in text

@@ -30,6 +30,7 @@ def test_workloads_have_the_stated_turns_and_are_decided_by_their_seed(make):
     assert workload == make(sessions=3000, seed=3) != make(sessions=3000, seed=4)
 
 
+@pytest.mark.bench
 def test_a_smaller_machine_of_fewer_sessions_hits_as_the_whole():
     """A twentieth and a tenth of the sessions on a twentieth and a tenth of the machine."""
     rates = []

@@ -13,6 +13,7 @@ from reprise.loadgen.sim.disk import Disk
 from reprise.loadgen.sim.policies import SIMULATED_POLICIES
 from reprise.loadgen.sim.store import SimulatedStore
 from reprise.loadgen.workloads.workload import Conversation, Turn
+from tests.example_counts import examples
 
 COSTS = Costs(
     prefill_fixed_s=0.0, s_per_token=0.001, s_per_kilo_pair=0.0, decode_fixed_s=0.01, s_per_row=0.0,
@@ -50,7 +51,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     workload=WORKLOADS,
     config=CONFIGS,
@@ -85,7 +86,7 @@ def test_two_windows_full_in_the_same_step_are_computed_again_one_by_one():
     assert len(simulate(workload, replace(MACHINE, dram_bytes=0, disk_bytes=0, hbm_bytes=0), config).records) == 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(workload=WORKLOADS, config=CONFIGS)
 def test_a_machine_without_bounds_finds_all_that_was_not_cut(workload, config):
     machine = replace(MACHINE, dram_bytes=float("inf"), disk_bytes=0)

@@ -167,6 +167,7 @@ def test_who_waits_has_its_kv_fetched_out_of_redis_when_the_disk_has_lost_it():
     assert all(record.cached_tokens >= 620 for record in returning)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("policy", ["car-hidden", "fcfs"])
 def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     """Answers that are all as long, a queue, and KV from DRAM and disk: before the timer counted the tokens that are
@@ -188,6 +189,7 @@ def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     assert outcomes["on_time"] >= 0.7 * judged, outcomes
 
 
+@pytest.mark.bench
 def test_a_coded_dram_holds_more_of_what_comes_back():
     """The same bytes, of which a quarter stay rows; so many blocks as take the other three quarters fit four times."""
     found = {}

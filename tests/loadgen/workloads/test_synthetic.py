@@ -21,6 +21,7 @@ def test_the_defaults_are_the_papers():
     assert max(tokens) <= 32_768 + 80  # each length is rounded
 
 
+@pytest.mark.bench
 def test_other_shares():
     turns, tokens = totals(Distribution(multi_turn=0.5, mean_turns=3.0, over_2k=0.2, over_4k=0.1))
     assert sum(n > 1 for n in turns) / len(turns) == pytest.approx(0.5, abs=0.02)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.scheduler.budgets.budget import StepCost, StepWork, TimeBudget, TokenBudget
+from tests.example_counts import examples
 
 PRIOR = {
     "fixed_s": 0.01,
@@ -60,7 +61,7 @@ def test_it_follows_a_machine_that_got_slower():
     assert cost.seconds(work(256, 4, 500)) == pytest.approx(3 * truth(PRIOR.values(), work(256, 4, 500)), rel=0.05)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     seed=st.integers(0, 2**16),
     noise=st.floats(0, 3),

@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 
 from reprise.scheduler.queues.fair_share import FairShare
 from tests.conftest import make_sequence
+from tests.example_counts import examples
 
 
 def make_share(costs=None):
@@ -110,7 +111,7 @@ def test_tenants_that_have_gone_are_forgotten():
     assert not share._tenants
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     costs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50)), min_size=1, max_size=60),
     weights=st.tuples(*[st.sampled_from([0.5, 1.0, 2.0])] * 3),
@@ -146,7 +147,7 @@ def recomputed(share):
     return [sequence for _, _, sequence in sorted(starts, key=lambda start: start[:2])]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["add", "take", "cancel", "finish", "refund"]), st.integers(0, 99)), max_size=80

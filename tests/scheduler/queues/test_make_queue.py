@@ -12,6 +12,7 @@ from reprise.scheduler.queues.make_queue import ORDERS
 from reprise.scheduler.queues.priority import PriorityQueue
 from reprise.scheduler.queues.waiting_queue import FcfsQueue
 from reprise.scheduler.sequence import SequenceState
+from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_loop
 
 REQUESTS = st.lists(
@@ -98,7 +99,7 @@ def test_an_unknown_order_is_refused():
 
 
 @pytest.mark.parametrize("policy", ORDERS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     requests=REQUESTS,
     room=st.integers(38, 90),
@@ -113,7 +114,7 @@ def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, see
 
 
 @pytest.mark.parametrize("policy", ORDERS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     requests=REQUESTS,
     room=st.integers(38, 90),

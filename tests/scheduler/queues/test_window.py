@@ -13,6 +13,7 @@ from reprise.scheduler.predictor import MaxTokensPredictor
 from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
 from reprise.scheduler.queues.priority import TransferClass, standing
 from tests.conftest import make_sequence
+from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_loop
 
 IN_HBM, NOTHING, LOADS = TransferClass
@@ -357,7 +358,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(steps=STEPS, size=st.integers(1, 6), by_class=st.booleans(), policy=st.sampled_from(WINDOWED))
 def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_class, policy):
     window, where = make_window(size, by_class=by_class, policy=policy)
@@ -405,7 +406,7 @@ def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_
             assert not outside or free == 0 or (free == 1 and outside <= inside), "a place lies idle"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(steps=STEPS, size=st.integers(1, 6), policy=st.sampled_from(WINDOWED))
 def test_without_newcomers_the_order_that_was_told_comes_true(steps, size, policy):
     window, where = make_window(size, policy=policy)
@@ -424,7 +425,7 @@ def test_without_newcomers_the_order_that_was_told_comes_true(steps, size, polic
     assert drain(window) == told
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(size=st.integers(1, 8), before=st.integers(0, 20), tenants=st.integers(1, 3), policy=st.sampled_from(WINDOWED))
 def test_a_long_load_under_an_endless_stream_of_short_ones_starts_within_a_bound(size, before, tenants, policy):
     """All that entered before it, and size - 1 of those that came later. Each other tenant gets its share of the places

@@ -58,6 +58,7 @@ def run(tmp_path):
     return directory
 
 
+@pytest.mark.long
 def test_export_replaces_what_was_there(tmp_path, run, data):
     out = tmp_path / "model" / "bundled"
     out.mkdir(parents=True)

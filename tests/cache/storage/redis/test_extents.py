@@ -19,6 +19,7 @@ from reprise.cache.storage.redis import extents
 from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
 from reprise.cache.storage.redis.reader import RedisReader
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
+from tests.example_counts import examples
 
 __all__ = ["redis_server"]
 
@@ -85,7 +86,7 @@ def blocks_of(layers: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3000), max_size=4), max_size=6), st.integers(1, 900))
 def test_fields_are_the_layers_bytes_in_pieces_of_one_length(sizes: list[list[int]], field_bytes: int) -> None:
     layers = [[memoryview(os.urandom(size)) for size in layer] for layer in sizes]

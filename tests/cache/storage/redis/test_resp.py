@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal
 from tests.cache.storage.redis.redis_server import OwnRedis, ScriptedServer, answering, redis_server
+from tests.example_counts import examples
 
 __all__ = ["redis_server"]
 
@@ -204,7 +205,7 @@ def test_a_reply_that_trickles_is_cut_off_by_the_deadline(scripted: Scripted) ->
     assert time.monotonic() - started < 30
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_values_arrive_whole_however_they_are_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

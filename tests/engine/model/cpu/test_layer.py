@@ -44,6 +44,7 @@ def errors(played: Played, exact: Any) -> tuple[float, float]:
     return tuple(((got - truth).square().mean().sqrt() / truth.std()).item() for got in (ours, theirs))  # type: ignore
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", REPLACED)
 def test_replaced_layers_are_as_exact_as_the_models_own(name: str) -> None:
     exact = family_model(name)
@@ -66,6 +67,7 @@ def test_saved_kv_comes_back_bit_for_bit() -> None:
                 assert torch.equal(got, want)
 
 
+@pytest.mark.long
 def test_a_scale_that_only_shows_far_from_the_start_keeps_the_models_own_layer() -> None:
     """Ministral 3 turns queries up with their position, and by nothing at the beginning of a text."""
     rope = {
@@ -131,6 +133,7 @@ def test_a_few_rows_go_another_way_and_are_as_exact(name: str, streams: int, mon
     assert ours <= 1.15**2 * theirs
 
 
+@pytest.mark.sweep(2)
 @few_rows
 @pytest.mark.parametrize("dots", [True, False], ids=["pairs", "fp32"])
 def test_neither_threads_nor_company_change_a_bit_of_a_few_rows(dots: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     assert ((got.float() - want).abs() <= want.abs() * 2**-8 + want.abs().max() * 1e-5).all()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (70, 160), (5, 256)])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -54,6 +55,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(form: Form) -> None:
         assert torch.equal(layer(x[first : first + count]), whole[first : first + count])
 
 
+@pytest.mark.long
 def test_without_dot_products_of_pairs_it_is_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "dots_of_pairs", lambda: False)
     for form in FORMS:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reprise.engine.model.offload.offloaded_weights import streamed_layers
 from reprise.engine.model.offload.weight_stream import WeightsLost, WeightStream
+from tests.example_counts import examples
 
 WAIT_S = 10.0
 
@@ -135,7 +136,7 @@ def test_one_buffer_is_too_few():
         WeightStream(sizes={0: 1}, num_buffers=1, copy=Link().copy)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     layers=st.integers(1, 5),
     num_buffers=st.integers(2, 4),
