@@ -28,10 +28,10 @@ from pathlib import Path
 from tools.import_graph import ROOT
 
 FILES = (
-    *("app/conversations/splice.py", "app/conversations/transcripts.py", "app/fleet/claims.py", "app/http/body.py"),
+    *("app/conversations/splice.py", "app/conversations/transcripts.py", "fleet/replica/claims.py", "app/http/body.py"),
     *("app/http/event_stream.py", "app/tenancy/bucket.py", "app/tenancy/places.py", "app/tenancy/quotas.py"),
     *("app/text/answer_parser.py", "app/text/detokenizer.py", "app/text/message_bounds.py", "app/turn/generation.py"),
-    *("app/turn/resume.py", "app/turn/token_limits.py", "cache/blocks/table.py", "cache/blocks/truncate.py"),
+    *("fleet/replica/resume.py", "app/turn/token_limits.py", "cache/blocks/table.py", "cache/blocks/truncate.py"),
     *("cache/look_ahead.py", "cache/moves.py", "cache/policies/lookahead.py", "cache/rates.py"),
     *("cache/requests/load_or_compute.py", "cache/requests/matching.py", "cache/requests/opening.py"),
     *("cache/requests/publishing.py", "cache/requests/saving.py", "cache/returns/return_times.py", "cache/sessions.py"),
