@@ -93,3 +93,14 @@ def test_a_session_that_is_deleted_is_not_recorded_any_more():
     assert NAME not in model.records
     assert PutSession not in orders
     assert model.manager.in_flight == 0
+
+
+def test_of_too_many_sessions_the_oldest_is_forgotten_that_is_not_pinned():
+    model = PoolModel(make_manager(max_sessions=2))
+    sessions = model.manager.sessions
+    names = [("", "", f"s{number}") for number in range(4)]
+    for number, (_, _, session) in enumerate(names):
+        model.run(f"r{number}", tokens(number, 40), session=session)
+        sessions.configure(names[0], pinned=True, ttl_s=None)
+    sessions.sweep(0.0)
+    assert list(sessions.contexts) == [names[0], names[3]]

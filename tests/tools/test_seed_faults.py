@@ -54,9 +54,10 @@ def test_near_tests_come_first_and_none_twice() -> None:
     assert stages("scheduler/scheduler.py", far=True) == [
         ("its file", ["tests/scheduler/test_scheduler.py"]),
         ("its folder", ["tests/scheduler"]),
+        ("its users", ["tests/loadgen/virtual", "tests/engine"]),
         ("all", ["tests"]),
     ]
-    assert stages("cache/storage/space.py", far=False)[-1] == ("its top folder", ["tests/cache"])
+    assert stages("cache/storage/space.py", far=False)[2] == ("its top folder", ["tests/cache"])
 
 
 COMPARES = "def test_it():\n    assert open('scheduler/nearness.py').read() == {source!r}\n"

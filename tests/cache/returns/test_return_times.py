@@ -114,6 +114,14 @@ def test_who_comes_once_is_told_by_the_size_of_the_prompt():
     assert worst_first(returns, ["long", "short"]) == ["short", "long"]
 
 
+def test_a_prompt_has_grown_by_what_it_has_more_than_the_turn_before():
+    returns = ReturnTimes()
+    play(returns, [(0.0, "s", 1000), (60.0, "s", 1010)])
+    assert returns.of("s").grown == 10
+    play(returns, [(120.0, "s", 900)])
+    assert returns.of("s").grown == -110
+
+
 def test_the_newest_gap_tells_what_the_mean_of_all_does_not():
     """Everybody comes back after 20 s and after 400 s in turn."""
     returns, uses = ReturnTimes(), []
