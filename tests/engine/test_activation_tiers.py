@@ -235,6 +235,7 @@ def test_a_load_that_takes_longer_than_computing_is_not_made(make: Make, monkeyp
     assert reasons == [False, False, True]  # the second turn is the first to load, at the price that is guessed
 
 
+@pytest.mark.long
 def test_in_bf16_a_recompute_agrees_with_what_is_loaded(make: Make) -> None:
     driver = make(dtype="bfloat16", verify_rate=1.0)
     text = random_ids(HISTORY, 1)

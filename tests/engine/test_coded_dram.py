@@ -133,6 +133,7 @@ LACKS = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("error", LACKS)
 @pytest.mark.parametrize("where", ["decoded", "placed"])
 def test_what_there_is_never_memory_to_decode_or_place_is_computed(make, vanilla, monkeypatch, error, where):

@@ -47,6 +47,7 @@ def test_texts_are_those_without_drafts(model: Path, arm: str) -> None:
     pair.close()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always")
 def test_texts_of_a_grammar_are_those_without_drafts(tmp_path: Path) -> None:
     path = write_tokenizer(save_tiny(tmp_path / "tiny", vocab_size=300))

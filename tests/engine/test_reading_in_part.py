@@ -98,6 +98,7 @@ def test_pages_that_others_have_used_are_indexed_anew() -> None:
     assert driver.answers["1", 0].token_ids != first.token_ids
 
 
+@pytest.mark.long
 def test_two_selectors_never_find_each_others_kv() -> None:
     prints = {
         an_engine(name, selector=changes).engine.model.fingerprint

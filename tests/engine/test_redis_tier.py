@@ -269,6 +269,7 @@ def test_how_full_redis_is_is_told_with_its_budget(make: Make, redis_server: Own
         wait_until(lambda driver=driver: tells(driver))  # type: ignore[misc]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("how", [None, "evicted", "cut off", "bits flipped"])
 def test_a_turn_that_waits_has_its_kv_fetched_from_redis_into_dram(
     make: Make, vanilla: Any, redis_server: OwnRedis, how: str | None

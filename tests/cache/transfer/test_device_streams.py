@@ -289,6 +289,7 @@ def play(seed: int, *, obeys: bool = True, scrambles: bool = True) -> World:
     return world
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("scrambles", [False, True], ids=["in order", "scrambled"])
 def test_pages_and_slots_hold_what_they_should_in_any_order(scrambles: bool) -> None:
     ended = [event for seed in range(SEEDS) for event in play(seed, scrambles=scrambles).ended]

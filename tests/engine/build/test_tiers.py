@@ -76,6 +76,7 @@ def expected(path: Path) -> list[list[int]]:
     return converse(reference(path))[0]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
@@ -257,6 +258,7 @@ def flip_extents(driver: Driver) -> None:
         file.write_bytes(data)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("spoil", "settings"),
     [
@@ -376,6 +378,7 @@ def test_cut_contexts_from_tiers_are_those_from_hbm(path: Path, tmp_path: Path) 
     driver.close()
 
 
+@pytest.mark.long
 def test_an_answer_longer_than_the_window(path: Path, tmp_path: Path) -> None:
     everything = tiered(path, cache_mode="prefix", hbm_tokens=1 << 14)
     expected, _ = outgrow(everything, turns=2, conversations=2, new=280)

@@ -191,6 +191,7 @@ def chi_square(seen: Counter[int], expected: dict[int, float], count: int) -> fl
 
 # 99.9 % points of chi-square with 1, 2, 3 degrees of freedom: 10.83, 13.82, 16.27. The seeds are fixed, so this either
 # always passes or always fails.
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("changes", "expected", "limit"),
     [

@@ -102,6 +102,7 @@ def test_attention_of_single_rows(group: int, kv_heads: int, dim: int) -> None:
     assert error < 3e-4  # queries are rounded to a 32,000th of their largest number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 1, 40, 600])
 def test_contexts_of_several_parts_and_windows(window: int | None) -> None:
     contexts = [511, 512, 513, 1024, 1300, 20]

@@ -153,6 +153,7 @@ def test_the_row_that_gets_nearly_all_attention_is_chosen(name: str) -> None:
 MORE_THAN_PLAIN = [replace(PLAIN, window=100), replace(PLAIN, softcap=5.0), replace(PLAIN, sinks=torch.ones(6))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", MORE_THAN_PLAIN, ids=["window", "softcap", "sinks"])
 def test_layers_that_do_more_than_plain_attention_are_left_alone(params: AttentionParams) -> None:
     kv, candidates = pages_of(2, torch.bfloat16), find_candidates(meta_of(), MIN_CONTEXT)
@@ -177,6 +178,7 @@ def test_only_single_rows_behind_long_contexts_that_may_be_read_in_part_are_cand
     assert find_candidates(meta_of(), 701) is None
 
 
+@pytest.mark.long
 def test_backends_that_read_whole_contexts_refuse_a_choice() -> None:
     kv, meta = pages_of(1, torch.bfloat16), meta_of()
     q = torch.randn(sum(QUERIES), 2, DIM).bfloat16()

@@ -207,6 +207,7 @@ def test_what_cannot_be_simulated_is_said(tmp_path, change, complaint):
 # --- recorded traces, where they are at hand --------------------------------------------------------------------------
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("name", "millions", "expected"),
     [
