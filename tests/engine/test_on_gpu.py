@@ -37,7 +37,7 @@ def conversations(driver: Driver, *, sessions: int, turns: int) -> list[list[int
     return answers
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiers", ["hbm", "dram", "disk"])
 def test_reuse_answers_as_a_recompute_does(model: Path, tmp_path: Path, tiers: str, device: str) -> None:

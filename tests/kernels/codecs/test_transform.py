@@ -135,7 +135,7 @@ def test_a_team_of_threads_decodes_the_same(blocks):
     assert torch.equal(back, decoded(codec, segments, raw))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["encoded", "noise", "damaged", *(f"zeros, {words} short" for words in range(16))])
 def test_vectors_decode_what_single_numbers_do(shape, kind):

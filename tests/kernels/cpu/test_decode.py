@@ -84,7 +84,7 @@ def a_table(contexts: list[int], pages: int, seed: int) -> Tensor:
     return table
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim"),
     [(1, 3, 64), (2, 2, 80), (3, 4, 64), (4, 1, 128), (5, 1, 16), (7, 2, 64), (8, 1, 128)],

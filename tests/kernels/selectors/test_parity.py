@@ -100,7 +100,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("group", "kv_heads"), RATIOS)
 @pytest.mark.parametrize("name", NAMES)
