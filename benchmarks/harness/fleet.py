@@ -92,7 +92,7 @@ class FleetProcesses:
         port = self._ports.setdefault(name, free_port())
         own = {
             **self.own_settings.get(name, {}),
-            "reprise.fleet.replica": name,
+            "fleet.replica": name,
             "cache.disk_dir": str(self.directory / name),
         }
         settings = SMALL | self.settings | own
