@@ -175,7 +175,7 @@ class LookAhead:
         """Fetch into DRAM for a session that comes like clockwork and is due, while nobody is served: beside
         a step, a fetch costs that step what it saves a later one. One session at a time, at the expense of those
         expected later. One that finds no room is tried again, because the turn of an earlier one may make room."""
-        if now < self._try_regulars_s or not self._dram.dram_slots:
+        if now < self._try_regulars_s or not self._dram.most_rows:
             return
         regulars = self._tiers.regulars
         name = regulars.due(now)
@@ -192,7 +192,7 @@ class LookAhead:
         beside a prompt, for whose first token somebody waits already."""
         succession = self._tiers.succession
         name = succession.next()
-        if name is None or now < self._try_successor_s or not self._dram.dram_slots:
+        if name is None or now < self._try_successor_s or not self._dram.most_rows:
             return
         if any(len(context.token_ids) > context.rows.computed + 1 for context in self._running.values()):
             return
@@ -233,7 +233,7 @@ class LookAhead:
         if not missing or any(row.key in brought for row in missing):
             return True
         worth = [tier for tier in ("disk", "redis") if self._is_worth(tier, missing, name, brought)]
-        wanted = [row for row in missing if row.tier in worth]
+        wanted = [row for row in missing if row.medium in worth]
         has_room = fetches.fetch(wanted, name)
         brought.update(row.key for row in wanted if fetches.is_fetching(row.key))
         return has_room
@@ -241,11 +241,11 @@ class LookAhead:
     def _is_worth(self, tier: str, missing: Sequence[BlockRow], name: SessionName, brought: set[BlockKey]) -> bool:
         """Return whether to fetch what is missing out of a tier. What is not worth it is noted in `brought`. Now and
         then the first block of that is fetched all the same, to see what the tier is like by now."""
-        rows = [row for row in missing if row.tier == tier]
+        rows = [row for row in missing if row.medium == tier]
         if not rows:
             return False
         direction = f"{tier}_to_dram"
-        if self._rates.is_worth_fetching(direction, len(rows) * self._dram.slot_bytes, len(rows) * BLOCK_TOKENS):
+        if self._rates.is_worth_fetching(direction, len(rows) * self._dram.rows.slot_bytes, len(rows) * BLOCK_TOKENS):
             return True
         brought.update(row.key for row in rows)
         if not self._rates.is_look_due(direction):

@@ -8,7 +8,7 @@ A context of 140 tokens in pages of two blocks, and which class knows what of it
     computed    ------------------------------------------------>       rows that hold KV, or will by the time of a read
     published   ------------------------------------>                   what others may find (`CacheTable`)
     row of k0   page 7, row 0 · slot 31 · extent 5, 0                   one address for each tier that has the block
-    saved to                                        | slot 12   |  4    slots of what is not sealed (`DramTier`)
+    saved to                                        | slot 12   |  4    slots of what is not sealed (`SlotTier`)
     taken       moves (`Orders`), which end in events: only then does the table tell of what was moved
 """
 
@@ -150,13 +150,13 @@ class CacheManager:
         tiers = self.tiers
         match event:
             case Saved():
-                tiers.dram.on_saved(event.ticket)
+                tiers.dram.saves.on_saved(event.ticket)
             case Loaded():
                 self._loads.on_loaded(event)
             case Fetched():
                 tiers.fetches.on_fetched(event.job_id, event.failed, now)
             case Encoded():
-                tiers.encoder.on_encoded(event.job_id, event.taken)
+                tiers.dram.on_encoded(event.job_id, event.taken)
             case Written():
                 tiers.writes.on_written(event.job_id, event.extent, event.refused, now)
                 if event.extent is not None:
@@ -198,10 +198,7 @@ class CacheManager:
             self.sessions.write_behind(now)
         if tiers.redis.is_on and tiers.redis.has_work:
             tiers.redis.plan(now)
-        if tiers.dram.resident > tiers.dram.most_resident:
-            tiers.dram.trim()
-            if tiers.coded.is_on:
-                tiers.encoder.plan()
+        tiers.dram.plan()
         if tiers.pages.num_free < tiers.hbm.least_free:
             tiers.hbm.offload()
 
@@ -224,7 +221,7 @@ class CacheManager:
     def condemn_codec(self) -> None:
         """Find nothing any more that a codec has changed, nor what was computed on that, and code nothing. Requests
         that run end on what they have; others are served as if they had asked for exact KV."""
-        self.tiers.coded.condemn()
+        self.tiers.condemn_codec()
         self.sessions.codec_condemned()
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ class CacheManager:
     @property
     def reached(self) -> tuple[int, int]:
         """(slots, pages): numbers of leading ones that may have been used; the others never were."""
-        return self.tiers.dram.reached, self.tiers.pages.reached
+        return self.tiers.dram.rows.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:
         """Note that so many leading pages are in memory. The others are slower the first time, so they are taken
@@ -282,11 +279,8 @@ class CacheManager:
     def gauges(self) -> CacheGauges:
         """Return how full everything is now."""
         pages, dram, disk, redis = self.tiers.pages, self.tiers.dram, self.tiers.disk, self.tiers.redis
-        coded = self.tiers.coded
-        in_dram = dram.resident * dram.slot_bytes + coded.resident * coded.slot_bytes
-        dram_bytes = dram.dram_slots * dram.slot_bytes + coded.num_slots * coded.slot_bytes
-        used = {"dram": in_dram, "disk": disk.used_bytes}
-        capacity = {"dram": dram_bytes, "disk": disk.capacity_bytes}
+        used = {"dram": dram.used_bytes, "disk": disk.used_bytes}
+        capacity = {"dram": dram.capacity_bytes, "disk": disk.capacity_bytes}
         return CacheGauges(
             sessions=len(self.sessions.contexts),
             leases=self.num_leases,

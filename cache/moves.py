@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
+from reprise.cache.blocks.table import TierName, medium_of
 
 # --- moves inside HBM: carried out in order, before the step that reads them ------------------------------------------
 
@@ -44,16 +45,23 @@ class BlockLoad:
     is_coded: bool = False  # what is loaded is what a codec made of the block, and so is the slot's kind
 
     @property
-    def tier(self) -> str:
-        """Where the block comes from: dram, disk or redis."""
+    def source(self) -> TierName:
+        """The tier that the block comes from."""
         if self.extent is not None:
             return "disk"
-        return "dram" if self.redis is None else "redis"
+        if self.redis is not None:
+            return "redis"
+        return "coded" if self.is_coded else "dram"
 
     @property
-    def source(self) -> str:
-        """The same, and `coded` for what DRAM has coded."""
-        return "coded" if self.is_coded and not self.is_far else self.tier
+    def address(self) -> int | tuple[int, int] | tuple[bytes, int] | None:
+        """The block's address in that tier, as in `BlockRow.copies`."""
+        return self.extent or self.redis or self.slot
+
+    @property
+    def tier(self) -> str:
+        """The source as reports call it: dram, disk or redis."""
+        return medium_of(self.source)
 
     @property
     def is_far(self) -> bool:

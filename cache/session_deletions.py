@@ -115,7 +115,7 @@ class SessionDeletions:
             self._tiers.forget(session.open_key)
         self._tiers.forget_session(name)
         private = self.disown(name, session.owned)
-        self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
+        self._tiers.delete_session(name, [row for row in private if "disk" in row.copies], None)
         for row in private:
             self._tiers.redis.drop(row)  # it stays there for its time to live, for whoever knows its name
             if row.is_nowhere:
@@ -124,7 +124,7 @@ class SessionDeletions:
     def disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
         """Take a session's name off its blocks. Returns those that nobody else owns."""
         private = []
-        self._tiers.dram.disown_saves(name)
+        self._tiers.dram.saves.disown(name)
         for key in keys:
             row = self._table.get(key)
             if row is None:

@@ -9,7 +9,7 @@ import msgspec
 from reprise.cache.blocks.context import SessionContext, digest_of
 from reprise.cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact, tokens_of
-from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, is_coded
+from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord
 from reprise.cache.blocks.table import BlockRow, SessionName
 from reprise.cache.options import CacheOptions
 from reprise.cache.requests.context import RequestContext
@@ -42,7 +42,6 @@ class SessionStore:
         self._bytes_per_token = options.bytes_per_token
         hbm_bytes = options.hbm_bytes_per_token
         self._hbm_bytes_per_token = options.bytes_per_token if hbm_bytes is None else hbm_bytes
-        self._coded_block_bytes = options.coded_block_bytes
         self._unix_offset_s = options.unix_offset_s
         self._head_key = options.head_key
         self._changed: dict[SessionName, None] = {}  # sessions whose head is to be told
@@ -70,15 +69,9 @@ class SessionStore:
         return self._per_tier(name, self._bytes_in)
 
     def _bytes_in(self, row: BlockRow, tier: str) -> int:
-        coded = self._coded_block_bytes
         if tier == "hbm":
             return len(row.token_ids) * self._hbm_bytes_per_token
-        if tier == "dram":
-            return (row.size_bytes if row.slot is not None else 0) + (coded if row.coded is not None else 0)
-        address = {"disk": row.extent, "redis": row.redis}.get(tier)
-        if coded and address is not None and is_coded(address[0]):
-            return coded
-        return self._tiers.disk.block_bytes(row) if tier == "disk" else row.size_bytes
+        return self._tiers.bytes_in(row, tier)
 
     def _per_tier(self, name: SessionName, weight: Callable[[BlockRow, str], int]) -> dict[str, int]:
         """Return tier -> total weight of the blocks of a session's context that are there."""
@@ -87,7 +80,7 @@ class SessionStore:
         for key in session.all_keys:
             row = self._table.get(key)
             if row is not None:
-                places = (row.page is not None, row.in_dram, row.extent is not None, row.redis is not None)
+                places = (row.page is not None, row.in_dram, "disk" in row.copies, "redis" in row.copies)
                 for tier, is_there in zip(counts, places, strict=False):
                     counts[tier] += weight(row, tier) if is_there else 0
         return counts
@@ -139,7 +132,7 @@ class SessionStore:
             owned={
                 key: None
                 for key in (*(before.owned if before else ()), *context.rows.published)
-                if key in self._table or self._tiers.dram.is_saving(key)
+                if key in self._table or self._tiers.dram.saves.is_saving(key)
             },
         )
         if session.cuts:
@@ -328,7 +321,7 @@ class SessionStore:
             self._end_if_condemned(name, session)
 
     def _end_if_condemned(self, name: SessionName, session: SessionContext) -> None:
-        if self._tiers.coded.is_condemned and not is_exact(name[1]):
+        if self._tiers.form.is_condemned and not is_exact(name[1]):
             session.pinned, session.ttl_s = False, 0.0
             self._tiers.pinned.discard(name)
             self._with_own_ttl.add(name)

@@ -82,7 +82,7 @@ def collect(
         scheduler=scheduler_state(scheduler, cache, time.monotonic()),
         verify_mismatches=verifier.mismatches if verifier is not None else 0,
         codec_checks=None if verdict is None else verdict.report(),
-        codec_condemned=cache.tiers.coded.is_condemned,
+        codec_condemned=cache.tiers.form.is_condemned,
     )
 
 

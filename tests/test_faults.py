@@ -68,9 +68,9 @@ def assert_at_rest(driver: Driver) -> None:
     stats = driver.engine.stats()
     assert (stats.leases, stats.in_flight, stats.running, stats.waiting) == (0, 0, 0, 0)
     dram = driver.cache.tiers.dram
-    assert not any(dram._slots._pins)
-    assert not dram._sources
-    assert dram.num_free + dram.resident == dram.num_slots
+    assert not any(dram.rows._slots._pins)
+    assert not dram.saves._sources
+    assert dram.rows.num_free + dram.rows.resident == dram.rows.num_slots
 
 
 # --- stored bytes -----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ FILES = (
     *("cache/requests/load_or_compute.py", "cache/requests/matching.py", "cache/requests/opening.py"),
     *("cache/requests/publishing.py", "cache/requests/saving.py", "cache/returns/return_times.py", "cache/sessions.py"),
     *("cache/storage/extent_file.py", "cache/storage/index.py", "cache/storage/space.py", "cache/tiers/disk.py"),
-    *("cache/tiers/dram.py", "cache/tiers/hbm.py", "cache/tiers/pages.py", "cache/transfer/load_queue.py"),
+    *("cache/tiers/slot_tier.py", "cache/tiers/hbm.py", "cache/tiers/pages.py", "cache/transfer/load_queue.py"),
     *("cache/transfer/save_stream.py", "engine/build/room.py", "engine/engine.py", "engine/model/batch.py"),
     *("engine/model/hf_model.py", "engine/process/loop.py", "engine/step/choices.py", "engine/step/compute.py"),
     *("engine/step/drafts.py", "engine/step/intake.py", "engine/step/sampler.py", "fleet/directory.py"),

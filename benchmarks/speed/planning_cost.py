@@ -173,7 +173,7 @@ def play(
     arm = {
         "policy": policy, "sessions": gauges.sessions, "blocks": len(tiers.table),
         "running": len(run.scheduler.running), "waiting": run.scheduler.num_waiting,
-        "dram_full": round(tiers.dram.resident / max(1, tiers.dram.num_slots), 3),
+        "dram_full": round(tiers.dram.rows.resident / max(1, tiers.dram.rows.num_slots), 3),
         "disk_full": round(tiers.disk.used_bytes / max(1, tiers.disk.capacity_bytes), 3), "steps": len(counted),
         "ms_per_step": spread([sum(spent.get(name, 0.0) for name in COUNTED) for spent in counted]),
         "ms_per_step_with_the_rest": spread([sum(spent.values()) for spent in counted]),

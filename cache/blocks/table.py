@@ -3,13 +3,28 @@
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Literal, TypedDict
 
 from reprise.cache.blocks.keys import BlockKey
 
 SessionName = tuple[str, str, str]
 """(tenant, cache salt, session id)."""
+
+TierName = Literal["dram", "coded", "disk", "redis"]
+BELOW_HBM: tuple[TierName, ...] = ("dram", "coded", "disk", "redis")
+"""The tiers below HBM, in the order in which a load prefers them: `coded` is the part of DRAM where blocks lie as a
+codec made them, so reports count it as `dram`."""
+
+
+class Copies(TypedDict, total=False):
+    """Where a block lies below HBM: tier -> address. Each tier writes its own entry alone."""
+
+    dram: int  # slot of rows
+    coded: int  # slot of a coded block
+    disk: tuple[int, int]  # extent id, index in the extent
+    redis: tuple[bytes, int]  # name of the extent, index in the extent
 
 
 @dataclass(slots=True)
@@ -26,10 +41,7 @@ class BlockRow:
     page: int | None = None  # its address in HBM
     offset: int = 0  # first row of the block inside the page, a multiple of the block
     position: int = 0  # position of its first token in HBM, for which its keys are rotated
-    slot: int | None = None  # its address in DRAM, as rows
-    coded: int | None = None  # its address in DRAM as a codec made it, in slots of their own
-    extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
-    redis: tuple[bytes, int] | None = None  # its address in Redis: name of the extent, index in the extent
+    copies: Copies = field(default_factory=Copies)
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
     decoded: bool = False  # the rows that HBM has of it came out of a codec
@@ -62,27 +74,42 @@ class BlockRow:
     @property
     def is_saved(self) -> bool:
         """Whether the block would survive leaving HBM."""
-        return self.in_dram or self.extent is not None or self.redis is not None
+        return bool(self.copies)
 
     @property
     def in_dram(self) -> bool:
-        return self.slot is not None or self.coded is not None
+        return "dram" in self.copies or "coded" in self.copies
+
+    @property
+    def tiers(self) -> list[TierName]:
+        """The tiers below HBM that have the block."""
+        return [tier for tier in BELOW_HBM if tier in self.copies]
+
+    @property
+    def is_below_dram(self) -> bool:
+        return "disk" in self.copies or "redis" in self.copies
 
     @property
     def is_nowhere(self) -> bool:
-        return self.page is None and not self.is_saved
+        return self.page is None and not self.copies
 
     @property
-    def tier(self) -> str:
-        """The tier from which HBM would get the block: dram, disk or redis."""
-        if self.in_dram or (self.extent is None and self.redis is None):
-            return "dram"
-        return "disk" if self.extent is not None else "redis"
+    def source(self) -> TierName:
+        """The tier from which HBM would get the block; `dram` if none has it."""
+        for tier in BELOW_HBM:
+            if tier in self.copies:
+                return tier
+        return "dram"
 
     @property
-    def source(self) -> str:
-        """The same, and `coded` where that is what DRAM has: decoding has a pace of its own."""
-        return "coded" if self.slot is None and self.coded is not None else self.tier
+    def medium(self) -> str:
+        """The same as reports call it: dram, disk or redis."""
+        return medium_of(self.source)
+
+
+def medium_of(tier: TierName) -> str:
+    """Return what reports count a tier as."""
+    return "dram" if tier == "coded" else tier
 
 
 class CacheTable:

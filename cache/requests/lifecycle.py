@@ -53,7 +53,7 @@ class Lifecycle:
     ) -> list[int]:
         """Open a request that arrived with the conversation `stream`. Returns its context, cut so that it and `reserve`
         tokens fit the window; the list is the sequence's own from now on. Raises DoesNotFit."""
-        if self._tiers.coded.is_condemned:  # everybody is served as who asks for exact KV
+        if self._tiers.form.is_condemned:  # everybody is served as who asks for exact KV
             salt = salt_of(given_salt(salt), is_exact=True)
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)

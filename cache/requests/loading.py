@@ -11,9 +11,8 @@ from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks
 from reprise.cache.rates import LoadProgress, Rates, deadline_s
 from reprise.cache.requests.context import Load, LoadState, RequestContext
 from reprise.cache.requests.siblings import Siblings
-from reprise.cache.tiers.coded import CodedTier
-from reprise.cache.tiers.dram import DramTier
 from reprise.cache.tiers.hierarchy import Hierarchy
+from reprise.cache.tiers.slot_tier import SlotTier
 
 _WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 
@@ -47,7 +46,7 @@ class Loads:
         """codes: what lies below DRAM is coded, where an extent says so."""
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
-        self._dram, self._coded, self._disk, self._redis = tiers.dram, tiers.coded, tiers.disk, tiers.redis
+        self._tiers, self._dram, self._disk, self._redis = tiers, tiers.dram, tiers.disk, tiers.redis
         self._fetches, self._orders = tiers.fetches, tiers.orders
         self._siblings = siblings
         self._running = running
@@ -74,9 +73,8 @@ class Loads:
 
     def _taken(self, context: RequestContext, block: BlockLoad) -> BlockLoad:
         """Pin what a block is loaded from and into, claim it, and take a slot for what comes from below DRAM."""
-        if self._codes and block.is_far:
-            address = block.extent or block.redis
-            block = replace(block, is_coded=address is not None and is_coded(address[0]))
+        if self._codes and (address := block.extent or block.redis) is not None:
+            block = replace(block, is_coded=is_coded(address[0]))
         if block.slot is not None:
             self._slots_of(block).pin(block.slot)
         elif block.num_rows == BLOCK_TOKENS and self._fetches.has_room(coded=block.is_coded):
@@ -86,8 +84,8 @@ class Loads:
             self._siblings.claim(block.key, context.request_id)
         return block
 
-    def _slots_of(self, load: BlockLoad) -> DramTier | CodedTier:
-        return self._coded if load.is_coded else self._dram
+    def _slots_of(self, load: BlockLoad) -> SlotTier:
+        return self._dram.slots_for(is_coded=load.is_coded)
 
     def give_up(self) -> None:
         """Give up loads that have become dearer than computing, because the disk is slow or stands still. All blocks of
@@ -234,12 +232,8 @@ class Loads:
         row = self._table.get(load.key)
         if row is None:
             return
-        if load.extent is not None and row.extent == load.extent:
-            self._disk.drop(row)
-        elif not load.is_far and (row.coded if load.is_coded else row.slot) == load.slot:
-            self._slots_of(load).drop_slot(row)
-        if row.is_nowhere:
-            self._table.forget(row)
+        if load.source != "redis" and row.copies.get(load.source) == load.address:
+            self._tiers.drop_copy(row, load.source)
 
     def stall_s(self, context: RequestContext) -> float:
         """Return how many seconds a request's load still takes; 0 without one. A step may hide part of them behind its

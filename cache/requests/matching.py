@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey, is_exact
 from reprise.cache.blocks.match import Match, MatchBasis, RememberedMatch
-from reprise.cache.blocks.stored import is_coded
 from reprise.cache.blocks.table import BlockRow, common_prefix
 from reprise.cache.options import CacheOptions
 from reprise.cache.rates import Rates
@@ -23,15 +22,14 @@ class Matcher:
     before its first token, and the notes spare it a walk along the table each time."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
-        self._table, self._hbm, self._coded = tiers.table, tiers.hbm, tiers.coded
-        self._dram = tiers.dram
+        self._table, self._hbm, self._form = tiers.table, tiers.hbm, tiers.form
+        self._saves = tiers.dram.saves
         self._rates, self._parking = rates, parking
         self._reuse = options.reuse
         self._bytes_per_token = options.bytes_per_token
-        self._codes = bool(options.coded_block_bytes)
         # A part of a block is used only if a slot has it, from which its rows can be saved once more; else they would
         # have to come out of a page. At most 31 rows are computed again for that.
-        self._only_slots = options.only_as_computed and tiers.dram.is_on
+        self._only_slots = options.only_as_computed and tiers.dram.rows.is_on
 
     def match(self, context: RequestContext) -> RememberedMatch:
         """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
@@ -72,7 +70,7 @@ class Matcher:
         limit = len(context.token_ids) - 1
         if context.reuse.recompute_from is not None:
             limit = min(limit, context.reuse.recompute_from)
-        if not self._reuse or limit <= 0 or (self._coded.is_condemned and not is_exact(context.session[1])):
+        if not self._reuse or limit <= 0 or (self._form.is_condemned and not is_exact(context.session[1])):
             return Match([], None, 0)
         keys = context.chain()
         rows = self._table.matched(keys[: limit // BLOCK_TOKENS])
@@ -91,7 +89,7 @@ class Matcher:
                 and other[1] > (found[1] if found else 0)
             ):
                 found = other
-        if found is not None and self._only_slots and self._dram.slot_of(found[0]) is None:
+        if found is not None and self._only_slots and self._saves.slot_of(found[0]) is None:
             found = None
         return Match(rows, *(found or (None, 0)))
 
@@ -103,11 +101,9 @@ class Matcher:
         return (row, shared) if shared else None
 
     def _is_usable(self, context: RequestContext, row: BlockRow, block: int) -> bool:
-        # `row.is_saved` is written out: this runs for every block of every request that may come next.
+        # This runs for every block of every request that may come next, so the usual case comes first.
         why_not = context.reuse.unread.get(row.key)
-        if (row.slot is not None or row.coded is not None) and why_not != "memory":
-            return True
-        if (row.extent is not None or row.redis is not None) and why_not is None:
+        if row.copies and (why_not is None or (row.in_dram and why_not != "memory")):
             return True
         return self._is_at_hand(row, block)
 
@@ -165,7 +161,7 @@ class Matcher:
         """Return the tier from which the `block`th block of a context would be taken."""
         if self._is_at_hand(row, block):
             return "hbm"
-        return row.tier
+        return row.medium
 
     def own_tokens(self, context: RequestContext, match: Match) -> int:
         """Count the tokens of a match that only the context's session has."""
@@ -174,24 +170,21 @@ class Matcher:
 
     def coded_tokens(self, match: Match) -> int:
         """Count the tokens of a match that have come out of a codec or will."""
-        if not self._codes:
+        if not self._form.is_used:
             return 0
         return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
 
     def _is_coded(self, row: BlockRow, block: int) -> bool:
         if self._is_at_hand(row, block):
             return row.decoded
-        if row.in_dram:
-            return row.slot is None
-        address = row.extent or row.redis
-        return address is not None and is_coded(address[0])
+        return self._form.comes_coded(row)
 
     def residency(self, context: RequestContext) -> ResidencyValue:
         """Return where the KV of a context without pages is, and what has to be moved or computed."""
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)
-        sources = tokens if not self._codes else self._by_source(match)
+        sources = tokens if not self._form.is_used else self._by_source(match)
         load_s = sum(
             self._rates.load_s(f"{source}_to_hbm", count * self._bytes_per_token) for source, count in sources.items()
         )

@@ -30,7 +30,7 @@ class Parking:
         self.now = -math.inf
         """Time of the last plan. Set by whoever plans."""
         self._tiers = tiers
-        self._table, self._pages, self._hbm, self._dram = tiers.table, tiers.pages, tiers.hbm, tiers.dram
+        self._table, self._pages, self._hbm, self._rows = tiers.table, tiers.pages, tiers.hbm, tiers.dram.rows
         self._most_pages, self._chunk_pages = most_pages, chunk_pages(most_pages)
         self._per_page = tiers.hbm.page_size // BLOCK_TOKENS
         # The pages that a context's first rows are copied from may be needed beside its own.
@@ -76,7 +76,7 @@ class Parking:
         has to fit beside them."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
-            room -= any(row.slot is None for row in match.rows[start : start + self._per_page])
+            room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])
             if room < 0:
                 return match.first(start)
         return match
@@ -88,12 +88,12 @@ class Parking:
             return None
         for block, row in enumerate(match.rows):
             self._pin(context, block, row)
-        partial = None if match.partial is None else match.partial.slot
+        partial = None if match.partial is None else match.partial.copies.get("dram")
         if partial is not None:
-            self._dram.pin(partial)  # it may not leave for the slots that are taken
+            self._rows.pin(partial)  # it may not leave for the slots that are taken
         has_slots = self._take_slots(context, match.num_tokens, pages_needed)
         if partial is not None:
-            self._dram.unpin(partial)
+            self._rows.unpin(partial)
         excess = max(0, pages_needed - self._most_pages)
         full = range(len(match.rows) // self._per_page)
         parked = set(islice((page for page in full if self._is_in_slots(context, page)), excess))
@@ -107,7 +107,7 @@ class Parking:
     def withdraw(self, context: RequestContext) -> None:
         """Undo `begin`, because HBM has no room."""
         for slot in context.saving.slots.values():
-            self._dram.give_back(slot)
+            self._rows.give_back(slot)
         context.saving.slots = {}
         self._unpin(context)
 
@@ -132,7 +132,7 @@ class Parking:
         if self._hbm.grow(context.rows, num_tokens):
             self._waiting = None
             return True
-        is_saving = self._dram.is_saving
+        is_saving = self._tiers.dram.saves.is_saving
         return self._wait(context) if any(is_saving(key) for key in context.keys[: context.rows.sealed]) else False
 
     def _park(self, context: RequestContext, count: int) -> None:
@@ -151,16 +151,17 @@ class Parking:
         return all(block in context.saving.parked and block not in context.rows.moved for block in blocks)
 
     def _pin(self, context: RequestContext, block: int, row: BlockRow) -> None:
-        if row.slot is not None and block not in context.saving.parked:
-            self._dram.pin(row.slot)
-            context.saving.parked[block] = SlotBlock(row.key, row.slot, block * BLOCK_TOKENS)
+        slot = row.copies.get("dram")
+        if slot is not None and block not in context.saving.parked:
+            self._rows.pin(slot)
+            context.saving.parked[block] = SlotBlock(row.key, slot, block * BLOCK_TOKENS)
 
     def _take_slots(self, context: RequestContext, computed: int, num_pages: int) -> bool:
         """Take slots for the blocks that begin behind the `computed` rows, up to the end of the context's pages. What
         was taken is kept if there are not enough."""
         for block in range(-(-computed // BLOCK_TOKENS), num_pages * self._per_page):
             if block not in context.saving.slots and block not in context.saving.unsaved:
-                slot = self._dram.take_slot(None)
+                slot = self._rows.take_slot(None)
                 if slot is None:
                     return False
                 context.saving.slots[block] = slot
@@ -178,10 +179,8 @@ class Parking:
         wrong = {key: block for block, (key, _, _) in context.saving.parked.items()}
         for key in keys:
             row = self._table.get(key)
-            if row is not None and row.slot == context.saving.parked[wrong[key]].slot:
-                self._dram.drop_slot(row)
-                if row.is_nowhere:
-                    self._table.forget(row)
+            if row is not None and row.copies.get("dram") == context.saving.parked[wrong[key]].slot:
+                self._tiers.drop_copy(row, "dram")
             self._tiers.stats.load_failures["checksum"] += 1
         context.reuse.miss_reason, context.waiting.was_fetched = "load_failed", False
 
@@ -193,7 +192,7 @@ class Parking:
 
     def _unpin(self, context: RequestContext) -> None:
         for _, slot, _ in context.saving.parked.values():
-            self._dram.unpin(slot)
+            self._rows.unpin(slot)
         context.saving.parked = {}
         if self.owner is context:
             self.owner = None

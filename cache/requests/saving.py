@@ -1,7 +1,5 @@
 """Saves blocks from the pages they are computed in to DRAM slots (AttentionStore §3.2.2)."""
 
-from dataclasses import replace
-
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from reprise.cache.blocks.table import BlockRow
 from reprise.cache.moves import CapturePiece, FillFromPage
@@ -16,7 +14,8 @@ class Saver:
     def __init__(self, *, tiers: Hierarchy, only_as_computed: bool) -> None:
         """only_as_computed: rows that only a page has are not saved, because un-rotating their keys would round them
         once more, or because not KV is saved but what it was made of."""
-        self._table, self._pages, self._dram = tiers.table, tiers.pages, tiers.dram
+        self._table, self._pages = tiers.table, tiers.pages
+        self._rows, self._saves = tiers.dram.rows, tiers.dram.saves
         self._page_size, self._only_as_computed = tiers.hbm.page_size, only_as_computed
         # Blocks for which there was no slot, the longest waiting first. Some may have left HBM since.
         self.put_off: dict[BlockKey, None] = {}
@@ -24,7 +23,7 @@ class Saver:
     def capture(self, context: RequestContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
         from `batch_row` on."""
-        if not self._dram.is_on:
+        if not self._rows.is_on:
             return []
         if num_tokens == 1:  # the usual case, for every sequence in every step
             block, place = divmod(context.rows.computed, BLOCK_TOKENS)
@@ -51,10 +50,10 @@ class Saver:
         if rows_before and self._only_as_computed and self._source(older) is None:
             context.saving.unsaved.add(block)
             return None
-        slot = self._dram.take_slot(None)
+        slot = self._rows.take_slot(None)
         if slot is not None and rows_before and self._only_as_computed and self._source(older) is None:
             # Those rows have left DRAM for it just now.
-            self._dram.give_back(slot)
+            self._rows.give_back(slot)
             slot = None
         if slot is None:
             context.saving.unsaved.add(block)
@@ -62,7 +61,7 @@ class Saver:
         context.saving.slots[block] = slot
         if rows_before:
             if (source := self._source(older)) is not None:
-                self._dram.fill_from_slot(source, slot, rows_before)
+                self._saves.fill_from_slot(source, slot, rows_before)
             else:
                 self._fill_from_page(context, block, slot, 0, rows_before)
         return slot
@@ -71,12 +70,12 @@ class Saver:
         """The slot that has the rows of an older block, or will have them before anything that is ordered now."""
         if older is None:
             return None
-        return self._dram.slot_of(older) if self._only_as_computed else older.slot
+        return self._saves.slot_of(older) if self._only_as_computed else older.copies.get("dram")
 
     def _fill_from_page(self, context: RequestContext, block: int, slot: int, first: int, num_rows: int) -> None:
         row = block * BLOCK_TOKENS + first
         page = context.rows.pages[row // self._page_size]
-        self._dram.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
+        self._saves.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RequestContext, block: int, row: BlockRow | None, num_rows: int) -> None:
         """Seal the slot of a block that is complete, or as complete as it gets. row: what will be found; None:
@@ -84,19 +83,21 @@ class Saver:
         context.saving.unsaved.discard(block)
         slot = context.saving.slots.pop(block, None)
         if slot is None:
-            if row is not None and self._dram.is_on:
+            if row is not None and self._rows.is_on:
                 self._save_later(row.key)
             return
         known = self._table.get(row.key) if row is not None else None
-        wanted = row is not None and not self._dram.is_saving(row.key) and (known is None or known.slot is None)
-        self._dram.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
+        wanted = (
+            row is not None and not self._saves.is_saving(row.key) and (known is None or "dram" not in known.copies)
+        )
+        self._saves.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RequestContext, block: int) -> None:
         """Save a block that found no slot while it was computed out of its page: now if there is a slot, else later."""
         row = self._table.get(context.keys[block])
-        if row is None or not self._dram.is_on or not context.rows.is_trusted or not self._is_wanted(row):
+        if row is None or not self._rows.is_on or not context.rows.is_trusted or not self._is_wanted(row):
             return
-        slot = self._dram.take_slot(context.session)
+        slot = self._rows.take_slot(context.session)
         if slot is None:
             self._save_later(row.key)
         else:
@@ -105,11 +106,11 @@ class Saver:
     def catch_up(self) -> None:
         """Save blocks that found no slot before, as far as slots are free now, so that a busy minute costs no
         history."""
-        while self.put_off and self._dram.num_free:
+        while self.put_off and self._rows.num_free:
             key = next(iter(self.put_off))
             row = self._table.get(key)
             if row is not None and self._is_wanted(row):
-                slot = self._dram.take_slot(None)
+                slot = self._rows.take_slot(None)
                 if slot is None:
                     return
                 self._save(row, slot)
@@ -122,18 +123,19 @@ class Saver:
 
     def _is_wanted(self, row: BlockRow) -> bool:
         # Rows that came out of a codec are not saved again: nobody would know any more that they did.
-        saved = row.is_saved or self._dram.is_saving(row.key) or row.decoded
+        saved = row.is_saved or self._saves.is_saving(row.key) or row.decoded
         return row.page is not None and not saved and not self._only_as_computed and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
         """Order a block to be saved out of its page, whichever request runs on that."""
         assert row.page is not None
-        num_rows = len(row.token_ids)
-        self._dram.fill_from_page(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
-        self._dram.seal(slot, replace(row, hops=row.hops + 1), num_rows)
+        num_rows, saved = len(row.token_ids), row.unstored()
+        saved.hops += 1
+        self._saves.fill_from_page(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
+        self._saves.seal(slot, saved, num_rows)
 
     def abandon(self, context: RequestContext) -> None:
         """Give back the slots of blocks that were not completed."""
         for slot in context.saving.slots.values():
-            self._dram.seal(slot, None, 0)
+            self._saves.seal(slot, None, 0)
         context.saving.slots, context.saving.unsaved = {}, set()

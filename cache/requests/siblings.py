@@ -10,7 +10,7 @@ class Siblings:
 
     def __init__(self, *, tiers: Hierarchy) -> None:
         self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
-        self._table, self._hbm, self._dram, self._fetches = tiers.table, tiers.hbm, tiers.dram, tiers.fetches
+        self._table, self._hbm, self._saves, self._fetches = tiers.table, tiers.hbm, tiers.dram.saves, tiers.fetches
 
     def claim(self, key: BlockKey, request_id: str) -> None:
         """Note that a request is about to compute or load a block, unless another does."""
@@ -32,7 +32,7 @@ class Siblings:
             return True  # asked of every waiter in every step: do not walk the prompt again for nothing
         context.waiting.block = None
         coming, row_of = self.coming, self._table.get
-        is_saving, is_fetching = self._dram.is_saving, self._fetches.is_fetching
+        is_saving, is_fetching = self._saves.is_saving, self._fetches.is_fetching
         for block, key in enumerate(context.chain()):
             row = row_of(key)
             # Runs for every block of the next requests in line, in every step, and few of these blocks are coming.
@@ -54,4 +54,4 @@ class Siblings:
             return not context.reuse.skips_disk
         row = self._table.get(key)
         # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
-        return row is not None and not row.is_saved and self._dram.is_saving(key) and row.page is None
+        return row is not None and not row.is_saved and self._saves.is_saving(key) and row.page is None

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import ExtentInfo
@@ -11,7 +12,7 @@ from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
 from reprise.cache.moves import DeleteExtents, Orders
 from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
 from reprise.cache.stats import CacheStats
-from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
+from reprise.cache.tiers.holds import Holds, KeysWhere
 
 _AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
 
@@ -34,14 +35,15 @@ class _Deletion:
 class DiskLedger:
     """Single-threaded, part of the CacheManager."""
 
+    name: Final = "disk"
+
     def __init__(
         self,
         *,
         table: CacheTable,
         capacity_bytes: int,
         policy: EvictionPolicy,
-        pinned: PinnedSessions,
-        dirty: DirtyBlocks,
+        holds: Holds,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
@@ -50,7 +52,7 @@ class DiskLedger:
         self.used_bytes = 0  # after all writes and deletions that were ordered
         self.is_quarantined = False
         self._table, self._stats = table, stats
-        self._pinned, self._dirty, self._orders = pinned, dirty, orders
+        self._pinned, self._dirty, self._orders = holds.pinned, holds.dirty, orders
         self._extents: dict[int, _Extent] = {}
         self._deletions: dict[int, _Deletion] = {}  # under way, by job
         self.refused: list[_Deletion] = []
@@ -76,15 +78,14 @@ class DiskLedger:
         for index, key in enumerate(keys):
             row = self._table.get(key)
             # A block whose owners are gone meanwhile does not belong on disk.
-            if row is not None and row.extent is None and row.owners:
+            if row is not None and "disk" not in row.copies and row.owners:
                 self._attach(row, extent.extent_id, index)
         if not self._extents[extent.extent_id].keys:
             self.delete([extent.extent_id], None, None)
 
-    def block_bytes(self, row: BlockRow) -> int:
+    def bytes_of(self, row: BlockRow) -> int:
         """Return what a block takes on disk: as many bytes as its rows, or a share of its extent if that is smaller."""
-        assert row.extent is not None
-        extent = self._extents[row.extent[0]]
+        extent = self._extents[row.copies["disk"][0]]
         return min(row.size_bytes, extent.size_bytes // extent.num_blocks)
 
     def has(self, extent_id: int) -> bool:
@@ -106,16 +107,17 @@ class DiskLedger:
             self._attach(known, extent.extent_id, index)
 
     def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
-        row.extent = (extent_id, index)
+        row.copies["disk"] = extent_id, index
         self._table.moved()
         self._extents[extent_id].keys[row.key] = None
         enter(self.policy, row)
 
     def _detach(self, row: BlockRow) -> int | None:
         """Stop counting a block's copy on disk. Returns the extent's id if no other block in it counts."""
-        if row.extent is None:
+        copy = row.copies.pop("disk", None)
+        if copy is None:
             return None
-        extent_id, row.extent = row.extent[0], None
+        extent_id = copy[0]
         self._table.moved()
         self.policy.remove(row.key)
         extent = self._extents[extent_id]
@@ -124,7 +126,7 @@ class DiskLedger:
 
     def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
         """Return blocks of other owners that lie in one extent with one of these, and are not in DRAM."""
-        extents = {row.extent[0] for row in rows if row.extent is not None}
+        extents = {row.copies["disk"][0] for row in rows if "disk" in row.copies}
         names = {owner for row in rows for owner in row.owners}
         keys = (key for extent in extents for key in self._extents[extent].keys)
         found = (self._table.get(key) for key in keys)
@@ -143,11 +145,13 @@ class DiskLedger:
     def _is_held(self, key: BlockKey) -> bool:
         """Whether a block must stay, because something of its extent is read or pinned: extents leave as a whole."""
         row = self._table.get(key)
-        if row is None or row.extent is None:
+        if row is None or "disk" not in row.copies:
             return True
         if not (self._read or self._pinned):
             return False
-        return any(self._read[other] > 0 or self._is_pinned(other) for other in self._extents[row.extent[0]].keys)
+        return any(
+            self._read[other] > 0 or self._is_pinned(other) for other in self._extents[row.copies["disk"][0]].keys
+        )
 
     def _is_pinned(self, key: BlockKey) -> bool:
         row = self._table.get(key)
@@ -174,11 +178,15 @@ class DiskLedger:
                 return False
             row = self._table.get(victims[0])
             assert row is not None
-            assert row.extent is not None
-            self._stats.evictions["disk"] += len(self._extents[row.extent[0]].keys)
+            extent_id = row.copies["disk"][0]
+            self._stats.evictions["disk"] += len(self._extents[extent_id].keys)
             # Do not write it again although DRAM may have it: it would take the room of another, and so on for ever.
-            self.delete([row.extent[0]], None, None, write_again=False)
+            self.delete([extent_id], None, None, write_again=False)
         return True
+
+    def touch(self, row: BlockRow) -> None:
+        """Record a hit of a block that is here."""
+        self.policy.touch(row.key)
 
     def drop(self, row: BlockRow) -> None:
         """Drop a block's copy on disk, which is bad or not wanted any more."""
@@ -209,7 +217,7 @@ class DiskLedger:
                 row = self._table.get(key)
                 if row is None:
                     continue
-                row.extent = None
+                row.copies.pop("disk", None)
                 self._table.moved()
                 self.policy.remove(key)
                 if write_again and row.in_dram and row.owners:

@@ -3,13 +3,13 @@ wanted. Touches no bytes."""
 
 from collections.abc import Iterable, Sequence
 
+from reprise.cache.blocks.coded_form import CodedForm
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
 from reprise.cache.moves import EncodeBlocks, Orders
 from reprise.cache.stats import CacheStats
-from reprise.cache.tiers.coded import CodedTier
-from reprise.cache.tiers.dram import DramTier
 from reprise.cache.tiers.holds import DirtyBlocks, KeysWhere
+from reprise.cache.tiers.slot_tier import SlotTier
 
 AT_ONCE = 64  # blocks under way: their slots are held until all of them are encoded
 
@@ -20,14 +20,18 @@ class Encoder:
     def __init__(
         self,
         *,
+        rows: SlotTier,
+        coded: SlotTier,
+        batch: int,
+        form: CodedForm,
         table: CacheTable,
-        dram: DramTier,
-        coded: CodedTier,
         dirty: DirtyBlocks,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        self._table, self._dram, self._coded = table, dram, coded
+        """batch: blocks that `plan` encodes at once, at least."""
+        self._rows, self._coded, self._batch, self._form = rows, coded, batch, form
+        self._table = table
         self._dirty, self._orders, self._stats = dirty, orders, stats
         self._under_way: dict[int, EncodeBlocks] = {}
         self._encoding: set[BlockKey] = set()
@@ -51,7 +55,8 @@ class Encoder:
         for row in rows:
             if len(self._encoding) >= AT_ONCE:
                 break
-            if row.slot is None or row.key in self._encoding:
+            source = row.copies.get("dram")
+            if source is None or row.key in self._encoding:
                 continue
             newcomer = row.owners[0] if row.owners else None
             slot = None if newcomer in refused else self._coded.take_slot(newcomer)
@@ -59,9 +64,9 @@ class Encoder:
                 refused.add(newcomer)
                 left.append(row)
                 continue
-            self._dram.pin(row.slot)
+            self._rows.pin(source)
             self._encoding.add(row.key)
-            blocks.append((row.key, row.slot, slot))
+            blocks.append((row.key, source, slot))
         if blocks:
             job = self._orders.next_job()
             self._under_way[job] = EncodeBlocks(job, tuple(blocks))
@@ -71,18 +76,18 @@ class Encoder:
     def plan(self) -> None:
         """Have blocks encoded whose slots DRAM wants back, in the policy's order. A block for which no coded slot can
         be had leaves DRAM, as where nothing is coded."""
-        excess = self._dram.resident - self._dram.most_resident - len(self._encoding)
+        excess = self._rows.resident - self._rows.most_resident - len(self._encoding)
         if excess <= 0 or len(self._encoding) >= AT_ONCE:
             return
-        keys = self._dram.policy.victims(min(max(excess, self._dram.batch), AT_ONCE), self._others)
+        keys = self._rows.policy.victims(min(max(excess, self._batch), AT_ONCE), self._others)
         if keys:
-            self._dram.evict(self.encode(row for key in keys if (row := self._table.get(key)) is not None))
+            self._rows.evict(self.encode(row for key in keys if (row := self._table.get(key)) is not None))
         elif not self._encoding:
-            self._dram.make_room(excess, None)
+            self._rows.make_room(excess, None)
 
     def _may_go(self, key: BlockKey) -> bool:
         row = self._table.get(key)
-        return row is not None and key not in self._encoding and self._dram.awaits_coding(row)
+        return row is not None and key not in self._encoding and self._form.awaits(row)
 
     def on_encoded(self, job: int, taken: Sequence[bool]) -> None:
         """Record the end of an encoding. What was not taken is kept as it is from now on."""
@@ -90,13 +95,14 @@ class Encoder:
         for (key, slot, target), was_taken in zip(self._under_way.pop(job).blocks, taken, strict=True):
             self._encoding.discard(key)
             row = self._table.get(key)
-            is_same = row is not None and row.slot == slot  # the slot is pinned, so it holds no other block
-            self._dram.unpin(slot)
-            if row is None or not is_same or not was_taken or row.coded is not None:
+            is_same = (
+                row is not None and row.copies.get("dram") == slot
+            )  # the slot is pinned, so it holds no other block
+            self._rows.unpin(slot)
+            if row is None or not is_same or not was_taken or "coded" in row.copies:
                 self._coded.give_back(target)
                 if row is not None and is_same and not was_taken:
                     row.kept_raw = True
             else:
                 self._coded.attach(row, target)
                 self._stats.encoded_blocks += 1
-        self._dram.trim()

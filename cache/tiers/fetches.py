@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from reprise.cache.blocks.coded_form import CodedForm
 from reprise.cache.blocks.keys import BlockKey
-from reprise.cache.blocks.stored import is_coded
 from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
 from reprise.cache.moves import NOT_ITS_COPY, FetchBlocks, FetchRemote, Orders
 from reprise.cache.stats import CacheStats
-from reprise.cache.tiers.coded import CodedTier
 from reprise.cache.tiers.disk import DiskLedger
-from reprise.cache.tiers.dram import DramTier
+from reprise.cache.tiers.dram import Dram
 from reprise.cache.tiers.redis import RedisLedger
 
 
@@ -27,16 +26,14 @@ class Fetches:
         self,
         *,
         table: CacheTable,
-        dram: DramTier,
-        coded: CodedTier,
+        dram: Dram,
         disk: DiskLedger,
         redis: RedisLedger,
-        codes: bool,
+        form: CodedForm,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        """codes: what lies below DRAM is coded, where an extent says so."""
-        self._table, self._dram, self._coded, self._codes = table, dram, coded, codes
+        self._table, self._dram, self._form = table, dram, form
         self._disk, self._redis = disk, redis
         self._orders, self._stats = orders, stats
         self._under_way: dict[int, _Fetch] = {}  # by job
@@ -61,45 +58,41 @@ class Fetches:
 
     def has_room(self, *, coded: bool) -> bool:
         """Whether DRAM would keep one more block, coded or not, beside those that are being fetched."""
-        return self._room(coded) > 0 and (self._coded if coded else self._dram).num_free > 0
+        return self._room(coded) > 0 and self._dram.slots_for(is_coded=coded).num_free > 0
 
     def _room(self, coded: bool) -> int:
         """Return how many more blocks DRAM would keep."""
-        if coded:
-            return self._coded.num_slots - self._coded.resident - len(self._coming_coded)
-        return self._dram.most_resident - self._dram.resident - len(self._coming) + len(self._coming_coded)
-
-    def _comes_coded(self, row: BlockRow) -> bool:
-        address = row.extent or row.redis
-        return self._codes and address is not None and is_coded(address[0])
+        tier = self._dram.slots_for(is_coded=coded)
+        coming = len(self._coming_coded) if coded else len(self._coming) - len(self._coming_coded)
+        return tier.most_resident - tier.resident - coming
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
         """Fetch those of these blocks that are only on disk or in Redis, as far as DRAM may keep them: at the expense
         of blocks that should leave before one of that session, never into slots that `trim` would empty again. Returns
         whether that was all."""
         from_disk, from_redis = [], []
-        wanted = [row for row in rows if (row.extent or row.redis) and not row.in_dram and row.key not in self._coming]
-        num_coded = sum(map(self._comes_coded, wanted))
+        wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
+        num_coded = sum(map(self._form.is_coded_below, wanted))
         if (excess := len(wanted) - num_coded - self._room(coded=False)) > 0:
-            self._dram.make_room(excess, newcomer)
+            self._dram.rows.make_room(excess, newcomer)
         if (excess := num_coded - self._room(coded=True)) > 0:
-            self._coded.make_room(excess, newcomer)
+            self._dram.coded.make_room(excess, newcomer)
         left = {coded: self._room(coded) for coded in (False, True)}
         for row in wanted:
-            comes_coded = self._comes_coded(row)
-            tier = self._coded if comes_coded else self._dram
+            comes_coded = self._form.is_coded_below(row)
+            tier = self._dram.slots_for(is_coded=comes_coded)
             slot = tier.take_slot(newcomer) if left[comes_coded] > 0 else None
             if slot is None:
                 left[comes_coded] = 0
                 continue
             left[comes_coded] -= 1
-            self._coming[row.key] = row.tier
+            self._coming[row.key] = row.medium
             if comes_coded:
                 self._coming_coded.add(row.key)
-            if row.extent is not None:
-                from_disk.append((row.key, row.extent, slot))
-            elif row.redis is not None:
-                from_redis.append((row.key, row.redis, slot))
+            if "disk" in row.copies:
+                from_disk.append((row.key, row.copies["disk"], slot))
+            else:
+                from_redis.append((row.key, row.copies["redis"], slot))
         if from_disk:
             self._disk.hold(key for key, _, _ in from_disk)
             self._order(FetchBlocks(self._orders.next_job(), tuple(from_disk)), newcomer)
@@ -123,12 +116,12 @@ class Fetches:
             del self._coming[key]
             row, comes_coded = self._table.get(key), key in self._coming_coded
             self._coming_coded.discard(key)
-            tier = self._coded if comes_coded else self._dram
+            tier = self._dram.slots_for(is_coded=comes_coded)
             if (
                 key in failed
                 or row is None
-                or (row.redis if is_remote else row.extent) != copy
-                or (row.coded if comes_coded else row.slot) is not None
+                or row.copies.get("redis" if is_remote else "disk") != copy
+                or tier.name in row.copies
             ):
                 tier.give_back(slot)
             else:
@@ -139,7 +132,7 @@ class Fetches:
         self._disk.release(key for key, _, _ in order.blocks)
         for key, copy, _ in order.blocks:
             row = self._table.get(key)
-            if failed.get(key, "late") not in NOT_ITS_COPY and row is not None and row.extent == copy:
+            if failed.get(key, "late") not in NOT_ITS_COPY and row is not None and row.copies.get("disk") == copy:
                 self._disk.drop(row)
                 if row.is_nowhere:
                     self._table.forget(row)

@@ -9,6 +9,7 @@ from reprise.cache.blocks.rows import PARKED, ContextRows
 from reprise.cache.blocks.scores import Scores
 from reprise.cache.blocks.table import BlockRow, CacheTable
 from reprise.cache.moves import BlockLoad, CopyRows
+from reprise.cache.options import CacheOptions
 from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.pages import PageAllocator
@@ -54,26 +55,22 @@ class HbmPool:
     def __init__(
         self,
         *,
+        options: CacheOptions,
         table: CacheTable,
         pages: PageAllocator,
-        page_size: int,
-        bytes_per_token: int,
         policy: EvictionPolicy,
-        has_slots: bool,
         scores: Scores,
-        high_water: float,
-        low_water: float,
         stats: CacheStats,
     ) -> None:
-        """has_slots: blocks are saved below, so that a block that leaves need not be lost."""
-        self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
-        self.bytes_per_token = bytes_per_token
+        self.table, self.pages, self.page_size, self.policy = table, pages, options.page_size, policy
+        self.bytes_per_token = options.bytes_per_token
         self._stats = stats
         self._scores = scores
-        self._has_slots = has_slots
-        self.least_free = pages.num_pages - int(high_water * pages.num_pages) if has_slots else 0
+        self._has_slots = options.num_slots > 0  # blocks are saved below, so that a block that leaves need not be lost
+        high_pages = int(options.hbm_high_water * pages.num_pages)
+        self.least_free = pages.num_pages - high_pages if self._has_slots else 0
         """Pages. With fewer free ones `offload` has to make more."""
-        self._low_pages = int(low_water * pages.num_pages)
+        self._low_pages = int(options.hbm_low_water * pages.num_pages)
 
     # --- where a block can be used ------------------------------------------------------------------------------------
 
@@ -179,13 +176,14 @@ class HbmPool:
                 if not ready and used == BLOCK_TOKENS and not row.is_open:
                     placement.moved[block] = (row.key, page)
             else:
-                if row.in_dram:
-                    coded = row.slot is None
-                    slot = row.coded if coded else row.slot
-                    load = BlockLoad(row.key, used, slot, None, page, offset, position, is_coded=coded)
+                target = page, offset, position
+                copies, source = row.copies, row.source
+                if source == "dram" or source == "coded":
+                    load = BlockLoad(row.key, used, copies[source], None, *target, is_coded=source == "coded")
+                elif source == "disk":
+                    load = BlockLoad(row.key, used, None, copies["disk"], *target)
                 else:
-                    redis = row.redis if row.extent is None else None
-                    load = BlockLoad(row.key, used, None, row.extent, page, offset, position, redis)
+                    load = BlockLoad(row.key, used, None, None, *target, copies["redis"])
                 placement.loads.append(load)
 
     def grow(self, rows: ContextRows, num_tokens: int) -> bool:

@@ -1,10 +1,11 @@
 """Holds the tiers side by side, and does what has to be done in all of them at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from reprise.cache.blocks.coded_form import CodedForm
+from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.scores import Scores
-from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName, TierName, medium_of
 from reprise.cache.moves import Orders
 from reprise.cache.options import CacheOptions
 from reprise.cache.policies.eviction_policy import PolicyFactory
@@ -12,120 +13,80 @@ from reprise.cache.returns.regulars import Regulars
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.returns.succession import Succession
 from reprise.cache.stats import CacheStats
-from reprise.cache.tiers.coded import CodedTier
 from reprise.cache.tiers.disk import DiskLedger
-from reprise.cache.tiers.dram import DramTier
-from reprise.cache.tiers.encoder import Encoder
+from reprise.cache.tiers.dram import Dram
 from reprise.cache.tiers.fetches import Fetches
 from reprise.cache.tiers.hbm import HbmPool
-from reprise.cache.tiers.holds import DirtyBlocks, PinnedSessions
+from reprise.cache.tiers.holds import DirtyBlocks, Holds, PinnedSessions
 from reprise.cache.tiers.pages import PageAllocator
 from reprise.cache.tiers.redis import RedisLedger
+from reprise.cache.tiers.tier import Tier
 from reprise.cache.tiers.write_behind import WriteBehind
 
 
 class Hierarchy:
     """Single-threaded, part of the CacheManager.
 
-    hbm, dram, disk     which blocks lie where in a tier, and what leaves it
-    coded               the part of DRAM where blocks lie as a codec made them; encoder: what comes there
-    redis               the same for the tier that other servers share
+    hbm                 which blocks lie in pages
+    dram, disk, redis   which blocks lie where in a tier below, and what leaves it; `below` has them by name
     fetches, writes     what is on its way between DRAM and the tiers below
+    form                which blocks and copies are coded
     orders              the moves that all of these and `cache/requests/` have decided on
     """
 
     def __init__(self, *, options: CacheOptions, policy: PolicyFactory, stats: CacheStats) -> None:
         self.stats = stats
-        self.table, self.orders = CacheTable(), Orders()
+        self.table, self.orders = table, orders = CacheTable(), Orders()
         self.pages = PageAllocator(num_pages=options.num_pages, prefer_contiguous=options.prefer_contiguous)
-        self.scores = Scores(table=self.table)
+        self.scores = Scores(table=table)
         self.pinned = PinnedSessions()
         self.returns = ReturnTimes()  # shared by the policies of all tiers
         self.regulars = Regulars()
         self.succession = Succession()
+        self.form = form = CodedForm(block_bytes=options.coded_block_bytes, has_slots=options.coded_slots > 0)
         dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
+        holds = Holds(pinned=self.pinned, dirty=dirty, form=form)
         self.hbm = HbmPool(
-            table=self.table,
+            options=options,
+            table=table,
             pages=self.pages,
-            page_size=options.page_size,
-            bytes_per_token=options.bytes_per_token,
             policy=policy(self.returns),
-            has_slots=options.num_slots > 0,
             scores=self.scores,
-            high_water=options.hbm_high_water,
-            low_water=options.hbm_low_water,
             stats=stats,
         )
-        self.coded = CodedTier(
-            table=self.table,
-            num_slots=options.coded_slots,
-            slot_bytes=options.coded_block_bytes,
-            policy=policy(self.returns),
-            pinned=self.pinned,
-            dirty=dirty,
-            stats=stats,
-        )
-        self.dram = DramTier(
-            table=self.table,
+        self.dram = Dram(
+            options=options,
+            form=form,
+            table=table,
             pages=self.pages,
-            num_slots=options.num_slots,
-            dram_slots=options.dram_slots,
-            slot_bytes=options.bytes_per_token * BLOCK_TOKENS,
-            free_buffer=options.dram_free_buffer if options.disk_bytes else 0.0,
-            coded=self.coded,
-            policy=policy(self.returns),
-            pinned=self.pinned,
-            dirty=dirty,
-            orders=self.orders,
+            new_policy=lambda: policy(self.returns),
+            holds=holds,
+            orders=orders,
             stats=stats,
-        )
-        self.encoder = Encoder(
-            table=self.table, dram=self.dram, coded=self.coded, dirty=dirty, orders=self.orders, stats=stats
         )
         self.disk = DiskLedger(
-            table=self.table,
+            table=table,
             capacity_bytes=options.disk_bytes,
             policy=policy(self.returns),
-            pinned=self.pinned,
-            dirty=dirty,
-            orders=self.orders,
+            holds=holds,
+            orders=orders,
             stats=stats,
         )
         self.redis = RedisLedger(
-            is_on=bool(options.head_key),
-            capacity_bytes=options.redis_bytes,
-            table=self.table,
-            disk=self.disk,
-            returns=self.returns,
-            bytes_per_token=options.bytes_per_token,
-            unix_offset_s=options.unix_offset_s,
-            orders=self.orders,
-            stats=stats,
+            options=options, table=table, disk=self.disk, returns=self.returns, orders=orders, stats=stats
         )
+        self.below: Mapping[TierName, Tier] = {
+            tier.name: tier for tier in (self.dram.rows, self.dram.coded, self.disk, self.redis)
+        }
         self.fetches = Fetches(
-            codes=bool(options.coded_block_bytes),
-            table=self.table,
-            dram=self.dram,
-            coded=self.coded,
-            disk=self.disk,
-            redis=self.redis,
-            orders=self.orders,
-            stats=stats,
+            table=table, dram=self.dram, disk=self.disk, redis=self.redis, form=form, orders=orders, stats=stats
         )
         self.writes = WriteBehind(
-            table=self.table,
-            dram=self.dram,
-            coded=self.coded,
-            encoder=self.encoder,
-            disk=self.disk,
-            coded_block_bytes=options.coded_block_bytes,
-            dirty=dirty,
-            orders=self.orders,
-            stats=stats,
+            table=table, dram=self.dram, disk=self.disk, form=form, dirty=dirty, orders=orders, stats=stats
         )
-        self.policies = [self.hbm.policy, self.dram.policy, self.disk.policy]
-        if self.coded.is_on:
-            self.policies.append(self.coded.policy)
+        self.policies = [self.hbm.policy, self.dram.rows.policy, self.disk.policy]
+        if self.dram.coded.is_on:
+            self.policies.append(self.dram.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
         """Record that a turn arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
@@ -158,35 +119,50 @@ class Hierarchy:
         """Record a hit in every tier that has the block."""
         row = self.table.get(key)
         assert row is not None
-        for policy, address in zip(self.policies, (row.page, row.slot, row.extent, row.coded), strict=False):
-            if address is not None:
-                policy.touch(key)
+        if row.page is not None:
+            self.hbm.policy.touch(key)
+        for tier in row.tiers:
+            self.below[tier].touch(row)
+
+    def bytes_in(self, row: BlockRow, medium: str) -> int:
+        """Return the bytes that a block takes in DRAM, on disk or in Redis."""
+        tiers = (tier for name, tier in self.below.items() if name in row.copies and medium_of(name) == medium)
+        if medium != "dram" and self.form.is_coded_below(row):
+            return self.form.block_bytes
+        return sum(tier.bytes_of(row) for tier in tiers)
+
+    def drop_copy(self, row: BlockRow, tier: TierName) -> None:
+        """Forget a block's copy in one tier, and the block if that was its last."""
+        self.below[tier].drop(row)
+        if row.is_nowhere:
+            self.table.forget(row)
 
     def forget(self, key: BlockKey) -> None:
-        """Let nobody find a block again, in any tier."""
-        self.dram.cancel_save(key)
+        """Let no request find a block again, in any tier."""
+        self.dram.saves.cancel(key)
         row = self.table.get(key)
         if row is None:
             return
         self.hbm.leave(row)
-        self.dram.drop_slot(row)
-        self.coded.drop_slot(row)
-        self.disk.drop(row)
-        self.redis.drop(row)
+        for tier in row.tiers:
+            self.below[tier].drop(row)
         self.table.forget(row)
 
     def quarantine(self, tier: str) -> None:
         """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
         although it was intact."""
         (self.dram if tier == "dram" else self.disk).quarantine()
-        if tier == "dram":
-            self.coded.quarantine()
+
+    def condemn_codec(self) -> None:
+        """Use the codec no more in this process."""
+        self.form.is_condemned = True
+        self.dram.coded.quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
         """Whether blocks of a session are being saved, encoded, fetched or written."""
-        if self.redis.is_uploading(name) or self.encoder.concerns(name):
+        if self.redis.is_uploading(name) or self.dram.is_busy(name):
             return True
-        return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
+        return self.writes.is_writing(name) or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
         """Remove these blocks from DRAM and disk, and the extents they are in; `DiskLedger.ended_deletions` names
@@ -194,10 +170,9 @@ class Hierarchy:
         has them."""
         extent_ids: dict[int, None] = {}
         for row in rows:
-            self.dram.drop_slot(row)
-            self.coded.drop_slot(row)
-            if row.extent is not None:
-                extent_ids[row.extent[0]] = None
+            self.dram.drop(row)
+            if "disk" in row.copies:
+                extent_ids[row.copies["disk"][0]] = None
         self.writes.forget(name)
         if waiter is not None:
             self.redis.delete(name[0], name[2], waiter)  # one that has only expired here may live on elsewhere
@@ -208,7 +183,6 @@ class Hierarchy:
         """Saves, encodings, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
         return (
             self.dram.in_flight
-            + self.encoder.in_flight
             + self.fetches.in_flight
             + self.writes.in_flight
             + self.disk.in_flight

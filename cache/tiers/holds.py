@@ -1,8 +1,9 @@
-"""Keeps blocks in DRAM and on disk whatever the policies say: those of pinned sessions, and those still to be
-written."""
+"""Keeps blocks in DRAM and on disk whatever the policies say: those of pinned sessions, those still to be written, and
+those still to be coded."""
 
 from collections.abc import Callable
 
+from reprise.cache.blocks.coded_form import CodedForm
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.table import BlockRow, SessionName
 
@@ -75,3 +76,20 @@ class DirtyBlocks:
     def forget(self, name: SessionName) -> list[BlockKey]:
         """Forget a session that is gone. Returns the blocks that were to be written with it."""
         return list(self.sessions.pop(name, ()))
+
+
+class Holds:
+    """The reasons for which blocks stay in DRAM, for all its tiers. Single-threaded."""
+
+    def __init__(self, *, pinned: PinnedSessions, dirty: DirtyBlocks, form: CodedForm) -> None:
+        self.pinned, self.dirty = pinned, dirty
+        self._form = form
+
+    def keep(self, row: BlockRow) -> bool:
+        """Whether a block stays in DRAM, in one of its tiers: it is not on disk yet, or pinned by an owner."""
+        return ("disk" not in row.copies and self.dirty.hold(row)) or self.pinned.own(row)
+
+    def keep_rows(self, row: BlockRow) -> bool:
+        """Whether a block's rows stay in DRAM: for the reasons above, unless it lies there coded too, or until it is
+        coded."""
+        return "coded" not in row.copies and (self._form.awaits(row) or self.keep(row))

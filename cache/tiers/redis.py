@@ -8,11 +8,13 @@ there is found out by the load that wants it, and forgotten.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from reprise.cache.blocks.keys import BlockKey, tokens_of
 from reprise.cache.blocks.stored import ExtentInfo, RedisExtent
 from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
 from reprise.cache.moves import NOT_ITS_COPY, DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
+from reprise.cache.options import CacheOptions
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.disk import DiskLedger
@@ -41,23 +43,22 @@ class _Deletion:
 class RedisLedger:
     """Single-threaded, part of the CacheManager. Without Redis everything is a no-op."""
 
+    name: Final = "redis"
+
     def __init__(
         self,
         *,
-        is_on: bool,
-        capacity_bytes: int,
+        options: CacheOptions,
         table: CacheTable,
         disk: DiskLedger,
         returns: ReturnTimes,
-        bytes_per_token: int,
-        unix_offset_s: float,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        self.is_on, self.capacity_bytes = is_on, capacity_bytes
+        self.is_on, self.capacity_bytes = bool(options.head_key), options.redis_bytes
         self._table, self._disk, self._returns = table, disk, returns
         self._orders, self._stats = orders, stats
-        self._bytes_per_token, self._unix_offset_s = bytes_per_token, unix_offset_s
+        self._bytes_per_token, self._unix_offset_s = options.bytes_per_token, options.unix_offset_s
         self._wanted: dict[int, SessionName] = {}  # extents on disk that are to be uploaded, oldest first
         self._uploads: dict[int, _Upload] = {}  # under way, by job
         self._deletions: dict[int, _Deletion] = {}  # likewise
@@ -75,13 +76,17 @@ class RedisLedger:
         """Uploads and deletions under way."""
         return len(self._uploads) + len(self._deletions)
 
+    def bytes_of(self, row: BlockRow) -> int:
+        """Return what a block takes in Redis, if it is not coded."""
+        return row.size_bytes
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def add(self, extent: RedisExtent) -> None:
         """Record an extent that was uploaded: its blocks that are still known have a copy there."""
         for index, block in enumerate(extent.blocks):
             row = self._table.get(block.key)
-            if row is not None and row.redis is None:
+            if row is not None and "redis" not in row.copies:
                 self._attach(row, extent.name, index)
 
     def adopt(self, extent: RedisExtent, name: SessionName, wanted: Iterable[BlockKey]) -> None:
@@ -103,18 +108,20 @@ class RedisLedger:
                     owners=(name,),
                 )
                 self._table.publish(row)
-            if row.redis is None:
+            if "redis" not in row.copies:
                 self._attach(row, extent.name, index)
 
     def _attach(self, row: BlockRow, name: bytes, index: int) -> None:
-        row.redis = (name, index)
+        row.copies["redis"] = name, index
         self.num_blocks += 1
         self._table.moved()
 
+    def touch(self, row: BlockRow) -> None:
+        """Do nothing: Redis judges by what is loaded from it (`settle`, `renew`)."""
+
     def drop(self, row: BlockRow) -> None:
         """Forget a block's copy. Does not check whether it is anywhere else."""
-        if row.redis is not None:
-            row.redis = None
+        if row.copies.pop("redis", None) is not None:
             self.num_blocks -= 1
             self._table.moved()
 
@@ -135,7 +142,7 @@ class RedisLedger:
             if copy[0] not in damaged:
                 if key not in failed:
                     used[copy[0]] = None
-            elif row is not None and row.redis == copy:
+            elif row is not None and row.copies.get("redis") == copy:
                 self.drop(row)
                 if row.is_nowhere:
                     self._table.forget(row)
@@ -165,9 +172,9 @@ class RedisLedger:
         name, keys = self._renewals.pop(job)
         rows = [self._table.get(key) for key in keys] if missing else []
         for row in rows:
-            if row is None or row.redis is None or row.redis[0] not in missing:
+            if row is None or "redis" not in row.copies or row.copies["redis"][0] not in missing:
                 continue
-            if row.in_dram or row.page is not None or row.extent is not None:
+            if row.in_dram or row.page is not None or "disk" in row.copies:
                 self.drop(row)
                 self.want_session(name, [row.key])
                 self.uploaded.append(name)
@@ -175,14 +182,14 @@ class RedisLedger:
     def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
         """Return the extents that have copies of these blocks, each once, in the blocks' order."""
         rows = (self._table.get(key) for key in keys)
-        return list(dict.fromkeys(row.redis[0] for row in rows if row is not None and row.redis is not None))
+        return list(dict.fromkeys(row.copies["redis"][0] for row in rows if row is not None and "redis" in row.copies))
 
     def leading_tokens(self, keys: Iterable[BlockKey]) -> int:
         """Return how many tokens of a context, from the first on, have a copy."""
         tokens = 0
         for key in keys:
             row = self._table.get(key)
-            if row is None or row.redis is None:
+            if row is None or "redis" not in row.copies:
                 break
             tokens += len(row.token_ids)
         return tokens
@@ -202,7 +209,7 @@ class RedisLedger:
             under_way = {upload.extent_id for upload in self._uploads.values()}
             for key in keys:
                 row = self._table.get(key)
-                extent = row.extent if row is not None and row.redis is None else None
+                extent = row.copies.get("disk") if row is not None and "redis" not in row.copies else None
                 if extent is not None and extent[0] not in under_way:
                     self._wanted.setdefault(extent[0], name)
 

@@ -2,10 +2,11 @@
 
 
 class SlotPool:
-    """A slot is free again only when the last copy out of it is done. Single-threaded, part of the DramTier."""
+    """Slots of one size. A slot is free again only when the last copy out of it is done. Single-threaded, part of a
+    SlotTier."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.reached = 0  # number of leading slots that may have been filled; the others never were
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins = [0] * num_slots

@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from reprise.cache.blocks.coded_form import CodedForm
 from reprise.cache.blocks.keys import BlockKey, is_exact, token_bytes
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
 from reprise.cache.moves import Orders, PutSession, WriteExtent
 from reprise.cache.stats import CacheStats
-from reprise.cache.tiers.coded import CodedTier
 from reprise.cache.tiers.disk import DiskLedger
-from reprise.cache.tiers.dram import DramTier
-from reprise.cache.tiers.encoder import AT_ONCE, Encoder
+from reprise.cache.tiers.dram import Dram
+from reprise.cache.tiers.encoder import AT_ONCE
 from reprise.cache.tiers.holds import DirtyBlocks
+from reprise.cache.tiers.slot_tier import SlotTier
 
 MAX_EXTENT_BLOCKS = 512
 _MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless
@@ -37,7 +38,7 @@ class _Write:
     session: SessionName
     keys: list[BlockKey]
     slots: list[int]
-    tier: DramTier | CodedTier  # whose slots these are
+    tier: SlotTier  # whose slots these are
     size_bytes: int
 
 
@@ -48,19 +49,15 @@ class WriteBehind:
         self,
         *,
         table: CacheTable,
-        dram: DramTier,
-        coded: CodedTier,
-        encoder: Encoder,
+        dram: Dram,
         disk: DiskLedger,
-        coded_block_bytes: int,
+        form: CodedForm,
         dirty: DirtyBlocks,
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        """coded_block_bytes: see `CacheOptions`."""
-        self._coded_block_bytes = coded_block_bytes
-        self._table, self._dram, self._coded, self._disk = table, dram, coded, disk
-        self._encoder = encoder
+        self._table, self._dram, self._disk, self._form = table, dram, disk, form
+        self._saves, self._encoder = dram.saves, dram.encoder
         self._dirty, self._orders, self._stats = dirty, orders, stats
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
@@ -126,22 +123,22 @@ class WriteBehind:
         for name in [name for name in self._dirty.sessions if pressed or name not in self._run]:
             if len(self._writes) >= _MAX_WRITES:
                 return
-            if self._coded.is_condemned and not is_exact(name[1]):
+            if self._form.is_condemned and not is_exact(name[1]):
                 self._dirty.forget(name)  # nobody will find it again
                 continue
             if runs := is_running(name):
                 self._run.add(name)
             if name in self._writing or (runs and not pressed) or self._encoder.concerns(name):
                 continue
-            saving = self._dram.owners_saving() if saving is None else saving
+            saving = self._saves.owners() if saving is None else saving
             # Write what a turn has left as one extent: a file and its fsync cost more than a few blocks.
             if name in saving and not runs:
                 continue
             keys = self._dirty.of(name)
-            if any(self._dram.is_saving(key) for key in keys):
+            if any(self._saves.is_saving(key) for key in keys):
                 continue
-            rows = [row for key in keys if (row := self._table.get(key)) and row.in_dram and not row.extent]
-            waiting = [row for row in rows if self._dram.awaits_coding(row)]
+            rows = [row for key in keys if (row := self._table.get(key)) and row.in_dram and "disk" not in row.copies]
+            waiting = [row for row in rows if self._form.awaits(row)]
             if len(self._encoder.encode(waiting)) < len(waiting):
                 continue  # it is written when they are encoded
             if rows:
@@ -156,25 +153,21 @@ class WriteBehind:
                 self._dirty.forget(name)
 
     def _kind(self, row: BlockRow) -> _Kind:
-        """An open block is coded when it is full: until then its rows are read and written again every turn, and
-        nothing is coded twice."""
-        if row.coded is not None:
+        if "coded" in row.copies:
             return _Kind.CODED
-        if not self._coded_block_bytes or row.is_open or row.decoded or row.kept_raw:
-            return _Kind.RAW
-        return _Kind.ENCODED
+        return _Kind.ENCODED if self._form.fits(row) else _Kind.RAW
 
     def _write(self, name: SessionName, rows: list[BlockRow], kind: _Kind, record: SessionRecord, now: float) -> None:
         is_coded, from_coded = kind != _Kind.RAW, kind == _Kind.CODED
-        block_bytes = self._coded_block_bytes if is_coded else self._dram.slot_bytes
+        block_bytes = self._form.block_bytes if is_coded else self._dram.rows.slot_bytes
         size = len(rows) * block_bytes + _EXTENT_OVERHEAD + len(record.context)
         if not self._disk.reserve(size):
             self._stats.refused["disk"] += len(rows)
             self._refused_until(now + _RETRY_S)
             self._dirty.changes += 1  # so that it is tried again then, even if nothing changes
             return
-        tier = self._coded if from_coded else self._dram
-        slots = [slot for row in rows if (slot := row.coded if from_coded else row.slot) is not None]
+        tier = self._dram.slots_for(is_coded=from_coded)
+        slots = [row.copies[tier.name] for row in rows]
         for slot in slots:
             tier.pin(slot)
         job = self._orders.next_job()
@@ -221,7 +214,7 @@ class WriteBehind:
         much as half a small extent."""
         coming: set[SessionName] = set()
         if not self._retry_s and not self._disk.is_quarantined:
-            coming = self._writing.union(self._dirty.sessions, self._dram.owners_saving())
+            coming = self._writing.union(self._dirty.sessions, self._saves.owners())
         for name in [name for name in self._unrecorded if name not in coming or is_running(name)]:
             self._unrecorded.pop(name, None)
             if (known := record(name)) is not None:

@@ -17,7 +17,7 @@ from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
-from reprise.cache.tiers.coded import split_dram
+from reprise.cache.tiers.dram import split_dram
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.build.link import decoding, link_rates
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link

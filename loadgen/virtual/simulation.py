@@ -25,7 +25,7 @@ from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.rates import Rates
 from reprise.cache.stats import ResidencyValue
-from reprise.cache.tiers.coded import split_dram
+from reprise.cache.tiers.dram import split_dram
 from reprise.loadgen.virtual.greedy import greedy
 from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
 from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
@@ -369,11 +369,11 @@ class Simulation:
             raise BrokenInvariant(f"{what} (step {self.steps}, {self.now:.3f} s)")
 
     def _check_invariants(self, started: set[str]) -> None:
-        gauges, dram, coded = self.cache.gauges(), self.cache.tiers.dram, self.cache.tiers.coded
+        gauges, dram = self.cache.gauges(), self.cache.tiers.dram
         total = gauges.hbm_pages_free + gauges.hbm_pages_cached + gauges.leases
         self._check(total == gauges.hbm_pages_total, "a page is lost")
-        self._check(0 <= dram.resident <= dram.num_slots, "DRAM holds more than there is")
-        self._check(0 <= coded.resident <= coded.num_slots, "DRAM holds more coded blocks than there is room for")
+        self._check(0 <= dram.rows.resident <= dram.rows.num_slots, "DRAM holds more than there is")
+        self._check(0 <= dram.coded.resident <= dram.coded.num_slots, "DRAM holds too many coded blocks")
         self._check(gauges.tier_bytes["disk"] <= gauges.tier_capacity["disk"], "the disk holds more than it may")
         self._check(len(self.scheduler.running) <= self.machine.max_seqs, "more run than may")
         for sequence, _ in self._live.values():

@@ -144,8 +144,8 @@ class PoolModel:
         self.line: Line[str] = Line()  # as the manager was told last who waits
         self.exact: bool = manager._saver._only_as_computed
         self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.tiers.pages.num_pages * manager.page_size)
-        self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.num_slots)]
-        self.coded = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.coded.num_slots)]
+        self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.rows.num_slots)]
+        self.coded = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.coded.num_slots)]
         self.codes = manager._loads._codes
         self.disk: dict[int, dict[BlockKey, list[int]]] = {}  # extent id -> what is in it
         self.extents: dict[int, ExtentInfo] = {}
@@ -557,7 +557,7 @@ class PoolModel:
         pages = [page for page in context.rows.pages if page != PARKED]
         assert len(set(pages)) == len(pages)
         published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.tiers.table if row.page is not None}
-        saved_from = [page for pages, _ in self.manager.tiers.dram._sources.values() for page in pages]
+        saved_from = [page for pages, _ in self.manager.tiers.dram.saves._sources.values() for page in pages]
         for place in range(context.rows.computed // BLOCK_TOKENS, len(context.rows.pages) * size // BLOCK_TOKENS):
             page = context.rows.pages[place * BLOCK_TOKENS // size]
             block = place * BLOCK_TOKENS % size // BLOCK_TOKENS
@@ -592,26 +592,26 @@ class PoolModel:
                 contents.append([value for value, _ in held])
                 assert (row.page, row.offset) not in places, "two blocks at one place"
                 places.add((row.page, row.offset))
-            if row.slot is not None:
-                contents.append(self.slots[row.slot][:count])
-                assert row.slot not in slots, "two blocks in one slot"
-                slots.add(row.slot)
+            if "dram" in row.copies:
+                contents.append(self.slots[row.copies["dram"]][:count])
+                assert row.copies["dram"] not in slots, "two blocks in one slot"
+                slots.add(row.copies["dram"])
             for content in contents:
                 if were_decoded(content):
                     assert row.decoded or row.kept_raw or row.is_open, "it may be coded once more"
             if row.page is not None and not row.is_open:
                 assert row.decoded == all(isinstance(value, Decoded) for value in contents[0])
-            if row.slot is not None and not row.is_open:
-                content = self.slots[row.slot]
+            if "dram" in row.copies and not row.is_open:
+                content = self.slots[row.copies["dram"]]
                 assert not all(isinstance(value, Decoded) for value in content), "decoded rows are saved"
-            if row.coded is not None:
+            if "coded" in row.copies:
                 assert not row.is_open
-                contents.append(self.coded[row.coded])
-                assert row.coded not in coded, "two blocks in one coded slot"
-                coded.add(row.coded)
-            if row.extent is not None:
-                info, stored = self.extents[row.extent[0]], self.disk[row.extent[0]]
-                assert info.blocks[row.extent[1]].key == row.key
+                contents.append(self.coded[row.copies["coded"]])
+                assert row.copies["coded"] not in coded, "two blocks in one coded slot"
+                coded.add(row.copies["coded"])
+            if "disk" in row.copies:
+                info, stored = self.extents[row.copies["disk"][0]], self.disk[row.copies["disk"][0]]
+                assert info.blocks[row.copies["disk"][1]].key == row.key
                 contents.append(stored[row.key][:count])
             for content in contents:
                 assert [self._token_of[value] for value in content] == list(row.token_ids), row
@@ -627,7 +627,7 @@ class PoolModel:
         for load in manager._loads.under_way.values():
             for block in load.blocks:
                 pins[block.page] += 1
-        for held, _ in manager.tiers.dram._sources.values():
+        for held, _ in manager.tiers.dram.saves._sources.values():
             for page in held:
                 pins[page] += 1
         resident = [row for row in manager.tiers.table if row.page is not None]
@@ -647,11 +647,11 @@ class PoolModel:
 
     def _check_slots(self) -> None:
         """A slot is free or has one use; whoever copies out of it keeps it. Free ones are wiped."""
-        manager, dram = self.manager, self.manager.tiers.dram
-        coding = manager.tiers.coded
-        resident = [row.slot for row in manager.tiers.table if row.slot is not None]
+        manager, dram = self.manager, self.manager.tiers.dram.rows
+        coding, saves = manager.tiers.dram.coded, manager.tiers.dram.saves
+        resident = [row.copies["dram"] for row in manager.tiers.table if "dram" in row.copies]
         filling = [slot for context in self.contexts.values() for slot in context.saving.slots.values()]
-        filling += [ticket.slot for ticket in dram._tickets.values()]
+        filling += [ticket.slot for ticket in saves._tickets.values()]
         filling += [slot for slot, is_coded in self._fetched_to() if not is_coded]
         loading = [block for load in manager._loads.under_way.values() for block in load.blocks if not block.is_coded]
         passing = [block for block in loading if block.extent and block.slot is not None]
@@ -666,10 +666,10 @@ class PoolModel:
         for context in self.contexts.values():
             for pinned in context.saving.parked.values():
                 pins[pinned.slot] += 1
-        for order in manager.tiers.encoder._under_way.values():
+        for order in manager.tiers.dram.encoder._under_way.values():
             for _, slot, _ in order.blocks:
                 pins[slot] += 1
-        for _, sources in dram._sources.values():
+        for _, sources in saves._sources.values():
             for slot in sources:
                 pins[slot] += 1
         for write in manager.tiers.writes._writes.values():
@@ -683,7 +683,7 @@ class PoolModel:
             assert not pins[slot]
             self.slots[slot] = [EMPTY] * BLOCK_TOKENS
         ranked = dram.policy.victims(len(manager.tiers.table) + 1, ())
-        assert sorted(ranked) == sorted(row.key for row in manager.tiers.table if row.slot is not None)
+        assert sorted(ranked) == sorted(row.key for row in manager.tiers.table if "dram" in row.copies)
         if not dram.num_slots:
             assert not manager.tiers.in_flight
 
@@ -695,9 +695,9 @@ class PoolModel:
     def _check_coded(self) -> None:
         """The same of coded slots."""
         tiers = self.manager.tiers
-        coded, slots = tiers.coded, tiers.coded._slots
-        resident = [row.coded for row in tiers.table if row.coded is not None]
-        filling = [target for order in tiers.encoder._under_way.values() for _, _, target in order.blocks]
+        coded, slots = tiers.dram.coded, tiers.dram.coded._slots
+        resident = [row.copies["coded"] for row in tiers.table if "coded" in row.copies]
+        filling = [target for order in tiers.dram.encoder._under_way.values() for _, _, target in order.blocks]
         filling += [slot for slot, is_coded in self._fetched_to() if is_coded]
         loading = [b for load in self.manager._loads.under_way.values() for b in load.blocks if b.is_coded]
         filling += [block.slot for block in loading if block.extent and block.slot is not None]
@@ -716,9 +716,9 @@ class PoolModel:
         for slot in slots._free:
             self.coded[slot] = [EMPTY] * BLOCK_TOKENS
         ranked = coded.policy.victims(len(tiers.table) + 1, ())
-        assert sorted(ranked) == sorted(row.key for row in tiers.table if row.coded is not None)
-        under_way = {key for order in tiers.encoder._under_way.values() for key, _, _ in order.blocks}
-        assert under_way == tiers.encoder._encoding
+        assert sorted(ranked) == sorted(row.key for row in tiers.table if "coded" in row.copies)
+        under_way = {key for order in tiers.dram.encoder._under_way.values() for key, _, _ in order.blocks}
+        assert under_way == tiers.dram.encoder._encoding
 
     def _check_disk(self) -> None:
         disk, writes = self.manager.tiers.disk, self.manager.tiers.writes
@@ -728,7 +728,7 @@ class PoolModel:
         going = {i for order in self.io if isinstance(order, DeleteExtents) for i in order.extent_ids}
         unheard = {e.extent.extent_id for e in self.events if isinstance(e, Written) and e.extent is not None}
         assert set(self.disk) == set(live) | going | unheard, "an extent is lost"
-        on_disk = {row.key: row.extent[0] for row in self.manager.tiers.table if row.extent is not None}
+        on_disk = {row.key: row.copies["disk"][0] for row in self.manager.tiers.table if "disk" in row.copies}
         for extent_id, extent in disk._extents.items():
             assert set(extent.keys) == {key for key, place in on_disk.items() if place == extent_id}
             assert extent.keys, "an extent that nobody needs"

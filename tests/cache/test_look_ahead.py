@@ -28,7 +28,7 @@ class Policy:
 
 
 def stored(name, *, tier="disk", page=None):
-    return SimpleNamespace(page=page, in_dram=False, tier=tier, name=name, key=name)
+    return SimpleNamespace(page=page, in_dram=False, medium=tier, name=name, key=name)
 
 
 class World:
@@ -39,7 +39,7 @@ class World:
         self.fetched = []
         self.under_way = set()
         self.slots = slots
-        self.dram = SimpleNamespace(room_bytes=slots, dram_slots=slots, slot_bytes=1_000_000)
+        self.dram = SimpleNamespace(room_bytes=slots, most_rows=slots, rows=SimpleNamespace(slot_bytes=1_000_000))
         self.fetches = SimpleNamespace(fetch=self.fetch, is_fetching=lambda key: key in self.under_way)
         self.regulars, self.succession = Regulars(), Succession()
         tiers = SimpleNamespace(
@@ -265,7 +265,7 @@ def test_where_sessions_take_turns_the_next_is_fetched_for_while_others_decode()
 
 def test_a_successor_that_found_no_room_is_tried_again():
     world = World(slots=0)
-    world.dram.dram_slots = 1
+    world.dram.most_rows = 1
     rotation(world, "a", "b", "c")
     world.plan([], now=1.0)
     world.slots = 1
@@ -293,7 +293,7 @@ def test_what_was_fetched_and_had_to_leave_is_not_fetched_without_end(why):
         world.under_way.update(row.key for row in rows[:1])
         return not rows[1:]
 
-    world.fetches.fetch, world.dram.dram_slots = fetch, 1
+    world.fetches.fetch, world.dram.most_rows = fetch, 1
     for step in range(100):
         world.plan([], now=2900.0 + step)
         for block in blocks:
@@ -319,7 +319,7 @@ def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_witho
         elif case == "in HBM":
             world.regular("a", page=7)
         elif case == "no DRAM":
-            world.dram.dram_slots = 0
+            world.dram.most_rows = 0
         world.plan([])
         assert world.fetched == (["a"] if case == "nothing wrong" else []), case
 

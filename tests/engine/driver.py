@@ -234,7 +234,7 @@ class Driver:
         pages = self.cache.tiers.pages
         running = [page for context in self.cache._running.values() for page in context.rows.pages if page != PARKED]
         running += [block.page for load in self.cache._loads.under_way.values() for block in load.blocks]
-        running += [page for held, _ in self.cache.tiers.dram._sources.values() for page in held]
+        running += [page for held, _ in self.cache.tiers.dram.saves._sources.values() for page in held]
         resident = {row.page for row in self.cache.tiers.table if row.page is not None}
         pinned = set(running)
         assert all(pages.pins(page) == running.count(page) for page in range(pages.num_pages))

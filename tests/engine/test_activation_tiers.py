@@ -146,7 +146,9 @@ def test_an_altered_activation_is_a_miss(make: Make, vanilla: Any, layer: int) -
     one = turn(driver, "1", random_ids(HISTORY, 1))
     driver.forget_hbm()
     slot = next(
-        row.slot for row in driver.cache.tiers.table if row.place == 1 and list(row.token_ids) == one.text[32:64]
+        row.copies.get("dram")
+        for row in driver.cache.tiers.table
+        if row.place == 1 and list(row.token_ids) == one.text[32:64]
     )
     assert slot is not None
     driver.engine._transfer._slab.segment(layer, slot)[77] ^= 4

@@ -57,27 +57,29 @@ def test_dram_for_three_conversations_holds_all_eight_coded(make):
         assert answer.report.dram_tokens >= LONG - 64
     assert sum(answer.report.coded_tokens for answer in answers) > 6 * (LONG - 200)
     stats = driver.engine.stats()
-    held = tiers.dram.resident * tiers.dram.slot_bytes + tiers.coded.resident * tiers.coded.slot_bytes
+    held = (
+        tiers.dram.rows.resident * tiers.dram.rows.slot_bytes + tiers.dram.coded.resident * tiers.dram.coded.slot_bytes
+    )
     assert stats.tier_bytes["dram"] == held
     assert held <= stats.tier_capacity["dram"] <= 3 * ROOM * KV_BYTES
     assert driver.engine.model.memory_plan["dram"] == stats.tier_capacity["dram"]
-    assert driver.engine.model.dram_tokens == 32 * (tiers.dram.dram_slots + tiers.coded.num_slots)
+    assert driver.engine.model.dram_tokens == 32 * (tiers.dram.most_rows + tiers.dram.coded.num_slots)
     segments = codec_of_encodes(driver).segment_bytes
-    layer_bytes = tiers.dram.slot_bytes // len(segments)
+    layer_bytes = tiers.dram.rows.slot_bytes // len(segments)
     assert driver.engine.model.memory_plan["coding"] == 2 * 64 * (sum(segments) + layer_bytes)
 
 
 def test_after_short_conversations_a_restart_gives_rows_more_of_dram(make):
     tiers = {"dram_bytes": 400 * 32 * KV_BYTES, "disk_bytes": 1 << 28}
     first = make(**tiers)
-    rows = first.cache.tiers.dram.dram_slots
+    rows = first.cache.tiers.dram.most_rows
     assert rows == 100  # a quarter: nothing is known yet
     for number in range(3):
         turn(first, str(number), random_ids(450, number), session=f"s{number}")  # 14 full blocks and one more
     again = make(**tiers).cache.tiers
-    ratio = again.dram.slot_bytes / again.coded.slot_bytes
-    assert again.dram.dram_slots == pytest.approx(400 * (2 / (2 + 13 / ratio) + 0.1), abs=1)
-    held = again.dram.dram_slots * again.dram.slot_bytes + again.coded.num_slots * again.coded.slot_bytes
+    ratio = again.dram.rows.slot_bytes / again.dram.coded.slot_bytes
+    assert again.dram.most_rows == pytest.approx(400 * (2 / (2 + 13 / ratio) + 0.1), abs=1)
+    held = again.dram.capacity_bytes
     assert held <= tiers["dram_bytes"]
 
 
@@ -120,9 +122,9 @@ def evicted(driver: Driver, request_id: str) -> Any:
     rows = [row for row in driver.cache.tiers.table if "s" in [owner[2] for owner in row.owners]]
     for row in rows:
         driver.cache.tiers.hbm.leave(row)
-        if row.coded is not None:
-            driver.cache.tiers.dram.drop_slot(row)
-    assert sum(row.coded is not None for row in rows) == 3
+        if "coded" in row.copies:
+            driver.cache.tiers.dram.rows.drop(row)
+    assert sum("coded" in row.copies for row in rows) == 3
     return answer
 
 
@@ -161,8 +163,8 @@ def test_flipped_bits_in_coded_slots_are_misses(make, vanilla):
     one = evicted(driver, "1")
     coded = driver.engine._transfer._loads._coded
     for row in driver.cache.tiers.table:
-        if row.coded is not None:
-            coded.segment(1, row.coded)[7] ^= 1
+        if "coded" in row.copies:
+            coded.segment(1, row.copies.get("coded"))[7] ^= 1
             driver.cache.tiers.disk.drop(row)
     two = turn(driver, "2", [*one.text, 5])
     assert two.report.cached_tokens == 32  # the first block, which is not coded
@@ -176,7 +178,7 @@ def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make):
     one = evicted(driver, "1")
     two = turn(driver, "2", [*one.text, *random_ids(9, 2)])
     assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 3 * 32)
-    assert driver.engine.stats().moved_bytes["coded_to_hbm"] == 3 * driver.cache.tiers.dram.slot_bytes
+    assert driver.engine.stats().moved_bytes["coded_to_hbm"] == 3 * driver.cache.tiers.dram.rows.slot_bytes
     again = turn(driver, "3", [*one.text, *random_ids(9, 2)], session="t")
     assert again.report.coded_tokens >= 3 * 32  # in HBM now
     [info] = [driver.cache.sessions.bytes_of(name) for name in driver.cache.sessions.contexts if name[2] == "s"]
@@ -190,8 +192,8 @@ def test_a_session_that_is_deleted_while_it_is_encoded_leaves_nothing(make):
     gate, encode = threading.Event(), codec.encode
     codec.encode = lambda *args: gate.wait(20) and encode(*args)
     driver.ask("1", random_ids(150, 1), session="s", max_tokens=3, ignore_eos=True)
-    rows = [row for row in tiers.table if tiers.dram.awaits_coding(row)]
-    assert not tiers.encoder.encode(rows)
+    rows = [row for row in tiers.table if tiers.form.awaits(row)]
+    assert not tiers.dram.encoder.encode(rows)
     driver.engine._transfer.carry_out(driver.cache.take_moves())
     assert driver.cache.sessions.deletions.delete("t", "s", "d") is None
     driver.engine.poll(driver.now)
@@ -200,9 +202,9 @@ def test_a_session_that_is_deleted_while_it_is_encoded_leaves_nothing(make):
     driver.settle()
     assert not driver.cache.sessions.contexts
     assert not list(tiers.table)
-    assert (tiers.dram.resident, tiers.coded.resident) == (0, 0)
-    assert tiers.dram.num_free == tiers.dram.num_slots
-    assert tiers.coded.num_free == tiers.coded.num_slots
+    assert (tiers.dram.rows.resident, tiers.dram.coded.resident) == (0, 0)
+    assert tiers.dram.rows.num_free == tiers.dram.rows.num_slots
+    assert tiers.dram.coded.num_free == tiers.dram.coded.num_slots
 
 
 def codec_of_encodes(driver: Driver) -> Any:
@@ -242,13 +244,13 @@ def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, 
                 driver.step()
             texts[name] = answer.text
             assert answer.finish_reason == "length"
-            if not answer.report.coded_tokens and tiers.dram.resident and not answer.report.cached_tokens:
+            if not answer.report.coded_tokens and tiers.dram.rows.resident and not answer.report.cached_tokens:
                 assert_greedy(vanilla, answer)
     driver.run()
     assert driver.cache.stats.encoded_blocks > 2
     assert set(driver.engine.stats().load_failures) <= {"late"}  # the disk of a busy machine
-    for tier, address in ((tiers.dram, "slot"), (tiers.coded, "coded")):
-        held = [slot for row in tiers.table if (slot := getattr(row, address)) is not None]
+    for tier in (tiers.dram.rows, tiers.dram.coded):
+        held = [row.copies[tier.name] for row in tiers.table if tier.name in row.copies]
         assert len(set(held)) == len(held) == tier.resident
         assert sorted([*held, *tier._slots._free]) == list(range(tier.num_slots))
         assert not any(tier._slots._pins)

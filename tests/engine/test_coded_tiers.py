@@ -78,8 +78,8 @@ def extents_of(driver: Driver) -> dict[int, list[int]]:
     """Extent -> places of its blocks in their context."""
     found: dict[int, list[int]] = {}
     for row in driver.cache.tiers.table:
-        if row.extent is not None:
-            found.setdefault(row.extent[0], []).append(len(row.token_ids))
+        if "disk" in row.copies:
+            found.setdefault(row.copies["disk"][0], []).append(len(row.token_ids))
     return found
 
 
@@ -308,5 +308,5 @@ def test_a_budget_that_cannot_be_kept_leaves_kv_raw_and_says_so(make, monkeypatc
     assert any("stays raw" in warning for warning in driver.engine.model.warnings)
     turn(driver, "1", random_ids(HISTORY, 1))
     assert driver.engine._transfer._writes._coded is None
-    assert not driver.cache.tiers.writes._coded_block_bytes
-    assert not driver.cache.tiers.coded.is_on
+    assert not driver.cache.tiers.form.block_bytes
+    assert not driver.cache.tiers.dram.coded.is_on

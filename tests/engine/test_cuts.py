@@ -138,11 +138,11 @@ def test_a_recalled_block_that_cannot_be_loaded_leaves_the_context(path: Path) -
     place = min(session.dropped)
     row = driver.cache.tiers.table.get(session.dropped[place])
     assert row is not None
-    assert row.slot is not None
+    assert "dram" in row.copies
     if row.page is not None:
         driver.cache.tiers.hbm.leave(row)
     cached = driver.answers["11", 0].cached
-    driver.engine._transfer._saves._slab.k(2)[row.slot] += 1  # as if bits had turned over in DRAM
+    driver.engine._transfer._saves._slab.k(2)[row.copies["dram"]] += 1  # as if bits had turned over in DRAM
     answer, is_there = ask_about(driver, text, place)
     assert answer.report is not None
     assert not is_there

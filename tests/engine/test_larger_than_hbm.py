@@ -70,7 +70,7 @@ def run_until_parked(driver: Driver, request_id: str, num_pages: int) -> Request
 
 
 def pinned_slots(driver: Driver) -> int:
-    return sum(pins > 0 for pins in driver.cache.tiers.dram._slots._pins)
+    return sum(pins > 0 for pins in driver.cache.tiers.dram.rows._slots._pins)
 
 
 def damage(driver: Driver, slot: int) -> None:
@@ -231,8 +231,8 @@ def test_a_damaged_slot_is_computed_again(ample: Driver, small: Driver) -> None:
 
 def test_a_slot_damaged_between_turns_is_computed_again(ample: Driver, small: Driver) -> None:
     text = ask(small, random_ids(330, 17)).text
-    rows = [row for row in small.cache.tiers.table if row.slot is not None and row.place == 2]
-    damage(small, rows[0].slot or 0)
+    rows = [row for row in small.cache.tiers.table if "dram" in row.copies and row.place == 2]
+    damage(small, rows[0].copies.get("dram") or 0)
     answer = ask(small, [*text, 9])
     assert answer.token_ids == expected(ample, [*text, 9])
     assert small.cache.stats.load_failures["checksum"] == 1

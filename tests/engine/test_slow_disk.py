@@ -59,9 +59,9 @@ def first_turns(driver: Driver, count: int) -> list[list[int]]:
         for key in session.all_keys:
             row = driver.cache.tiers.table.get(key)
             assert row is not None
-            assert row.extent is not None
-            if row.slot is not None:
-                driver.cache.tiers.dram.drop_slot(row)
+            assert "disk" in row.copies
+            if "dram" in row.copies:
+                driver.cache.tiers.dram.rows.drop(row)
             if row.page is not None:
                 driver.cache.tiers.hbm.evict(key)
     return texts
@@ -98,7 +98,7 @@ def test_a_load_that_is_dearer_than_to_compute_is_given_up(path: Path, tmp_path:
     # What is on disk is as good as before.
     reads.is_slow = False
     rows = [driver.cache.tiers.table.get(key) for key in driver.cache.sessions.contexts["t", "", "s0"].keys]
-    assert all(row is not None and row.extent is not None for row in rows)
+    assert all(row is not None and "disk" in row.copies for row in rows)
     driver.close()
 
 
@@ -173,7 +173,7 @@ def test_a_turn_that_has_come_waits_for_a_fetch_no_longer_than_computing_takes(
         assert answer.report.miss_reasons["load_late"] == HISTORY + ANSWER - 1
         assert is_a_recompute(path, answer)
     # A disk of which this is known is asked by nobody who waits, and one that is quick again soon is.
-    assert not driver.cache.rates.is_worth_fetching("disk_to_dram", 4 * driver.cache.tiers.dram.slot_bytes, 128)
+    assert not driver.cache.rates.is_worth_fetching("disk_to_dram", 4 * driver.cache.tiers.dram.rows.slot_bytes, 128)
     driver.close()
 
 

@@ -84,14 +84,14 @@ def is_a_recompute(path: Path, answer: Answer) -> bool:
 def addresses(driver: Driver) -> list[tuple[int, int] | None]:
     """Where on disk the history's full blocks are, in order."""
     rows = [driver.cache.tiers.table.get(key) for key in driver.cache.sessions.contexts["t", "", "s"].keys]
-    return [None if row is None else row.extent for row in rows]
+    return [None if row is None else row.copies.get("disk") for row in rows]
 
 
 def leave_it_to_the_disk(driver: Driver) -> None:
     for key in driver.cache.sessions.contexts["t", "", "s"].all_keys:
         row = driver.cache.tiers.table.get(key)
         if row is not None:
-            driver.cache.tiers.dram.drop_slot(row)
+            driver.cache.tiers.dram.rows.drop(row)
             driver.cache.tiers.hbm.leave(row)
 
 

@@ -45,7 +45,7 @@ def test_a_chain_matches_up_to_its_first_gap():
     assert table.matched(keys) == rows
     table.drop(keys[2])
     assert table.matched(keys) == rows[:2]
-    rows[1].page, rows[1].slot = None, 3  # it is still somewhere
+    rows[1].page, rows[1].copies["dram"] = None, 3  # it is still somewhere
     assert table.matched(keys) == rows[:2]
     assert table.resident(keys) == 1
     assert table.resident(keys[:1]) == 1

@@ -23,13 +23,13 @@ def on_disk() -> PoolModel:
 
 def leave_it_to_the_disk(model: PoolModel) -> None:
     for row in list(model.manager.tiers.table):
-        model.manager.tiers.dram.drop_slot(row)
+        model.manager.tiers.dram.rows.drop(row)
         model.manager.tiers.hbm.leave(row)
 
 
 def addresses(model: PoolModel) -> dict:
     """Where the full blocks are on disk."""
-    return {row.key: row.extent for row in model.manager.tiers.table if not row.is_open}
+    return {row.key: row.copies.get("disk") for row in model.manager.tiers.table if not row.is_open}
 
 
 def load(model: PoolModel, request_id: str, reason: str | None) -> bool:

@@ -71,7 +71,7 @@ def test_after_a_kept_block_no_part_is_used_of_one_that_was_computed_on_more(fou
     kept = context.keys[:6]
     assert (context.lineage.plain, context.lineage.joint) == (2, 6)
     for key in kept[found : found + 1]:  # it leaves all tiers while the turn waits
-        tiers.dram.drop_slot(tiers.table.get(key))
+        tiers.dram.rows.drop(tiers.table.get(key))
         tiers.hbm.evict(key)
     match = model.manager.view._matcher.match(context).found
     assert [row.key for row in match.rows] == kept[:found]
@@ -121,17 +121,17 @@ def change(model: PoolModel, what: str, number: int, before: list[int]) -> None:
     match what:
         case "leave HBM" if row is not None and row.page is not None and not tiers.pages.pins(row.page):
             tiers.hbm.evict(row.key)
-        case "leave DRAM" if row is not None and (row.page is not None or row.extent is not None):
-            tiers.dram.drop_slot(row)
-        case "leave the disk" if row is not None and row.extent is not None:
+        case "leave DRAM" if row is not None and (row.page is not None or "disk" in row.copies):
+            tiers.dram.rows.drop(row)
+        case "leave the disk" if row is not None and "disk" in row.copies:
             tiers.disk.drop(row)
             if row.is_nowhere:
                 tiers.table.forget(row)
-        case "lose a file" if row is not None and row.extent is not None:
-            del model.disk[row.extent[0]], model.extents[row.extent[0]]
-            tiers.disk.lost([row.extent[0]])
+        case "lose a file" if row is not None and "disk" in row.copies:
+            del model.disk[row.copies["disk"][0]], model.extents[row.copies["disk"][0]]
+            tiers.disk.lost([row.copies["disk"][0]])
         case "fetch":
-            tiers.fetches.fetch([row for row in rows if row.slot is None][: 1 + number % 3], ("", "", "s"))
+            tiers.fetches.fetch([row for row in rows if "dram" not in row.copies][: 1 + number % 3], ("", "", "s"))
             model.move()
             while model.io:
                 model.run_io()

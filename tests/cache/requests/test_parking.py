@@ -97,7 +97,7 @@ def test_every_row_is_there_whatever_happens(data: st.DataObject, page_size: int
     model.close("large")
     model.settle()
     assert model.manager.num_leases == 0
-    assert not any(model.manager.tiers.dram._slots._pins)
+    assert not any(model.manager.tiers.dram.rows._slots._pins)
 
 
 def test_the_newest_blocks_have_pages() -> None:
@@ -139,7 +139,7 @@ def test_what_no_slot_has_needs_pages() -> None:
     in_hbm = [block for block, row in enumerate(rows) if row.page is not None]
     assert len(in_hbm) >= 4
     for block in in_hbm:
-        tiers.dram.drop_slot(rows[block])
+        tiers.dram.rows.drop(rows[block])
     assert model.manager.view.resident_tokens("second") == in_hbm[2] * BLOCK_TOKENS
     finish(model, "second", BLOCK_TOKENS)
 
@@ -158,8 +158,8 @@ def test_one_large_context_has_room_at_a_time() -> None:
 def test_who_waits_for_slots_for_too_long_is_hopeless() -> None:
     model = make(dram_slots=12)
     model.open("large", tokens(1, 300))
-    for slot in iter(model.manager.tiers.dram._slots.take, None):
-        model.manager.tiers.dram.pin(slot)  # as if others read them all
+    for slot in iter(model.manager.tiers.dram.rows._slots.take, None):
+        model.manager.tiers.dram.rows.pin(slot)  # as if others read them all
     for now in (0.0, 30.0):
         model.manager.plan(model.line, 0, now)
         assert model.manager.view.admit("large", BLOCK_TOKENS) is None

@@ -46,7 +46,7 @@ def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
         model.run(f"r{n}", tokens(n, 32 * 6 + 9), session=f"s{n}")
     model.settle()
     assert manager.tiers.in_flight == 0
-    assert manager.tiers.dram.num_free == 2
+    assert manager.tiers.dram.rows.num_free == 2
     assert manager.sessions.blocks_of(("", "", "s3"))["disk"] == 7
     assert not manager._saver.put_off
 
@@ -58,5 +58,5 @@ def test_a_dram_full_of_what_is_on_disk_is_not_scarce():
     for n in range(8):
         model.run(f"r{n}", tokens(n, 65), session=f"s{n}")
         model.settle()
-    assert manager.tiers.dram.num_free < 0.25 * manager.tiers.dram.num_slots
+    assert manager.tiers.dram.rows.num_free < 0.25 * manager.tiers.dram.rows.num_slots
     assert not manager.tiers.dram.is_pressed

@@ -373,14 +373,14 @@ class Hierarchy(RuleBasedStateMachine):
             assert not manager.tiers.writes._dirty.sessions
         pinned = [row for row in manager.tiers.table if manager.tiers.pinned.own(row)]
         if not pinned:
-            assert manager.tiers.dram.resident <= manager.tiers.dram.dram_slots
+            assert manager.tiers.dram.rows.resident <= manager.tiers.dram.most_rows
         self.restart()
         for name in list(manager.sessions.contexts):
             manager.sessions.deletions.delete(name[0], name[2], "end")
             model.settle(self.now)
         assert all(not row.owners for row in manager.tiers.table), "somebody who is gone owns something"
         model.check()
-        assert not any(row.extent for row in manager.tiers.table)
+        assert not any(row.copies.get("disk") for row in manager.tiers.table)
         assert not model.disk
         assert not any(record.context for record in model.records.values())
 
@@ -397,7 +397,7 @@ class Hierarchy(RuleBasedStateMachine):
             assert (session.keys, session.open_key, session.cuts) == (before.keys, before.open_key, before.cuts)
             assert (session.pinned, session.ttl_s) == (before.pinned, before.ttl_s)
         assert set(manager.sessions.contexts) == set(self.manager.sessions.contexts)
-        stored = {row.key for row in self.manager.tiers.table if row.extent is not None}
+        stored = {row.key for row in self.manager.tiers.table if "disk" in row.copies}
         assert stored <= {row.key for row in manager.tiers.table}
         assert manager.tiers.disk.used_bytes == sum(extent.size_bytes for extent in self.model.extents.values())
 
@@ -437,8 +437,8 @@ def test_an_open_block_is_copied_before_its_slot_is_another_blocks():
     orders = [order for order in model.saves if isinstance(order, FillFromSlot)]
     assert [order.num_rows for order in orders] == [8]
     (order,) = orders
-    assert manager.tiers.dram._slots.is_pinned(order.source_slot)
-    while (slot := manager.tiers.dram.take_slot(None)) is not None:
+    assert manager.tiers.dram.rows._slots.is_pinned(order.source_slot)
+    while (slot := manager.tiers.dram.rows.take_slot(None)) is not None:
         assert slot != order.source_slot
     while model.saves:
         model.run_save()

@@ -2,16 +2,20 @@
 
 import math
 from array import array
+from types import SimpleNamespace
+from typing import cast
 
+from reprise.cache.blocks.coded_form import CodedForm
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
 from reprise.cache.blocks.table import BlockRow, CacheTable
 from reprise.cache.moves import DeleteExtents, DeleteRemote, Orders, RenewRemote, UploadExtent
+from reprise.cache.options import CacheOptions
 from reprise.cache.policies.lru import LruPolicy
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.disk import DiskLedger
-from reprise.cache.tiers.holds import DirtyBlocks, PinnedSessions
+from reprise.cache.tiers.holds import DirtyBlocks, Holds, PinnedSessions
 from reprise.cache.tiers.redis import RedisLedger
 
 OFFSET_S = 1e9
@@ -26,19 +30,22 @@ class World:
             table=self.table,
             capacity_bytes=1 << 20,
             policy=LruPolicy(),
-            pinned=PinnedSessions(),
-            dirty=DirtyBlocks(has_disk=True),
+            holds=Holds(
+                pinned=PinnedSessions(),
+                dirty=DirtyBlocks(has_disk=True),
+                form=CodedForm(block_bytes=0, has_slots=False),
+            ),
             orders=self.orders,
             stats=self.stats,
         )
         self.redis = RedisLedger(
-            is_on=is_on,
-            capacity_bytes=1 << 20,
+            options=cast(
+                CacheOptions,
+                SimpleNamespace(head_key=b"k" * is_on, redis_bytes=1 << 20, bytes_per_token=8, unix_offset_s=OFFSET_S),
+            ),
             table=self.table,
             disk=self.disk,
             returns=self.returns,
-            bytes_per_token=8,
-            unix_offset_s=OFFSET_S,
             orders=self.orders,
             stats=self.stats,
         )
@@ -82,7 +89,7 @@ def test_the_session_most_worth_keeping_is_uploaded_first_and_few_are_under_way(
     assert [upload.extent_id for upload in first] == [4, 3]  # nothing is learned yet: the last use counts
     assert world.redis.in_flight == 2
     world.redis.on_uploaded(first[0].job_id, in_redis(4, session="d"), None, 11.0)
-    assert world.table.get(key(4)).redis == (bytes([4] * 16), 0)  # type: ignore[union-attr]
+    assert world.table.get(key(4)).copies["redis"] == (bytes([4] * 16), 0)  # type: ignore[union-attr]
     assert world.redis.uploaded == [("t", "", "d")]
     world.redis.plan(11.0)
     assert [upload.extent_id for upload in world.uploads()] == [2]
@@ -125,10 +132,15 @@ def test_an_adopted_extent_adds_the_wanted_blocks_and_changes_no_other_address()
     world = World()
     known = world.written(1, "s")
     world.redis.adopt(in_redis(1, 2, 3), ("t", "", "s"), [key(1), key(2)])
-    assert (known.extent, known.redis) == ((1, 0), (bytes([1] * 16), 0))
+    assert (known.copies.get("disk"), known.copies.get("redis")) == ((1, 0), (bytes([1] * 16), 0))
     new = world.table.get(key(2))
     assert new is not None
-    assert (new.redis, new.tier, new.is_saved, new.owners) == ((bytes([1] * 16), 1), "redis", True, (("t", "", "s"),))
+    assert (new.copies["redis"], new.medium, new.is_saved, new.owners) == (
+        (bytes([1] * 16), 1),
+        "redis",
+        True,
+        (("t", "", "s"),),
+    )
     assert key(3) not in world.table
     assert world.redis.names_of([key(1), key(2), key(9)]) == [bytes([1] * 16)]
     assert world.redis.num_blocks == 2
@@ -166,7 +178,7 @@ def test_what_has_left_redis_is_uploaded_again_from_disk_and_told() -> None:
     (order,) = world.orders.take()
     assert isinstance(order, RenewRemote)
     world.redis.on_renewed(order.job_id, frozenset({bytes([2] * 16), bytes([3] * 16)}))
-    assert [row.redis is not None for row in rows] == [True, False, True], "a load finds out what is nowhere else"
+    assert ["redis" in row.copies for row in rows] == [True, False, True], "a load finds out what is nowhere else"
     assert world.redis.uploaded == [name]
     world.redis.plan(0.0)
     assert [upload.extent_id for upload in world.uploads()] == [2]

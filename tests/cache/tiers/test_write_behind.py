@@ -73,11 +73,11 @@ def test_a_disk_that_refused_is_asked_again_later_and_blocks_may_leave_dram_unti
     left_in_dram(0, model)
     manager.plan(Line(), 0, 10.0)
     model.move()
-    assert not manager.tiers.dram.make_room(2, None), "not on disk yet"
+    assert not manager.tiers.dram.rows.make_room(2, None), "not on disk yet"
     model.run_io()
     model.hear(now=10.0)
     assert manager.stats.write_failures["disk"] == 1
-    assert manager.tiers.dram.make_room(1, None)
+    assert manager.tiers.dram.rows.make_room(1, None)
     assert [type(move) for move in planned(manager, 14.9)] == [PutSession]  # it may be all that is ever written of it
     (write,) = planned(manager, 15.0)
     assert len(write.blocks) == 1

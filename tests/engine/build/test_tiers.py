@@ -229,8 +229,8 @@ def test_conversations_survive_their_process(path: Path, tmp_path: Path, killed:
 def flip_dram(driver: Driver) -> None:
     slab = driver.engine._transfer._slab
     for row in driver.cache.tiers.table:
-        if row.slot is not None:
-            slab.k(2)[row.slot, 0, 0, 0] += 1.0
+        if "dram" in row.copies:
+            slab.k(2)[row.copies.get("dram"), 0, 0, 0] += 1.0
 
 
 def extent_files(driver: Driver) -> list[Path]:

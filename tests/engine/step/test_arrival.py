@@ -69,7 +69,7 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
     def alter(driver: Driver) -> None:
         driver.settle()
         slab = driver.engine._transfer._slab
-        slots = sorted(row.slot for row in driver.cache.tiers.table if row.slot is not None)
+        slots = sorted(row.copies.get("dram") for row in driver.cache.tiers.table if "dram" in row.copies)
         slab.v(1)[slots[-1], 20, 0, 0] += 1.0  # of the last conversation
 
     monkeypatch.setattr(LoadStream, "_place_in_step", place_and_see)

@@ -31,8 +31,8 @@ def forget_rows(driver: Driver, name: str) -> None:
     tiers = driver.cache.tiers
     for row in [row for row in tiers.table if name in [owner[2] for owner in row.owners]]:
         tiers.hbm.leave(row)
-        if row.coded is not None:
-            tiers.dram.drop_slot(row)
+        if "coded" in row.copies:
+            tiers.dram.rows.drop(row)
 
 
 def sabotage(driver: Driver) -> None:
@@ -100,7 +100,7 @@ def test_a_codec_that_decodes_wrongly_is_off_within_fifty_checks(make, vanilla, 
     driver.settle()
     assert {is_exact(name[1]) for name in driver.cache.sessions.contexts} == {True}
     assert all(is_exact(owner[1]) for row in tiers.table for owner in row.owners)
-    assert tiers.coded.resident == 0
+    assert tiers.dram.coded.resident == 0
 
 
 def test_what_waits_or_moves_when_a_codec_is_condemned_ends_well(make, vanilla):
@@ -120,7 +120,7 @@ def test_what_waits_or_moves_when_a_codec_is_condemned_ends_well(make, vanilla):
     driver.engine.idle(time.monotonic())  # the clock of ended turns
     driver.settle()
     assert {is_exact(name[1]) for name in driver.cache.sessions.contexts} == {True}
-    coded = driver.cache.tiers.coded
+    coded = driver.cache.tiers.dram.coded
     assert sorted(coded._slots._free) == list(range(coded.num_slots))
 
 
@@ -146,7 +146,7 @@ def test_a_condemned_codec_stays_off_after_a_restart_until_somebody_says_otherwi
     again = make(verify_rate=1.0)
     assert again.engine.stats().codec_condemned
     assert (again.engine.model.codec, again.engine.model.fingerprint) == ("raw", info.fingerprint)
-    assert not again.cache.tiers.coded.is_on  # all of DRAM is for rows again
+    assert not again.cache.tiers.dram.coded.is_on  # all of DRAM is for rows again
     [file] = tmp_path.glob("codecs/*.refused.json")
     assert any(str(file) in warning and "shadow check" in warning for warning in again.engine.model.warnings)
     assert turn(again, "1", random_ids(HISTORY, 0), session="s0").report.cached_tokens == 0

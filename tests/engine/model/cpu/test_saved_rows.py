@@ -90,7 +90,7 @@ def saved_blocks(
         driver.run()
         texts = [[*answer.text, *(chance.randrange(5, 4000) for _ in range(turn + 1))] for answer in answers]
     slab, moved = transfer._slab, driver.engine.stats().moved_bytes["hbm_to_dram"]
-    slots = {row.key: row.slot for row in driver.cache.tiers.table if row.slot is not None}
+    slots = {row.key: row.copies.get("dram") for row in driver.cache.tiers.table if "dram" in row.copies}
     found = {
         key: [slab.segments(layer)[slot].view(torch.uint16).tolist() for layer in range(slab.num_layers)]
         for key, slot in slots.items()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import EncodeBlocks, WriteExtent
 from reprise.cache.policies import POLICIES
-from reprise.cache.tiers.coded import rows_share, split_dram
+from reprise.cache.tiers.dram import rows_share, split_dram
 from tests.cache.pool_model import PoolModel, make_manager
 
 
@@ -54,7 +54,7 @@ def test_what_is_encoded_for_an_extent_is_so_many_blocks_at_most():
     model.settle()
     sizes = [len(order.blocks) for order in orders if isinstance(order, WriteExtent) and order.is_coded]
     assert sizes == [64, 99 - 64]
-    assert all(row.extent is not None for row in model.manager.tiers.table)
+    assert all("disk" in row.copies for row in model.manager.tiers.table)
 
 
 def model_of(turns: int = 1, **options: int) -> PoolModel:
@@ -73,17 +73,17 @@ def test_rows_give_way_to_coded_blocks_in_turn():
     model = model_of(turns=3, dram_slots=8, coded_slots=20)
     tiers = model.manager.tiers
     # Three sessions of five blocks in eight slots: the first three blocks of the oldest are coded alone.
-    assert tiers.dram.resident == 8
+    assert tiers.dram.rows.resident == 8
     assert len(tiers.table) == 15
-    assert tiers.coded.resident == 7 == len(model.encoded) == tiers.stats.encoded_blocks
-    assert not any(row.slot is None and row.coded is None for row in tiers.table)
-    assert all(row.coded is None for row in tiers.table if row.is_open or row.kept_raw)
+    assert tiers.dram.coded.resident == 7 == len(model.encoded) == tiers.stats.encoded_blocks
+    assert not any("dram" not in row.copies and "coded" not in row.copies for row in tiers.table)
+    assert all("coded" not in row.copies for row in tiers.table if row.is_open or row.kept_raw)
 
 
 def test_without_a_coded_slot_blocks_leave_as_where_nothing_is_coded():
     tiers = model_of(turns=3, dram_slots=8, coded_slots=2).manager.tiers
-    assert tiers.coded.resident == 2
-    assert tiers.dram.resident == 8
+    assert tiers.dram.coded.resident == 2
+    assert tiers.dram.rows.resident == 8
     assert len(tiers.table) == 10
 
 
@@ -93,16 +93,16 @@ def test_what_the_codec_refuses_is_kept_as_it_is():
     model.run("r", range(130))
     model.settle()
     tiers = model.manager.tiers
-    assert not model.encoded - {row.key for row in tiers.table if row.kept_raw or row.coded is not None}
+    assert not model.encoded - {row.key for row in tiers.table if row.kept_raw or "coded" in row.copies}
     assert any(row.kept_raw and row.place for row in tiers.table)
 
 
 def test_a_turn_is_encoded_once_and_written_from_there():
     model = model_of(dram_slots=20, coded_slots=20, disk_bytes=1 << 20)
     rows = list(model.manager.tiers.table)
-    assert sum(row.coded is not None and row.slot is not None for row in rows) == 3
-    assert all(row.extent is not None for row in rows)
-    sizes = {row.extent[0] % 2: model.extents[row.extent[0]].size_bytes for row in rows}
+    assert sum("coded" in row.copies and "dram" in row.copies for row in rows) == 3
+    assert all("disk" in row.copies for row in rows)
+    sizes = {row.copies["disk"][0] % 2: model.extents[row.copies["disk"][0]].size_bytes for row in rows}
     assert sizes[1] - 4096 < BLOCK_TOKENS * 4  # three blocks in less than one takes as rows
 
 
@@ -120,12 +120,12 @@ def test_a_fetch_keeps_what_is_coded_as_it_is():
     model = model_of(dram_slots=20, coded_slots=20, disk_bytes=1 << 20)
     tiers = model.manager.tiers
     for row in tiers.table:
-        tiers.dram.drop_slot(row)
-        tiers.coded.drop_slot(row)
+        tiers.dram.rows.drop(row)
+        tiers.dram.coded.drop(row)
     model.manager.sessions.prefetch(("", "", "s0"), 0.0)
     model.settle()
     assert (
-        sorted((row.slot is None, row.coded is None) for row in tiers.table)
+        sorted(("dram" not in row.copies, "coded" not in row.copies) for row in tiers.table)
         == [(False, True)] * 2 + [(True, False)] * 3
     )
     model.open("again", [*range(130), 7], session="s0")
@@ -186,3 +186,31 @@ def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
     tiers = manager.tiers
     assert all(not row.owners for row in tiers.table)
     assert manager.in_flight == 0
+
+
+def test_a_block_whose_save_ends_after_a_quarantine_does_not_stay():
+    """What comes out of DRAM is wrong, so what is still on its way there must not be believed either."""
+    model = PoolModel(make_manager(num_pages=40, dram_slots=40))
+    model.run("r", range(64), session="s")
+    model.move()
+    assert model.saves, "they are under way"
+    model.manager.quarantine("dram")
+    while model.saves:
+        model.run_save()
+    model.hear()
+    tiers = model.manager.tiers
+    assert tiers.dram.rows.resident == 0
+    assert not any(row.in_dram for row in tiers.table)
+    assert all(row.page is not None for row in tiers.table), "HBM has them still"
+    assert tiers.dram.rows.num_usable == tiers.dram.rows.num_free == 0
+    assert tiers.in_flight == 0
+
+
+def test_coded_blocks_of_a_condemned_codec_are_not_found_and_no_more_are_made():
+    model = model_of(turns=3, dram_slots=8, coded_slots=20, disk_bytes=0)
+    tiers = model.manager.tiers
+    assert tiers.dram.coded.resident
+    model.manager.condemn_codec()
+    assert tiers.dram.coded.resident == tiers.dram.coded.num_usable == 0
+    assert not any(tiers.form.awaits(row) for row in tiers.table)
+    model.check()

@@ -1,0 +1,186 @@
+"""Keeps account of blocks in DRAM slots of one size: which slot has which block, and which blocks leave. Touches no
+bytes."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName
+from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
+from reprise.cache.stats import CacheStats
+from reprise.cache.tiers.holds import Holds, KeysWhere
+from reprise.cache.tiers.slots import SlotPool
+
+
+class SlotTier:
+    """A part of DRAM: the slots of rows (`dram`) or, with a codec, those of coded blocks (`coded`). Single-threaded,
+    part of the CacheManager. With no slots everything is a no-op.
+
+    A block may be in both. Then its rows, which are exact, are loaded, and leave without a loss when their slot is
+    wanted: for `dram`, the coded slots are the cover.
+    """
+
+    def __init__(
+        self,
+        name: Literal["dram", "coded"],
+        slots: SlotPool,
+        *,
+        most_resident: int,
+        covered_by: Literal["coded"] | None,
+        table: CacheTable,
+        policy: EvictionPolicy,
+        holds: Holds,
+        stats: CacheStats,
+    ) -> None:
+        """most_resident: blocks that stay when others are done with the slots that pass blocks on. covered_by: the tier
+        that may have the same blocks, so that they leave from here first; None: there is none."""
+        self.name: Literal["dram", "coded"] = name
+        self._slots = slots
+        self.num_slots, self.slot_bytes = slots.num_slots, slots.slot_bytes
+        self.is_on = slots.num_slots > 0
+        self.most_resident = most_resident
+        self.policy = policy
+        self.resident = 0  # slots that hold a block of the table
+        self.changes = 0  # number of times a block has come or left
+        self._covered_by = covered_by
+        self._table, self._holds, self._stats = table, holds, stats
+        self._keeps = holds.keep_rows if name == "dram" else holds.keep
+        self._is_quarantined = False
+        self._immovable = KeysWhere(self._is_immovable)
+        self._not_covered = KeysWhere(self._is_not_covered)
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that can be taken without anything leaving."""
+        return 0 if self._is_quarantined else self._slots.num_free
+
+    @property
+    def num_usable(self) -> int:
+        """Number of slots that blocks may lie in."""
+        return 0 if self._is_quarantined else self.num_slots
+
+    @property
+    def reached(self) -> int:
+        """Number of leading slots that may have been filled; the others never were."""
+        return self._slots.reached
+
+    def bytes_of(self, row: BlockRow) -> int:
+        """Return what a block takes here."""
+        return row.size_bytes if self.name == "dram" else self.slot_bytes
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def take_slot(self, newcomer: SessionName | None) -> int | None:
+        """Take a slot to fill; None if there is none. If none is free, a block leaves for it: with a newcomer, only one
+        that should leave before a block of that session."""
+        if self._is_quarantined:
+            return None
+        if not self._slots.num_free and self.resident:
+            self.make_room(1, newcomer)
+        return self._slots.take()
+
+    def give_back(self, slot: int) -> None:
+        """Give back a slot that is not needed for what it was taken for."""
+        self._slots.give_back(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep a slot's bytes until `unpin`, because they are being read."""
+        self._slots.pin(slot)
+
+    def unpin(self, slot: int) -> None:
+        self._slots.unpin(slot)
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def attach(self, row: BlockRow, slot: int) -> bool:
+        """Record that a block, which was in no slot, is complete in this one. Returns False if it may not stay, because
+        the tier was quarantined while the block was on its way."""
+        if self._is_quarantined:
+            self._slots.give_back(slot)
+            return False
+        row.copies[self.name] = slot
+        self._table.moved()
+        self.changes += 1
+        self.resident += 1
+        enter(self.policy, row)
+        return True
+
+    def keep(self, key: BlockKey, slot: int) -> None:
+        """Keep a block that passed through this slot on its way from below, if it is still wanted."""
+        row = self._table.get(key)
+        if row is not None and self.name not in row.copies and row.is_below_dram:
+            self.attach(row, slot)
+        else:
+            self._slots.give_back(slot)
+
+    def touch(self, row: BlockRow) -> None:
+        """Record a hit of a block that is here."""
+        self.policy.touch(row.key)
+
+    def drop(self, row: BlockRow) -> None:
+        """Take a block out of its slot. Does not check whether it is anywhere else."""
+        slot = row.copies.pop(self.name, None)
+        if slot is None:
+            return
+        self._table.moved()
+        self.changes += 1
+        self.resident -= 1
+        self.policy.remove(row.key)
+        if not row.in_dram:
+            self._holds.dirty.left_dram(row)
+        self._slots.give_back(slot)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _is_immovable(self, key: BlockKey) -> bool:
+        """Whether a block must not leave its slot now: it is being read, or it is held."""
+        row = self._table.get(key)
+        slot = None if row is None else row.copies.get(self.name)
+        if row is None or slot is None or self._slots.is_pinned(slot):
+            return True
+        return self._keeps(row)
+
+    def _is_covered(self, row: BlockRow) -> bool:
+        return self._covered_by is not None and self._covered_by in row.copies
+
+    def _is_not_covered(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is None or not self._is_covered(row) or self._is_immovable(key)
+
+    def make_room(self, count: int, newcomer: SessionName | None) -> bool:
+        """Let `count` blocks leave, or as many as may: with a newcomer, only those that should leave before a block of
+        that session. Returns False if none may."""
+        covered = self.leave_covered(count)
+        if covered >= count:
+            return True
+        victims = self.policy.victims(count - covered, self._immovable, newcomer=newcomer)
+        self.evict(row for key in victims if (row := self._table.get(key)) is not None)
+        return bool(covered or victims)
+
+    def leave_covered(self, count: int) -> int:
+        """Let up to `count` blocks leave that the covering tier has too: nothing leaves DRAM. Returns how many."""
+        if self._covered_by is None or count <= 0:
+            return 0
+        victims = self.policy.victims(count, self._not_covered)
+        self.evict(row for key in victims if (row := self._table.get(key)) is not None)
+        return len(victims)
+
+    def evict(self, rows: Iterable[BlockRow]) -> None:
+        """Let these blocks leave, unless they are being read, are to be written, or are pinned."""
+        for row in rows:
+            slot = row.copies.get(self.name)
+            if slot is None or self._slots.is_pinned(slot) or (not self._is_covered(row) and self._holds.keep(row)):
+                continue
+            self.drop(row)
+            self._stats.evictions["dram"] += not row.in_dram
+            if row.is_nowhere:
+                self._table.forget(row)
+
+    def quarantine(self) -> None:
+        """Stop using the tier in this process and believe nothing in it, because what came out of it was wrong although
+        it was intact."""
+        for row in list(self._table):
+            self.drop(row)
+            if row.is_nowhere:
+                self._table.forget(row)
+        self._is_quarantined = True
