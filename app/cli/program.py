@@ -230,6 +230,7 @@ def _tell(problem: str) -> None:
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     """Yield the KV on disk, one fingerprint at a time. Ends the program if the directory cannot be used."""
     from reprise.cache.storage.directory import stored_models
+    from reprise.cache.storage.extent_format import ExtentForm
     from reprise.cache.storage.extent_store import ExtentStore
 
     with _unused(settings):
@@ -237,10 +238,7 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
         for fingerprint, sizes in stored_models(settings.state_dir, key).items():
             tier = ExtentStore(
                 directory=settings.state_dir,
-                fingerprint=fingerprint,
-                segment_bytes=sizes.raw,
-                coded_segment_bytes=sizes.coded,
-                key=key,
+                form=ExtentForm(fingerprint, sizes, key),
                 capacity_bytes=sys.maxsize,  # inspecting a directory must not make anything leave it
                 min_free_bytes=0,
                 read_bytes_per_s=0.0,

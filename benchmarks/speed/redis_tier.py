@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Run
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import SessionRecord, StoredBlock
-from reprise.cache.storage.extent_format import ExtentHeader, checksum
+from reprise.cache.storage.extent_format import ExtentForm, ExtentHeader, SegmentSizes, checksum
 from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
 from reprise.cache.storage.redis.reader import RedisReader
 from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed
@@ -141,7 +141,7 @@ def measure(run: Run) -> dict[str, Any]:
         client = redis.Redis(unix_socket_path=path)
         bare = Bare(path)
         tier = RedisExtents(
-            urls=[f"unix://{path}"], fingerprint=b"model", segment_bytes=(SEGMENT_BYTES,) * LAYERS, key=bytes(32),
+            urls=[f"unix://{path}"], form=ExtentForm(b"model", SegmentSizes((SEGMENT_BYTES,) * LAYERS), bytes(32)),
             capacity_bytes=0, ttl_s=3600, upload_bytes_per_s=0, deadline_s=30.0,
         )  # fmt: skip
         seconds: dict[str, dict[str, list[float]]] = {arm: {"write": [], "read": []} for arm in ARMS}

@@ -28,6 +28,7 @@ FORMAT_VERSION = 2  # version 1 had no MAC, 4 packed its rows: their records are
 MAX_BLOCKS = 4096
 MAX_LAYERS = 1024
 MAX_SEGMENT_BYTES = 1 << 28
+MAX_FINGERPRINT_BYTES = 64
 MAX_HEADER_BYTES = 64 << 20
 MAX_EXTENT_ID = (1 << 62) - 1
 DIGEST_BYTES = 8
@@ -91,6 +92,20 @@ class SegmentSizes:
     def of(self, extent: int | bytes) -> tuple[int, ...]:
         """Return the sizes in an extent, by its id or its name in Redis."""
         return self.coded if self.coded is not None and is_coded(extent) else self.raw
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentForm:
+    """What all extents of one model have in common. fingerprint: names the model and the form of its KV, in 1 to 64
+    bytes. key: `record_key`. Raises ValueError for another fingerprint."""
+
+    fingerprint: bytes
+    sizes: SegmentSizes
+    key: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.fingerprint) <= MAX_FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True)

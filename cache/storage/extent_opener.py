@@ -10,7 +10,7 @@ from functools import partial
 from reprise.cache.blocks.stored import ExtentInfo
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
-from reprise.cache.storage.extent_format import SegmentSizes
+from reprise.cache.storage.extent_format import ExtentForm
 from reprise.cache.storage.extent_reader import ExtentReader
 from reprise.cache.storage.io_threads import Beat, IoDeadline, IoThreads
 from reprise.cache.storage.rare_log import RareLog
@@ -29,18 +29,16 @@ class ExtentOpener:
         self,
         *,
         shards: Shards,
-        fingerprint: bytes,
-        sizes: SegmentSizes,
-        key: bytes,
+        form: ExtentForm,
         throttle: Throttle,
         rare_log: RareLog,
     ) -> None:
-        """key: `reprise.cache.storage.extent_format.record_key`."""
         self._shards = shards
-        self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
+        self._form = form
         self._throttle, self._rare_log = throttle, rare_log
         self._headers = HeaderCache()
         self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
+        sizes = form.sizes
         self._buffer_bytes = max(CHUNK_BYTES, *sizes.raw, *(sizes.coded or ()))
         self._lock = threading.Lock()  # guards what follows
         self._damaged: set[int] = set()  # extents whose damage has been logged
@@ -94,9 +92,9 @@ class ExtentOpener:
     def _open(self, extent_id: int, known: ParsedExtent | None) -> tuple[int, ParsedExtent]:
         return open_extent(
             self._shards.path(extent_id),
-            fingerprint=self._fingerprint,
-            segment_bytes=self._sizes.of(extent_id),
-            key=self._key,
+            fingerprint=self._form.fingerprint,
+            segment_bytes=self._form.sizes.of(extent_id),
+            key=self._form.key,
             extent_id=extent_id,
             known=known,
         )

@@ -24,7 +24,7 @@ from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from reprise.cache.storage.directory_lock import DirectoryLock, DirectoryLocked
 from reprise.cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
 from reprise.cache.storage.extent_file import remove_extent
-from reprise.cache.storage.extent_format import MAX_EXTENT_ID, SegmentSizes
+from reprise.cache.storage.extent_format import MAX_EXTENT_ID, ExtentForm
 from reprise.cache.storage.extent_opener import READ_THREADS, ExtentOpener
 from reprise.cache.storage.extent_reader import ExtentReader, flat
 from reprise.cache.storage.extent_writer import WRITE_THREADS, ExtentWriter
@@ -37,7 +37,6 @@ from reprise.cache.storage.space import DiskSpace
 from reprise.cache.storage.thread_priority import WRITING
 from reprise.cache.storage.throttle import Throttle
 
-MAX_FINGERPRINT_BYTES = 64
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,10 +55,7 @@ class ExtentStore:
         self,
         *,
         directory: Path,
-        fingerprint: bytes,
-        segment_bytes: Sequence[int],
-        coded_segment_bytes: Sequence[int] | None = None,
-        key: bytes,
+        form: ExtentForm,
         capacity_bytes: int,
         min_free_bytes: int,
         read_bytes_per_s: float,
@@ -67,41 +63,33 @@ class ExtentStore:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """segment_bytes: of one block, by layer; coded_segment_bytes: of one that a codec has encoded. key:
-        `reprise.cache.storage.extent_format.record_key`. min_free_bytes: left free on the file system in any case.
-        Bandwidth caps of 0: none. owner: name of this process, shown to people who find the directory locked."""
-        if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
-            raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
-        sizes = SegmentSizes(tuple(segment_bytes), None if coded_segment_bytes is None else tuple(coded_segment_bytes))
+        """min_free_bytes: left free on the file system in any case. Bandwidth caps of 0: none. owner: name of this
+        process, shown to people who find the directory locked."""
         self.capacity_bytes = capacity_bytes
-        self._num_layers = len(segment_bytes)
-        self._codes = coded_segment_bytes is not None
+        self._num_layers = len(form.sizes.raw)
+        self._codes = form.sizes.coded is not None
         self._directory = directory
         self._deadline_s = deadline_s
         self._held = DirectoryLock(directory, owner)
-        self._shards = Shards(directory / "kv", fingerprint)
+        self._shards = Shards(directory / "kv", form.fingerprint)
         self._space = DiskSpace(
             root=self._shards.root,
             own=self._shards.own,
             capacity_bytes=capacity_bytes,
             min_free_bytes=min_free_bytes,
         )
-        self._index = DiskIndex(path=self._shards.own / "index.sqlite", key=key)
+        self._index = DiskIndex(path=self._shards.own / "index.sqlite", key=form.key)
         self._log = RareLog()
         self._opener = ExtentOpener(
             shards=self._shards,
-            fingerprint=fingerprint,
-            sizes=sizes,
-            key=key,
+            form=form,
             throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
             rare_log=self._log,
         )
         self._writer = ExtentWriter(
             shards=self._shards,
             space=self._space,
-            fingerprint=fingerprint,
-            sizes=sizes,
-            key=key,
+            form=form,
             throttle=Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
         )
         self._reads: IoThreads | None = None

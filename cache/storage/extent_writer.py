@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from reprise.cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
-from reprise.cache.storage.extent_format import ExtentHeader, Layout, SegmentSizes, encode_header
+from reprise.cache.storage.extent_format import ExtentForm, ExtentHeader, Layout, encode_header
 from reprise.cache.storage.io_threads import Beat
 from reprise.cache.storage.shards import Shards
 from reprise.cache.storage.space import DiskSpace
@@ -36,14 +36,11 @@ class ExtentWriter:
         *,
         shards: Shards,
         space: DiskSpace,
-        fingerprint: bytes,
-        sizes: SegmentSizes,
-        key: bytes,
+        form: ExtentForm,
         throttle: Throttle,
     ) -> None:
-        """key: `reprise.cache.storage.extent_format.record_key`."""
         self._shards, self._space = shards, space
-        self._fingerprint, self._sizes, self._key = fingerprint, sizes, key
+        self._form = form
         self._throttle = throttle
         self._buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
 
@@ -56,19 +53,19 @@ class ExtentWriter:
         segments: Sequence[Sequence[memoryview]],
     ) -> EncodedExtent:
         """Raises ValueError for segments of another size, and for more than a record may hold."""
-        sizes = self._sizes.of(extent_id)
+        sizes = self._form.sizes.of(extent_id)
         for size, pieces in zip(sizes, segments, strict=True):
             if sum(map(len, pieces)) != size * len(blocks):
                 raise ValueError(f"a segment of this layer has {size} bytes")
         header = ExtentHeader(
-            fingerprint=self._fingerprint,
+            fingerprint=self._form.fingerprint,
             extent_id=extent_id,
             session=session,
             blocks=tuple(blocks),
             segment_bytes=sizes,
             checksums=checksums,
         )
-        encoded = encode_header(header, self._key)
+        encoded = encode_header(header, self._form.key)
         layout = Layout.of(header_bytes=len(encoded), segment_bytes=sizes, num_blocks=len(blocks))
         return EncodedExtent(
             ExtentInfo(extent_id, session, header.blocks, layout.size_bytes), encoded, layout, segments

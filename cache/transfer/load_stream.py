@@ -10,9 +10,7 @@ import torch
 
 from reprise.cache.moves import BlockLoad, LoadBlocks
 from reprise.cache.rates import LoadProgress
-from reprise.cache.storage.extent_store import ExtentStore
-from reprise.cache.storage.redis.extents import RedisExtents
-from reprise.cache.storage.slab import CodedSlab, Slab
+from reprise.cache.storage.slab import CodedSlab
 from reprise.cache.storage.throttle import Throttle
 from reprise.cache.transfer.coding import Decoder
 from reprise.cache.transfer.device_streams import DeviceStream
@@ -24,6 +22,7 @@ from reprise.cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from reprise.cache.transfer.load_reader import LoadReader
 from reprise.cache.transfer.loader import PagePool
 from reprise.cache.transfer.slot_reader import SlotReader
+from reprise.cache.transfer.stores import Stores
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.device_errors import lacks_memory
 
@@ -45,10 +44,7 @@ class LoadStream:
         self,
         *,
         pages: Sequence[KvPages],
-        slab: Slab,
-        disk: ExtentStore | None,
-        redis: RedisExtents | None,
-        coded: CodedSlab | None = None,
+        stores: Stores,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
@@ -57,6 +53,7 @@ class LoadStream:
     ) -> None:
         """rotations, compute: the engine's thread's. read_buffer_layers: how many may come before the request runs;
         negative: all."""
+        slab, coded, disk, redis = stores.slab, stores.coded, stores.disk, stores.redis
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
         if self._pool.device.type == "cuda" and slab.num_slots:

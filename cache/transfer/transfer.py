@@ -44,11 +44,7 @@ from reprise.cache.moves import (
     WriteExtent,
 )
 from reprise.cache.rates import LoadProgress
-from reprise.cache.storage.extent_store import ExtentStore
-from reprise.cache.storage.redis.extents import RedisExtents
-from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.storage.thread_priority import SAVING, WRITING, lower_priority
-from reprise.cache.storage.throttle import Throttle
 from reprise.cache.transfer.capture import Captured, SavedRows
 from reprise.cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
 from reprise.cache.transfer.encode_stream import EncodeStream
@@ -58,6 +54,7 @@ from reprise.cache.transfer.key_rotations import KeyRotations
 from reprise.cache.transfer.load_stream import LoadStream
 from reprise.cache.transfer.save_stream import SaveStream
 from reprise.cache.transfer.slot_reader import SlotReader
+from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.upload_stream import RemoteCalls, UploadStream
 from reprise.cache.transfer.write_stream import WriteStream
 from reprise.kernels.attention.ragged_batch import KvPages
@@ -74,20 +71,16 @@ class Transfer:
         self,
         *,
         pages: Sequence[KvPages],
-        slab: Slab,
-        disk: ExtentStore | None,
-        redis: RedisExtents | None = None,
-        coded: CodedSlab | None = None,
+        stores: Stores,
+        links: Links,
         rotations: Callable[[], KeyRotations],
         read_buffer_layers: int,
-        dram_throttle: Throttle,
-        save_throttle: Throttle,
         synchronous: bool,
         max_backlog_bytes: int,
         streams: DeviceStreams | None = None,
     ) -> None:
-        """coded: DRAM's coded slots, with the codec of extents that are coded; None: nothing is. dram_throttle: caps
-        loads out of DRAM; save_throttle: caps saves into it. streams: None: those of the pages' device."""
+        """streams: None: those of the pages' device."""
+        slab, coded, disk, redis = stores.slab, stores.coded, stores.disk, stores.redis
         self._pages = pages
         self._slab = slab
         self._disk, self._redis = disk, redis
@@ -100,7 +93,7 @@ class Transfer:
         self._saves = SaveStream(
             pages=pages,
             slab=slab,
-            throttle=save_throttle,
+            throttle=links.save,
             synchronous=synchronous,
             max_backlog_bytes=max_backlog_bytes,
             rotations=self._inline,
@@ -109,13 +102,10 @@ class Transfer:
         )
         self._loads = LoadStream(
             pages=pages,
-            slab=slab,
-            disk=disk,
-            redis=redis,
-            coded=coded,
+            stores=stores,
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
-            throttle=dram_throttle,
+            throttle=links.load,
             compute=self.compute,
             completions=self._completions,
         )

@@ -12,12 +12,13 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
 from reprise.cache.rates import Rates
 from reprise.cache.storage.directory_lock import DirectoryLocked
-from reprise.cache.storage.extent_format import record_key
+from reprise.cache.storage.extent_format import ExtentForm, SegmentSizes, record_key
 from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from reprise.cache.tiers.dram import split_dram
+from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.build.link import decoding, link_rates
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link
@@ -115,14 +116,10 @@ def build_tiers(
     redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
     transfer = make_transfer(
         pages=pages,
-        slab=slab,
-        disk=disk,
-        redis=redis,
-        coded=coded,
+        stores=Stores(slab, coded, disk, redis),
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
-        dram_throttle=loaded.link,
-        save_throttle=dram_link(cache, loaded.num_ranks),
+        links=Links(load=loaded.link, save=dram_link(cache, loaded.num_ranks)),
         synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
@@ -204,10 +201,7 @@ def _disk(
     cache, num_ranks = config.cache, loaded.num_ranks
     return ExtentStore(
         directory=Path(rank_directory(cache.disk_dir, loaded.rank)),
-        fingerprint=rank_fingerprint(probed.fingerprint, loaded.rank, num_ranks),
-        segment_bytes=segment_bytes,
-        coded_segment_bytes=probed.coded_segment_bytes,
-        key=record_key(config.tenant_secret),
+        form=_form(rank_fingerprint(probed.fingerprint, loaded.rank, num_ranks), config, probed, segment_bytes),
         capacity_bytes=capacity_bytes // num_ranks,
         min_free_bytes=cache.disk_min_free_bytes,
         read_bytes_per_s=cache.disk_gbps / num_ranks * _GB,
@@ -215,6 +209,12 @@ def _disk(
         deadline_s=cache.io_deadline_s,
         owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
     )
+
+
+def _form(fingerprint: bytes, config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[int]) -> ExtentForm:
+    coded = probed.coded_segment_bytes
+    sizes = SegmentSizes(tuple(segment_bytes), None if coded is None else tuple(coded))
+    return ExtentForm(fingerprint, sizes, record_key(config.tenant_secret))
 
 
 def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[int]) -> RedisExtents | None:
@@ -225,10 +225,7 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
     try:
         return RedisExtents(
             urls=cache.redis_urls,
-            fingerprint=probed.fingerprint,
-            segment_bytes=segment_bytes,
-            coded_segment_bytes=probed.coded_segment_bytes,
-            key=record_key(config.tenant_secret),
+            form=_form(probed.fingerprint, config, probed, segment_bytes),
             capacity_bytes=cache.redis_bytes,
             ttl_s=cache.redis_ttl_s,
             upload_bytes_per_s=cache.redis_upload_gbps * _GB,

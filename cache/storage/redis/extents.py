@@ -16,8 +16,8 @@ from reprise.cache.blocks.keys import typed_fields
 from reprise.cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
 from reprise.cache.storage.extent_format import (
     MAX_HEADER_BYTES,
+    ExtentForm,
     ExtentHeader,
-    SegmentSizes,
     decode_header,
     encode_header,
 )
@@ -108,28 +108,22 @@ class RedisExtents:
         self,
         *,
         urls: Sequence[str],
-        fingerprint: bytes,
-        segment_bytes: Sequence[int],
-        coded_segment_bytes: Sequence[int] | None = None,
-        key: bytes,
+        form: ExtentForm,
         capacity_bytes: int,
         ttl_s: float,
         upload_bytes_per_s: float,
         deadline_s: float,
     ) -> None:
-        """urls: of all servers, among which extents are spread by their names. segment_bytes: of one block, by layer;
-        coded_segment_bytes: of one that a codec has encoded. key: `reprise.cache.storage.extent_format.record_key`.
-        capacity_bytes: of all extents on one server, whoever wrote them; 0: whatever Redis allows. ttl_s: how long an
-        extent stays that nobody uses. Raises ValueError for a URL that is none."""
+        """urls: of all servers, among which extents are spread by their names. capacity_bytes: of all extents on one
+        server, whoever wrote them; 0: whatever Redis allows. ttl_s: how long an unused extent stays. Raises ValueError
+        for a URL that is none."""
         if not urls:
             raise ValueError("at least one Redis URL")
         self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
-        self._fingerprint, self._key = fingerprint, key
-        coded = None if coded_segment_bytes is None else tuple(coded_segment_bytes)
-        self._sizes = SegmentSizes(tuple(segment_bytes), coded)
+        self._form = form
         self._capacity_bytes, self._ttl = capacity_bytes, b"%d" % max(1, int(ttl_s))
         self._throttle = Throttle(bytes_per_s=upload_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
-        self._prefix = b"r1:k:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
+        self._prefix = b"r1:k:%b:" % blake2b(form.fingerprint, digest_size=8).hexdigest().encode()
         self._log = RareLog()
         self._lock = threading.Lock()  # guards what follows
         self._headers: OrderedDict[bytes, tuple[ExtentHeader, int]] = (
@@ -141,11 +135,11 @@ class RedisExtents:
 
     def name_of(self, header: ExtentHeader) -> bytes:
         """Return the name of an extent: NAME_BYTES that nobody without the key can make."""
-        return self._named(encode_header(header, self._key), header.extent_id)
+        return self._named(encode_header(header, self._form.key), header.extent_id)
 
     def _named(self, encoded: bytes, extent_id: int) -> bytes:
-        name = blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
-        if self._sizes.coded is None:
+        name = blake2b(encoded, key=self._form.key, digest_size=NAME_BYTES, person=b"redis").digest()
+        if self._form.sizes.coded is None:
             return name
         # The last bit says what the id's says (`reprise.cache.blocks.stored.is_coded`).
         return name[:-1] + bytes([name[-1] & 0xFE | extent_id & 1])
@@ -166,7 +160,7 @@ class RedisExtents:
     def _session_key(self, tenant: str, session_id: str) -> bytes:
         """Return the key of the set that names the extents of what is deleted together."""
         fields = typed_fields(tenant, session_id)
-        digest = blake2b(fields, key=self._key, digest_size=NAME_BYTES, person=b"session")
+        digest = blake2b(fields, key=self._form.key, digest_size=NAME_BYTES, person=b"session")
         return b"r1:ks:" + digest.hexdigest().encode()
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -176,7 +170,7 @@ class RedisExtents:
         layers: of each layer, the bytes of its blocks in order, in any number of pieces, which must not change until
         the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises TierFull,
         TierFailed, and whatever `layers` raises."""
-        encoded = encode_header(header, self._key)
+        encoded = encode_header(header, self._form.key)
         name = self._named(encoded, header.extent_id)
         server, key = self.server_of(name), self.key_of(name)
         try:
@@ -312,11 +306,11 @@ class RedisExtents:
         if self._named(reply, name[-1]) != name:
             self.tell_damage(name, "its header was altered")
             raise BlockMissing(f"the header of extent {extent} was altered", reason="checksum", extent_id=name)
-        header = decode_header(reply, self._key)
-        if header.fingerprint != self._fingerprint:
+        header = decode_header(reply, self._form.key)
+        if header.fingerprint != self._form.fingerprint:
             raise BlockMissing(f"extent {extent} is another model's", reason="fingerprint", extent_id=name)
-        sizes = self._sizes.of(header.extent_id)
-        if header.segment_bytes != sizes or self._sizes.of(name) != sizes:
+        sizes = self._form.sizes.of(header.extent_id)
+        if header.segment_bytes != sizes or self._form.sizes.of(name) != sizes:
             raise BlockMissing(f"extent {extent} has another layout", reason="format", extent_id=name)
         self._remember(name, header, len(reply))
         return header

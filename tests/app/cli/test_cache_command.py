@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from reprise.app.cli import program
 from reprise.app.state_dir import load_tenant_secret
 from reprise.cache.blocks.stored import SessionRecord, StoredBlock
-from reprise.cache.storage.extent_format import checksum, record_key
+from reprise.cache.storage.extent_format import ExtentForm, SegmentSizes, checksum, record_key
 from reprise.cache.storage.extent_store import ExtentStore
 from tests.cache.storage.disk_helpers import forge, make_tier
 
@@ -29,8 +29,8 @@ def reprise(state_dir: Path, *arguments: str, answer: str | None = None) -> Resu
 def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False) -> None:
     """An extent of two blocks (32 and 8 tokens) for each of these sessions."""
     tier = ExtentStore(
-        directory=state_dir, fingerprint=fingerprint, segment_bytes=SEGMENTS, capacity_bytes=1 << 30, min_free_bytes=0,
-        key=record_key(load_tenant_secret(state_dir)),
+        directory=state_dir, capacity_bytes=1 << 30, min_free_bytes=0,
+        form=ExtentForm(fingerprint, SegmentSizes(SEGMENTS), record_key(load_tenant_secret(state_dir))),
         read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
     )  # fmt: skip
     tier.open()

@@ -18,6 +18,7 @@ from reprise.app.cli.ready_panel import panel
 from reprise.app.settings.help import SECTIONS
 from reprise.app.settings.settings import Settings, SettingsError, known_settings, parse_flags
 from reprise.app.turn.sampling import SamplingDefaults
+from reprise.cache.storage.extent_format import ExtentForm, SegmentSizes
 from reprise.cache.storage.extent_store import ExtentStore
 from reprise.model import directories
 from tests.app.fakes import model_info
@@ -149,7 +150,7 @@ def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_p
 
 def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):
     tier = ExtentStore(
-        directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), key=b"key", capacity_bytes=1 << 20,
+        directory=tmp_path, form=ExtentForm(b"model", SegmentSizes((64,)), b"key"), capacity_bytes=1 << 20,
         min_free_bytes=0, read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
         owner="a running server (pid 4242)",
     )  # fmt: skip

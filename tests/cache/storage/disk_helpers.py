@@ -9,7 +9,14 @@ import pytest
 
 from reprise.cache.blocks.stored import SessionRecord, StoredBlock
 from reprise.cache.storage.errors import BlockMissing
-from reprise.cache.storage.extent_format import ExtentHeader, checksum, encode_header, header_size
+from reprise.cache.storage.extent_format import (
+    ExtentForm,
+    ExtentHeader,
+    SegmentSizes,
+    checksum,
+    encode_header,
+    header_size,
+)
 from reprise.cache.storage.extent_store import ExtentStore
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
@@ -18,11 +25,9 @@ RECORD_KEY = b"of an installation"
 PREFIX_BYTES = 40
 
 
-def make_tier(directory, **changes):
+def make_tier(directory, *, fingerprint=FINGERPRINT, segment_bytes=SEGMENTS, key=RECORD_KEY, **changes):
     fields = {
-        "fingerprint": FINGERPRINT,
-        "segment_bytes": SEGMENTS,
-        "key": RECORD_KEY,
+        "form": ExtentForm(fingerprint, SegmentSizes(tuple(segment_bytes)), key),
         "capacity_bytes": 1 << 30,
         "min_free_bytes": 0,
         "read_bytes_per_s": 0.0,

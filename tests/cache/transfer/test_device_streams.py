@@ -30,6 +30,7 @@ from reprise.cache.storage.slab import LayerShape, Slab
 from reprise.cache.storage.throttle import Throttle
 from reprise.cache.transfer.capture import Captured
 from reprise.cache.transfer.device_streams import DeviceStreams, Fence, HostStreams
+from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
 from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
@@ -79,8 +80,9 @@ class World:
         self.slab = Slab(shapes=[LayerShape(1, DIM, DIM)] * LAYERS, dtype=torch.float32, num_slots=SLOTS, pinned=False)
         free = Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep)
         self.transfer = Unthreaded(
-            pages=self.pools, slab=self.slab, disk=None, rotations=Mirror, read_buffer_layers=-1, dram_throttle=free,
-            save_throttle=free, synchronous=False, max_backlog_bytes=1 << 30, streams=streams,
+            pages=self.pools,
+            stores=Stores(self.slab), links=Links(free, free), rotations=Mirror, read_buffer_layers=-1,
+            synchronous=False, max_backlog_bytes=1 << 30, streams=streams,
         )  # fmt: skip
         with streams.own() as self.saving, streams.own() as self.loading:
             pass

@@ -22,6 +22,7 @@ from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.layer_source import LAYERS_LANDED
 from reprise.cache.transfer.load_stream import LoadStream
 from reprise.cache.transfer.loader import Loader
+from reprise.cache.transfer.stores import Stores
 from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 
@@ -108,9 +109,7 @@ class Stream:
         self.disk, self.completions = Disk(), Events()
         self.stream = LoadStream(
             pages=self.pages,
-            slab=self.slab,
-            disk=self.disk,  # type: ignore[arg-type]
-            redis=None,
+            stores=Stores(self.slab, disk=self.disk),  # type: ignore[arg-type]
             rotations=Unturned(),  # type: ignore[arg-type]
             read_buffer_layers=read_buffer_layers,
             throttle=Throttle(bytes_per_s=gbps * 1e9, clock=time.monotonic, sleep=time.sleep),

@@ -22,6 +22,7 @@ from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.layer_source import Landings
 from reprise.cache.transfer.load_stream import LoadStream
 from reprise.cache.transfer.loader import Loader
+from reprise.cache.transfer.stores import Stores
 from reprise.kernels.attention.ragged_batch import KvPages
 
 LAYERS, LOADS, MOST_BLOCKS = 6, 6, 5
@@ -209,9 +210,7 @@ class Engine:
         self._completions.changed = Changed()
         self._stream = LoadStream(
             pages=self._pages,
-            slab=self._slab,
-            disk=self._disk,
-            redis=None,
+            stores=Stores(self._slab, disk=self._disk),
             rotations=Unturned(),
             read_buffer_layers=rng.choice([-1, 0, 1, 3, LAYERS]),
             throttle=Throttle(bytes_per_s=rng.choice([0, 0, 1e8]), clock=time.monotonic, sleep=time.sleep),

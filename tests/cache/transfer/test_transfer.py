@@ -41,6 +41,7 @@ from reprise.cache.transfer.capture import Captured
 from reprise.cache.transfer.device_streams import HostStream
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.save_stream import SaveStream
+from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
 from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
@@ -157,12 +158,10 @@ def make_transfer(
     slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.float32, num_slots=num_slots, pinned=False)
     transfer = Transfer(
         pages=pages,
-        slab=slab,
-        disk=disk,
+        stores=Stores(slab, disk=disk),
+        links=Links(*(Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep) for _ in range(2))),
         rotations=Shift,
         read_buffer_layers=read_buffer_layers,
-        dram_throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
-        save_throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
         synchronous=synchronous,
         max_backlog_bytes=max_backlog_bytes,
     )
@@ -524,8 +523,8 @@ shape = LayerShape(64, 64, 64)
 slab = Slab(shapes=[shape], dtype=torch.float32, num_slots=4, pinned=False)
 free = Throttle(bytes_per_s=0, clock=time.monotonic, sleep=time.sleep)
 pages = [KvPages(torch.zeros(4, 32, 64, 64), torch.zeros(4, 32, 64, 64))]
-transfer = Transfer(pages=pages, slab=slab, disk=None, rotations=Shift, read_buffer_layers=-1, dram_throttle=free,
-                    save_throttle=free, synchronous=True, max_backlog_bytes=1 << 30)
+transfer = Transfer(pages=pages, stores=Stores(slab), links=Links(free, free), rotations=Shift, read_buffer_layers=-1,
+                    synchronous=True, max_backlog_bytes=1 << 30)
 step = Captured([torch.ones(128, 64, 64)], [torch.ones(128, 64, 64)])
 transfer.save(step, [CapturePiece(32 * slot, slot, 0, 32) for slot in range(4)])
 print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import SessionRecord, StoredBlock
 from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
-from reprise.cache.storage.extent_format import ExtentHeader, checksum
+from reprise.cache.storage.extent_format import ExtentForm, ExtentHeader, SegmentSizes, checksum
 from reprise.cache.storage.redis import extents
 from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
 from reprise.cache.storage.redis.reader import RedisReader
@@ -55,9 +55,7 @@ def store(
 ) -> RedisExtents:
     return RedisExtents(
         urls=[server.url for server in servers],
-        fingerprint=fingerprint,
-        segment_bytes=SEGMENTS,
-        key=KEY,
+        form=ExtentForm(fingerprint, SegmentSizes(SEGMENTS), KEY),
         capacity_bytes=capacity_bytes,
         ttl_s=ttl_s,
         upload_bytes_per_s=0,
@@ -243,7 +241,7 @@ def test_a_damaged_extent_is_missing_with_its_reason(redis_server: OwnRedis) -> 
 def test_an_extent_of_another_secret_or_model_is_not_believed(redis_server: OwnRedis) -> None:
     header, layers = extent(1)
     theirs = store(redis_server)
-    theirs._key = bytes(32)
+    theirs._form = replace(theirs._form, key=bytes(32))
     _, missing = store(redis_server).headers([name := write(theirs, header, layers)])
     assert missing[name].reason == "checksum"
     other = store(redis_server)
