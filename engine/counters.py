@@ -2,13 +2,13 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reprise.cache.manager import CacheManager
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.messages import SchedulerState, Stats, WaitingInfo
 from reprise.engine.model.offload.weight_stream import WeightStream
-from reprise.engine.step.drafter import DraftCounters
 from reprise.engine.step.verify import Verifier
 from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
@@ -34,7 +34,7 @@ def collect(
     transfer: Transfer,
     verifier: Verifier | None,
     weights: WeightStream | None,
-    drafts: DraftCounters,
+    drafted_tokens: Mapping[str, int],
     eager_decode_steps: int,
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
@@ -53,11 +53,7 @@ def collect(
         eager_decode_steps=eager_decode_steps,
         prompt_tokens=dict(stats.prompt_tokens),
         generated_tokens=counters.generated_tokens,
-        drafted_tokens={
-            f"{source} {outcome}": counts[place]
-            for outcome, counts in (("accepted", drafts.accepted), ("rejected", drafts.rejected))
-            for place, source in enumerate(("context", "prediction"))
-        },
+        drafted_tokens=dict(drafted_tokens),
         miss_tokens=dict(stats.miss_tokens),
         evicted_blocks=stats.evicted_blocks,
         preemptions=scheduler.preemptions,

@@ -28,9 +28,9 @@ from reprise.engine.messages import (
 from reprise.engine.session_directory import SessionDirectory
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.engine.step.compute import Computed, StepClock, StepCompute
-from reprise.engine.step.drafter import Drafter
 from reprise.engine.step.held_moves import HeldMoves
 from reprise.engine.step.intake import Intake
+from reprise.engine.step.ports import DraftMaker
 from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 from reprise.engine.step.verify import Verifier
 from reprise.kernels.device_errors import is_sticky, lacks_memory
@@ -65,9 +65,10 @@ class Engine:
         verifier: Verifier | None,
         directory: SessionDirectory,
         first_touch: FirstTouch,
-        drafter: Drafter,
+        drafter: DraftMaker | None,
     ) -> None:
-        """intake: adds to `choices`. verifier: None if nothing that was loaded is to be recomputed."""
+        """intake: adds to `choices`. verifier: None if nothing that was loaded is to be recomputed. drafter:
+        None if nothing is drafted."""
         self.model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -201,7 +202,7 @@ class Engine:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused
         clock.begin_computing()
-        drafts = self._drafter.propose(schedule.chunks, self._choices)
+        drafts = {} if self._drafter is None else self._drafter.propose(schedule.chunks, self._choices)
         computed = self._run(schedule, drafts)
         if computed is None:
             return refused
@@ -280,7 +281,7 @@ class Engine:
                 raise
             problem = error.with_traceback(None)  # whose frames hold what was computed so far
         for chunk in schedule.chunks:
-            self._choices[chunk.sequence.request_id].draft = None
+            self._choices[chunk.sequence.request_id].draft = []
         self._compute.free_memory()
         if not self._scheduler.halve_steps(schedule):
             raise problem
@@ -301,7 +302,7 @@ class Engine:
         self._counters.step_seconds += seconds
         if not computed.reads_parked:
             self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
-        if computed.only_decodes and not computed.waited_s:
+        if self._drafter is not None and computed.only_decodes and not computed.waited_s:
             self._drafter.stepped(computed.num_tokens, seconds)
 
     def _draw(self, computed: Computed, now: float) -> list[Output]:
@@ -314,7 +315,7 @@ class Engine:
             wanted = [
                 (place, ahead)
                 for place, choice in enumerate(computed.ready)
-                for ahead in range(1 + (choice.num_drafted if choice.is_stateless else 0))
+                for ahead in range(1 + (len(choice.draft) if choice.is_stateless else 0))
             ]
             logits = computed.logits
             if len(wanted) < len(logits):
@@ -330,7 +331,7 @@ class Engine:
             for (place, _), sampled in zip(wanted, drawn, strict=True):
                 by_choice[place].append(sampled)
             for choice, first, tokens in zip(computed.ready, firsts, by_choice, strict=True):
-                later = computed.logits[first + 1 : first + 1 + choice.num_drafted]
+                later = computed.logits[first + 1 : first + 1 + len(choice.draft)]
                 outputs.append(self._accept(choice, self._drawn(choice, tokens, later), computed, now))
             break
         return outputs
@@ -360,8 +361,7 @@ class Engine:
     def _accept(self, choice: RunningChoice, drawn: Iterator[Sampled], computed: Computed, now: float) -> Output:
         """Append sampled tokens as far as its draft was right, and the first that it did not have; end the choice if
         that was its last."""
-        sequence, draft = choice.sequence, choice.draft
-        expected = iter(draft.token_ids if draft is not None else ())
+        sequence, expected = choice.sequence, iter(choice.draft)
         taken: list[Sampled] = []
         is_over = False
         for sampled in drawn:
@@ -373,7 +373,8 @@ class Engine:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         accepted = len(taken) - 1
-        self._drafter.judge(choice, accepted)
+        if self._drafter is not None and choice.draft:
+            self._drafter.judge(choice, accepted)
         if accepted:
             self._compute.capture_accepted(computed, sequence.request_id, accepted)
             self._cache.requests.commit(sequence.request_id, accepted)
@@ -398,8 +399,6 @@ class Engine:
             choice.penalties.append(token_id)
         if choice.constraint is not None:
             choice.constraint.accept(token_id)
-        if choice.draft_source is not None:
-            choice.draft_source.append(token_id)
         self._counters.generated_tokens += 1
 
     def _truncate(self, choice: RunningChoice) -> bool:
@@ -483,6 +482,8 @@ class Engine:
         self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic(), goes_on=choice.is_first)
         self._compute.tables.drop(sequence.request_id)
         self._choices.remove(choice)
+        if self._drafter is not None:
+            self._drafter.forget(sequence.request_id)
 
     def _output(
         self,
@@ -557,6 +558,6 @@ class Engine:
             transfer=self._transfer,
             verifier=self._verifier,
             weights=self._compute.runner.weights,
-            drafts=self._drafter.counters,
+            drafted_tokens={} if self._drafter is None else self._drafter.counts,
             eager_decode_steps=self._compute.eager_decode_steps,
         )

@@ -75,7 +75,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.model.offload": ("engine.counters", "engine.model.hf_model"),
     "engine.packed": ("engine.gguf.convert", "engine.gguf.converted", "engine.gguf.foreign", "engine.model.loading"),
     "engine.gguf": ("engine.model.loading", "model.smollm2"),
-    "engine.step.drafter": ("engine.counters", "engine.engine"),
+    "engine.drafts": (),
     "engine.step.parked": ("engine.step.compute",),
 }
 CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")

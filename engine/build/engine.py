@@ -26,6 +26,7 @@ from reprise.engine.build.sizes import dram_warnings
 from reprise.engine.build.tiers import Tiers, build_tiers
 from reprise.engine.codec.verdict import CodecVerdict
 from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.drafts.drafter import Drafter
 from reprise.engine.engine import Engine
 from reprise.engine.messages import ModelInfo
 from reprise.engine.model.batch import BlockTables
@@ -33,7 +34,6 @@ from reprise.engine.model.cpu.modules import FEW_ROWS
 from reprise.engine.session_directory import SessionDirectory
 from reprise.engine.step.choices import RunningChoices
 from reprise.engine.step.compute import StepCompute
-from reprise.engine.step.drafter import Drafter
 from reprise.engine.step.grammar import GrammarCompiler
 from reprise.engine.step.intake import Intake
 from reprise.engine.step.parked import ParkedAttention
@@ -126,11 +126,7 @@ def build_engine(
             unix_offset_s=unix_offset_s,
         ),
         first_touch=tiers.first_touch,
-        drafter=Drafter(
-            most_tokens=config.scheduler.draft_tokens if _may_draft(loaded, room, warm) else 0,
-            most_rows=FEW_ROWS,
-            max_context=room.max_context,
-        ),
+        drafter=_drafter(config.scheduler.draft_tokens, loaded, room, warm),
     )
 
 
@@ -140,6 +136,12 @@ def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None
     if room.most_pages:
         limits.append(chunk_pages(room.most_pages) * probed.page_size)
     return min(limits, default=None)
+
+
+def _drafter(most_tokens: int, loaded: LoadedModel, room: Room, warm: WarmModel) -> Drafter | None:
+    if not (most_tokens and _may_draft(loaded, room, warm)):
+        return None
+    return Drafter(most_tokens=most_tokens, most_rows=FEW_ROWS, max_context=room.max_context)
 
 
 def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from reprise.cache.stats import TokensBySource
 from reprise.engine.messages import Output, Timings, TokenLogprob, error_output
-from reprise.engine.step.drafts import Acceptance, Draft, DraftSource
 from reprise.engine.step.grammar import Constraint
 from reprise.engine.step.sampler import PenaltyState, SampleRow
 from reprise.scheduler.sequence import Sequence
@@ -36,15 +35,9 @@ class RunningChoice:
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again
     prediction: list[int] = field(default_factory=list)  # what the request expects as its answer
-    draft: Draft | None = None  # of the step under way
-    draft_source: DraftSource | None = None  # once it decodes
-    acceptance: Acceptance | None = None
+    draft: list[int] = field(default_factory=list)  # of the step under way: computed behind its newest token
     accepted_predictions: int = 0  # tokens of its prediction that were drafted and right
     rejected_predictions: int = 0
-
-    @property
-    def num_drafted(self) -> int:
-        return 0 if self.draft is None else len(self.draft.token_ids)
 
     @property
     def is_stateless(self) -> bool:

@@ -79,7 +79,7 @@ class Computed:
         """The row of `logits` that each of `ready` draws its next token from; those of its draft follow."""
         if not self.drafts:
             return list(range(len(self.ready)))
-        return [0, *itertools.accumulate(1 + choice.num_drafted for choice in self.ready)][:-1]
+        return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]
 
     @property
     def first_logits(self) -> Tensor:
@@ -100,7 +100,7 @@ class Computed:
         """Draw one token for each choice only."""
         firsts = self.first_rows
         for choice in self.ready:
-            choice.draft = None
+            choice.draft = []
         if self.drafts:
             self.logits = self.logits[firsts]
 
@@ -111,10 +111,10 @@ class Computed:
         for choice, row in zip(self.ready, self.first_rows, strict=True):
             if choice.sequence.request_id not in request_ids:
                 ready.append(choice)
-                kept += range(row, row + 1 + choice.num_drafted)
+                kept += range(row, row + 1 + len(choice.draft))
         for choice in self.ready:
             if choice.sequence.request_id in request_ids:
-                choice.draft = None
+                choice.draft = []
         if len(ready) < len(self.ready):
             self.ready, self.logits = ready, self.logits[kept]
 
