@@ -72,7 +72,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "fleet": ("loadgen.fleet.baselines", "loadgen.fleet.simulation"),  # the simulator runs the classes of the server
     "engine.ranks": (),
     "engine.codec": ("engine.step.verify",),
-    "engine.model.offload": ("engine.counters", "engine.model.hf_model"),
+    "engine.model.offload": (),
     "engine.packed": ("engine.gguf.convert", "engine.gguf.converted", "engine.gguf.foreign", "engine.model.loading"),
     "engine.gguf": ("engine.model.loading", "model.smollm2"),
     "engine.drafts": (),

@@ -108,7 +108,7 @@ class Arm:
         self._engine = InProcess(config(model, flags | ({"engine.threads": threads} if threads else {})))
         self._said: dict[str, list[int]] = {}  # session -> prompt and answer
         self._order: list[str] = []  # of the sessions in a step
-        compute = self._engine.engine._compute
+        compute = self._engine.compute
         run, forward = compute.run, compute.runner.forward
 
         def noting(chunks: list[Chunk], *rest: Any) -> Any:

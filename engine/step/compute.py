@@ -207,6 +207,11 @@ class StepCompute:
             done=done,
         )
 
+    def close(self) -> None:
+        """End what brings weights to HBM. The last call."""
+        if self.runner.weights is not None:
+            self.runner.weights.close()
+
     def free_memory(self) -> None:
         """Give back what the allocator keeps, after a pass has failed for want of memory."""
         if self._sink is not None:

@@ -157,7 +157,7 @@ class Pair:
     @property
     def drafts(self) -> bool:
         """Whether there are drafts here in this arm."""
-        return self.drafting.engine._drafter is not None
+        return self.drafting.drafter is not None
 
     @property
     def accepted(self) -> int:

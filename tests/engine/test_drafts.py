@@ -64,7 +64,7 @@ class Known:
     def __init__(self, model: Path, **settings: object) -> None:
         self.driver = Driver(model, draft_tokens=7, cache_mode="attentionstore", dram_bytes=32 << 20, **settings)  # type: ignore[arg-type]
         self.rows: list[int] = []  # of each step
-        runner = self.driver.engine._compute.runner
+        runner = self.driver.compute.runner
         inner = runner.forward
 
         def forward(batch, *rest):  # type: ignore[no-untyped-def]
@@ -139,9 +139,9 @@ def test_the_kv_that_drafts_leave_is_found_and_right(model: Path, dtype: str) ->
     mode = {"cache_mode": "recompute"} if dtype == "float32" else {}
     plain = Driver(model, draft_tokens=0, **{**room, **mode})  # type: ignore[arg-type]
     drafting = Driver(model, draft_tokens=7, **room)  # type: ignore[arg-type]
-    if dtype == "bfloat16" and drafting.engine._drafter is None:
+    if dtype == "bfloat16" and drafting.drafter is None:
         pytest.skip("needs kernels by which few rows have the bits of single ones")
-    assert drafting.engine._drafter is not None
+    assert drafting.drafter is not None
     for driver in (plain, drafting):  # loads always pay
         driver.cache.rates.compute_s = lambda tokens: float(tokens)  # type: ignore[method-assign]
     histories = [random_ids(60, seed) + LOOP * 2 for seed in range(3)]

@@ -55,7 +55,7 @@ def test_a_step_that_only_decodes_asks_nobody_in_vain(tmp_path: Path) -> None:
         BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, disk_bytes=1 << 27,
         disk_dir=str(tmp_path),
     )  # fmt: skip
-    if not driver.engine._compute.runner.saves_rows:
+    if not driver.compute.runner.saves_rows:
         pytest.skip("these processors have no kernels that save rows by themselves")
     first = driver.ask("a", PROMPT, session="s", max_tokens=4, ignore_eos=True)
     answer = driver.submit("b", [*first.text, *PROMPT[:24]], session="s", max_tokens=40, ignore_eos=True)
