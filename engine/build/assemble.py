@@ -19,6 +19,7 @@ from reprise.engine.engine_stats import StatsSources, collect
 from reprise.engine.messages import ModelInfo
 from reprise.engine.model.batch import BlockTables
 from reprise.engine.model.cpu.modules import FEW_ROWS
+from reprise.engine.parked.parked_attention import ParkedAttention
 from reprise.engine.requests import KnownRequests
 from reprise.engine.sessions import SessionDirectory
 from reprise.engine.step.batch_step import BatchStep
@@ -28,7 +29,6 @@ from reprise.engine.step.drawing import Drawing
 from reprise.engine.step.grammar import GrammarCompiler
 from reprise.engine.step.intake import Intake
 from reprise.engine.step.moves import StepMoves
-from reprise.engine.step.parked import ParkedAttention
 from reprise.engine.step.recompute import Recompute
 from reprise.engine.step.restarts import Restarts
 from reprise.engine.step.verify import Verifier

@@ -1,9 +1,13 @@
 """What a step asks of options. Each lies in a folder of its own, and only `engine/build/` knows which are there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from reprise.cache.blocks.keys import BlockKey
+from reprise.cache.requests.context import RequestContext
+from reprise.engine.messages import CodecChecks
 from reprise.engine.step.choices import RunningChoice, RunningChoices
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta
 from reprise.scheduler.schedule import Chunk
 
 
@@ -30,4 +34,41 @@ class DraftMaker(Protocol):
 
     def forget(self, sequence_id: str) -> None:
         """A sequence has ended. Forgives those for which nothing was proposed."""
+        ...
+
+
+class ParkedReader(AttentionBackend, Protocol):
+    """Takes the backend's place in steps of sequences with parked blocks, and leaves all others to it.
+    `reprise.engine.parked` implements it. Engine's thread."""
+
+    def begin(self, meta: AttentionMeta, contexts: Mapping[int, RequestContext]) -> None:
+        """A step begins. contexts: of the sequences with parked blocks, by place in the batch."""
+        ...
+
+    def take_lost(self) -> dict[str, list[BlockKey]]:
+        """Return request -> blocks that were not in DRAM what they should be. What the step computed for it is void."""
+        ...
+
+
+class Verdict(Protocol):
+    """Judges a codec by what the shadow check finds of coded loads. `reprise.engine.codec` implements it. Engine's
+    thread."""
+
+    codec: str
+    limit: float | None
+    """Nats a token that loads may diverge by; None: there is no limit."""
+    is_condemned: bool
+
+    @property
+    def recent(self) -> float | None:
+        """The mean divergence of the last checks, nats a token."""
+        ...
+
+    def hear(self, divergence: float, rounding: float) -> bool:
+        """Take a check, in nats a token: the divergence found, and that of rounding alone. Returns whether this one
+        condemns the codec."""
+        ...
+
+    def report(self) -> CodecChecks:
+        """Return what the engine tells of it."""
         ...
