@@ -73,8 +73,8 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.ranks": (),
     "engine.codec": (),
     "engine.model.offload": (),
-    "engine.packed": ("engine.gguf.convert", "engine.gguf.converted", "engine.gguf.foreign", "engine.model.loading"),
-    "engine.gguf": ("engine.model.loading", "model.smollm2"),
+    "engine.packed": (),
+    "engine.gguf": ("model.smollm2",),  # a program by itself, which converts one file
     "engine.drafts": (),
     "engine.parked": (),
 }
