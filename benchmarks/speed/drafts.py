@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 ROOT = Path(__file__).parents[2]
 CODE, OLD_NAME, NEW_NAME = ROOT / "cache" / "transfer" / "save_stream.py", "slab", "dram_slots"

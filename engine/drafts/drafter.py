@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.engine.drafts.lookup import Acceptance, Candidate, Draft, DraftSource, StepTimes, worthwhile
 from reprise.engine.step.choices import RunningChoice, RunningChoices
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 _SOURCES = ("context", "prediction")
 

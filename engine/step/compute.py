@@ -23,7 +23,7 @@ from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.engine.step.ports import ParkedReader
 from reprise.engine.step.sampler import token_logprobs
 from reprise.kernels.attention.ragged_batch import AttentionMeta
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 

@@ -8,7 +8,7 @@ from reprise.cache.requests.context import RequestContext
 from reprise.engine.messages import CodecChecks
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 
 class DraftMaker(Protocol):

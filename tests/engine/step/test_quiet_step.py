@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[3]
 BUNDLED = ROOT / "model" / "bundled"
 PROMPT = list(range(100, 170))
 ASKED = {
-    "cache/look_ahead.py",
     "cache/manager.py",
     "cache/rates.py",
     "cache/requests/lifecycle.py",
@@ -27,7 +26,6 @@ ASKED = {
     "scheduler/budgets/budget.py",
     "scheduler/forecast.py",
     "scheduler/running_batch.py",
-    "scheduler/schedule.py",
     "scheduler/scheduler.py",
     "scheduler/sequence.py",
 }
