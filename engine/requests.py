@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 from reprise.cache.manager import CacheManager
 from reprise.engine.endings import Endings
+from reprise.engine.intake import Intake
 from reprise.engine.messages import Output, Submit
 from reprise.engine.step.choices import RunningChoices
-from reprise.engine.step.intake import Intake
 
 
 class KnownRequests:

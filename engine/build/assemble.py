@@ -16,6 +16,7 @@ from reprise.engine.drafts.drafter import Drafter
 from reprise.engine.endings import Endings
 from reprise.engine.engine import Engine
 from reprise.engine.engine_stats import StatsSources, collect
+from reprise.engine.intake import Intake
 from reprise.engine.messages import ModelInfo
 from reprise.engine.model.batch import BlockTables
 from reprise.engine.model.cpu.modules import FEW_ROWS
@@ -27,7 +28,6 @@ from reprise.engine.step.choices import RunningChoices
 from reprise.engine.step.compute import StepCompute
 from reprise.engine.step.drawing import Drawing
 from reprise.engine.step.grammar import GrammarCompiler
-from reprise.engine.step.intake import Intake
 from reprise.engine.step.moves import StepMoves
 from reprise.engine.step.recompute import Recompute
 from reprise.engine.step.restarts import Restarts
