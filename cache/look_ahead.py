@@ -86,6 +86,8 @@ class LookAhead:
         self._rates = rates
         self._reuse = reuse
         self._line: WaitingLine | None = None  # the line seen last; None: nobody has waited yet
+        self.version = 0
+        """Of that line. Read only."""
         self._names: list[SessionName] = []  # the session of each waiting request, in line
         self._session_of: dict[str, SessionName] = {}  # waiting request -> its session
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
@@ -101,7 +103,7 @@ class LookAhead:
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, and fetch for it. The first `starting` in
         line have a place in the batch: they load for themselves, layer by layer."""
-        if line.version != (0 if self._line is None else self._line.version):
+        if line.version != self.version:
             self._tell_policies(self._follow(line), now)
         has_below = self._tiers.disk.capacity_bytes or self._tiers.redis.is_on
         if has_below and self._reuse and self._sessions.mean_bytes:
@@ -127,7 +129,7 @@ class LookAhead:
 
     def _follow(self, line: WaitingLine) -> set[SessionName]:
         """Bring what is known of the line up to date. Returns the sessions that have joined or left the queue."""
-        change, self._line = line.since(self._line), line
+        change, self._line, self.version = line.since(self._line), line, line.version
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
         change.apply(self._names, known.__getitem__)

@@ -193,7 +193,9 @@ class CacheManager:
             self._loads.give_up()
         if self._saver.put_off:
             self._saver.catch_up()
-        self._ahead.plan(line, starting, now)
+        # While turns run, no other waits and none is foretold, there is nothing to look ahead to.
+        if line.version != self._ahead.version or line.members or not self._running or tiers.succession.is_foretold:
+            self._ahead.plan(line, starting, now)
         if tiers.writes.has_work(self._running.changes):
             self.sessions.write_behind(now)
         if tiers.redis.is_on and tiers.redis.has_work:

@@ -8,8 +8,8 @@ from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.ports import CacheView
-from reprise.scheduler.schedule import Chunk, StepDraft
-from reprise.scheduler.sequence import Sequence, SequenceState
+from reprise.scheduler.schedule import StepDraft
+from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
 

@@ -1,22 +1,9 @@
 """One step: who computes how many tokens of its own, while it is drafted and as the engine carries it out."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from reprise.scheduler.budgets.budget import StepBudget, StepWork
-from reprise.scheduler.sequence import Sequence
-
-
-class Chunk(NamedTuple):
-    """`num_tokens` pending tokens of a sequence, to be computed in this step."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this chunk ends with the newest token, so that the next one can be sampled."""
-        return self.num_tokens == self.sequence.pending_tokens
+from reprise.scheduler.sequence import Chunk, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +28,3 @@ class StepDraft:
     has_decodes: bool = False
     prefills: list[Sequence] = field(default_factory=list)  # running, with a prompt to compute, next first
     budget: StepBudget = field(init=False)  # what is left for prompts; set once the decodes are known
-
-
-def work_of(chunks: list[Chunk]) -> StepWork:
-    """What a step with these chunks computes."""
-    rows = [chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1]
-    work = StepWork().plus_rows(rows)
-    for chunk in chunks:
-        if chunk.num_tokens != 1:
-            work = work.plus_chunk(chunk.num_tokens, chunk.sequence.computed_tokens)
-    return work

@@ -15,7 +15,7 @@ from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.running_batch import RunningBatch
-from reprise.scheduler.schedule import Schedule, StepDraft, work_of
+from reprise.scheduler.schedule import Schedule, StepDraft
 from reprise.scheduler.sequence import Sequence, SequenceState
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
@@ -287,5 +287,5 @@ class Scheduler:
         self._giving_way.is_full = self._waiting.count > 0
         if self._nearness is not None:
             self._nearness.tell()
-        self._work, self._sat_out, self._began_s = work_of(step.chunks), step.sits_out, step.now
+        self._work, self._sat_out, self._began_s = StepWork.of(step.chunks), step.sits_out, step.now
         return Schedule(step.chunks, step.preempted, self._work)

@@ -1,7 +1,8 @@
-"""What the scheduler orders: one Sequence per choice of a request."""
+"""What the scheduler orders: one Sequence per choice of a request, and the chunks of it that steps compute."""
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -61,3 +62,15 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens known but not computed: the rest of the prompt, or the one token sampled last."""
         return len(self.token_ids) - self.computed_tokens
+
+
+class Chunk(NamedTuple):
+    """`num_tokens` pending tokens of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this chunk ends with the newest token, so that the next one can be sampled."""
+        return self.num_tokens == self.sequence.pending_tokens

@@ -23,7 +23,7 @@ from tests.cache.storage.disk_helpers import forge
 from tests.engine.build.test_tiers import SLOT, converse, reference, tiered
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
-from tests.engine.test_session_directory import delete
+from tests.engine.test_sessions import delete
 
 DISK = {"dram_bytes": 0, "disk_bytes": 1 << 28, "io_deadline_s": 2.0}
 CONVERSATIONS = 4

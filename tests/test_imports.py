@@ -71,12 +71,12 @@ COMPOSES = (*COMPOSITION_ROOTS, "engine.build", "engine.process.rank")
 WINGS: dict[str, tuple[str, ...]] = {
     "fleet": ("loadgen.fleet.baselines", "loadgen.fleet.simulation"),  # the simulator runs the classes of the server
     "engine.ranks": (),
-    "engine.codec": ("engine.step.verify",),
-    "engine.model.offload": ("engine.counters", "engine.model.hf_model"),
-    "engine.packed": ("engine.gguf.convert", "engine.gguf.converted", "engine.gguf.foreign", "engine.model.loading"),
-    "engine.gguf": ("engine.model.loading", "model.smollm2"),
-    "engine.step.drafter": ("engine.counters", "engine.engine"),
-    "engine.step.parked": ("engine.step.compute",),
+    "engine.codec": (),
+    "engine.model.offload": (),
+    "engine.packed": (),
+    "engine.gguf": ("model.smollm2",),  # a program by itself, which converts one file
+    "engine.drafts": (),
+    "engine.parked": (),
 }
 CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 

@@ -34,7 +34,7 @@ from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, result_name
 from benchmarks.harness.result_files import ROOT
 from reprise.engine.gguf.convert import convert
-from reprise.engine.packed.directory import is_packed
+from reprise.engine.packed.directory import is_packed, write
 from reprise.engine.packed.from_directory import packed
 from reprise.engine.packed.load import load_packed
 
@@ -49,7 +49,7 @@ def measure(run: Run) -> dict[str, Any]:
     directory = arguments.model
     if arguments.gguf:
         directory = run.directory / "kept"
-        convert(Path(arguments.gguf), directory, keep=True)
+        convert(Path(arguments.gguf), directory, write_packed=write)
     with gzip.open(arguments.data / "text" / "wikitext2_valid.txt.gz", "rt", encoding="utf-8") as file:
         ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(file.read()).ids
     rows = torch.tensor(ids[: arguments.tokens // ROW * ROW]).view(-1, ROW)

@@ -81,11 +81,11 @@ def drawn_where_needed() -> Iterator[None]:
     """Have engines draw their weights instead of reading them. They are not read for their digest either, which keys
     KV on disk that such an engine has none of."""
 
-    def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
+    def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
         return prepare(random_model(path, dtype, device))
 
     with (
-        patch("reprise.engine.build.model.load_model", load_model),
+        patch("reprise.engine.build.model.load_weights", load_weights),
         patch("reprise.engine.build.model.weights_digest", lambda weights: bytes(16)),
     ):
         yield

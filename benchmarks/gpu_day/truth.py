@@ -99,7 +99,7 @@ def _verified(models: Models, kind: str, tier: str) -> Driver:
 def reuse(kind: str, tier: str, models: Models) -> Iterator[Values]:
     driver = _verified(models, kind, tier)
     answers = conversations(driver)
-    stats, runner = driver.engine.stats(), driver.engine._compute.runner
+    stats, runner = driver.engine.stats(), driver.compute.runner
     wanted = models.recomputed(kind)
     found = {
         "verified": stats.verified_loads,

@@ -42,14 +42,14 @@ class Day:
         self.engine = self.inner.engine
         self.passes: list[tuple[Any, Any]] = []  # fences before and after
         self._captures = self._num_captures()
-        run = self.engine._compute.run
+        run = self.inner.compute.run
 
         def noted(*given: Any) -> Any:
             computed = run(*given)
             self.passes.append((computed.begun, computed.done))
             return computed
 
-        self.engine._compute.run = noted  # type: ignore[method-assign,assignment]
+        self.inner.compute.run = noted  # type: ignore[method-assign,assignment]
         self._numbers = 0
         self.long: Turn | None = None  # the newest turn of the long conversation
 
@@ -116,7 +116,7 @@ class Day:
         return self._num_captures() - self._captures
 
     def _num_captures(self) -> int:
-        return len(getattr(self.engine._compute.runner, "_graphs", ()))
+        return len(getattr(self.inner.compute.runner, "_graphs", ()))
 
 
 def open_section(asked: Asked) -> Day:
@@ -149,7 +149,7 @@ def items(asked: Asked) -> Sequence[Item]:
 
 
 def built(day: Day) -> Iterator[Values]:
-    info, runner = day.engine.model, day.engine._compute.runner
+    info, runner = day.engine.model, day.inner.compute.runner
     day.ask(day.prompt(day.context), 4)  # what is set up at first use
     day.forget()
     yield {

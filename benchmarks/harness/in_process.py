@@ -21,6 +21,7 @@ from reprise.engine.messages import (
     TokensBySource,
 )
 from reprise.engine.process.child import MALLOC, SPIN, engine_environment
+from reprise.engine.step.compute import StepCompute
 from reprise.scheduler.sequence import SamplingParams
 
 SETTLE_S = 60.0
@@ -102,9 +103,14 @@ class InProcess:
         self._turns: dict[str, Turn] = {}
         self.drawn_tokens = 0  # of all turns
 
+    @property
+    def compute(self) -> StepCompute:
+        """What runs the model, for those who measure inside of a step."""
+        return self.engine._step._compute
+
     def share_weights(self, other: "InProcess") -> None:
         """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
-        self.engine._compute.runner.model = other.engine._compute.runner.model
+        self.compute.runner.model = other.compute.runner.model
 
     def submit(
         self,

@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 ROOT = Path(__file__).parents[2]
 CODE, OLD_NAME, NEW_NAME = ROOT / "cache" / "transfer" / "save_stream.py", "slab", "dram_slots"
@@ -108,7 +108,7 @@ class Arm:
         self._engine = InProcess(config(model, flags | ({"engine.threads": threads} if threads else {})))
         self._said: dict[str, list[int]] = {}  # session -> prompt and answer
         self._order: list[str] = []  # of the sessions in a step
-        compute = self._engine.engine._compute
+        compute = self._engine.compute
         run, forward = compute.run, compute.runner.forward
 
         def noting(chunks: list[Chunk], *rest: Any) -> Any:

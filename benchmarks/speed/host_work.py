@@ -64,7 +64,7 @@ def measure(run: Run) -> dict[str, Any]:
     as_engine_process()
     most = max(run.arguments.streams)
     engine = InProcess(config("bundled", SETTINGS | {"scheduler.max_seqs": most}))
-    runner: Any = engine.engine._compute.runner
+    runner: Any = engine.compute.runner
     runner.forward = ReadyMade(most, runner.model.config.vocab_size)
     taken: dict[int, list[float]] = {streams: [] for streams in run.arguments.streams}
     for round_, streams in run.track(

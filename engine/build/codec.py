@@ -16,10 +16,10 @@ from reprise.engine.codec.refusal_file import load as load_refusal
 from reprise.engine.codec.refusal_file import refuses
 from reprise.engine.codec.refusal_file import save as save_refusal
 from reprise.engine.codec.text import text_digest
-from reprise.engine.codec.verdict import CodecVerdict
 from reprise.engine.config import CacheConfig, SelectorConfig
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.pages import bytes_per_token
+from reprise.engine.step.ports import Verdict
 from reprise.kernels.codecs.codec import Codec, Decodes
 from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
 
@@ -49,7 +49,7 @@ class ChosenCodec:
     refusals: Path | None = None
     is_refused: bool = False
 
-    def remember(self, verdict: CodecVerdict) -> None:
+    def remember(self, verdict: Verdict) -> None:
         """Keep later starts from using a codec that was condemned."""
         if self.refusals is not None and self.codec is not None:
             why = f"the shadow check found {verdict.recent:.2g} nats a token, {verdict.limit:.2g} are tolerated"

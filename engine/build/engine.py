@@ -1,14 +1,11 @@
 """The composition root: EngineConfig -> Engine. Whatever is automatic is resolved here, once."""
 
 import functools
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-
-import torch
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from reprise.cache.manager import CacheManager
@@ -16,6 +13,7 @@ from reprise.cache.options import CacheOptions, Truncation
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.parking import chunk_pages
+from reprise.engine.build.assemble import assemble
 from reprise.engine.build.first_steps import WarmModel, warm_up
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link, load, probe_model
 from reprise.engine.build.resources import memory
@@ -24,21 +22,9 @@ from reprise.engine.build.scheduler import build_scheduler
 from reprise.engine.build.selector import build_selector
 from reprise.engine.build.sizes import dram_warnings
 from reprise.engine.build.tiers import Tiers, build_tiers
-from reprise.engine.codec.verdict import CodecVerdict
 from reprise.engine.config import CacheConfig, EngineConfig
 from reprise.engine.engine import Engine
 from reprise.engine.messages import ModelInfo
-from reprise.engine.model.batch import BlockTables
-from reprise.engine.model.cpu.modules import FEW_ROWS
-from reprise.engine.session_directory import SessionDirectory
-from reprise.engine.step.choices import RunningChoices
-from reprise.engine.step.compute import StepCompute
-from reprise.engine.step.drafter import Drafter
-from reprise.engine.step.grammar import GrammarCompiler
-from reprise.engine.step.intake import Intake
-from reprise.engine.step.parked import ParkedAttention
-from reprise.engine.step.recompute import Recompute
-from reprise.engine.step.verify import Verifier
 from reprise.kernels.attention.watched import WatchedAttention
 
 
@@ -91,47 +77,7 @@ def build_engine(
         room.max_context,
         most_tokens=_most_tokens(room, probed, warm),
     )
-    choices = RunningChoices()
-    return Engine(
-        model=info,
-        cache=cache,
-        scheduler=scheduler,
-        transfer=tiers.transfer,
-        choices=choices,
-        intake=Intake(
-            model=info,
-            cache=cache,
-            scheduler=scheduler,
-            grammars=GrammarCompiler(
-                tokenizer=loaded.path / "tokenizer.json", vocab_size=info.vocab_size, end_ids=info.eos_token_ids
-            ),
-            choices=choices,
-            truncation=config.cache.truncation,
-        ),
-        compute=StepCompute(
-            runner=warm.runner,
-            cache=cache,
-            transfer=tiers.transfer,
-            tables=BlockTables(max_seqs=config.scheduler.max_seqs, max_pages=-(-room.max_context // probed.page_size)),
-            device=loaded.device,
-            sink=warm.sink,
-            parked=_parked(room, tiers, warm),
-        ),
-        verifier=_verifier(config.cache, loaded, probed, tiers, warm, cache),
-        directory=SessionDirectory(
-            sessions=cache.sessions,
-            has_redis=cache.tiers.redis.is_on,
-            max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
-            session_ttl_s=config.cache.ttl_s,
-            unix_offset_s=unix_offset_s,
-        ),
-        first_touch=tiers.first_touch,
-        drafter=Drafter(
-            most_tokens=config.scheduler.draft_tokens if _may_draft(loaded, room, warm) else 0,
-            most_rows=FEW_ROWS,
-            max_context=room.max_context,
-        ),
-    )
+    return assemble(config, loaded, probed, room, tiers, warm, info, cache, scheduler, unix_offset_s)
 
 
 def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None:
@@ -140,15 +86,6 @@ def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None
     if room.most_pages:
         limits.append(chunk_pages(room.most_pages) * probed.page_size)
     return min(limits, default=None)
-
-
-def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:
-    """Whether a few rows cost little more than one and have the bits of one, but for the last of fp32, and all of a
-    context is read. On CUDA a step of single rows is a graph, beside which any other takes five times as long."""
-    runner = warm.runner
-    is_alike = warm.rows_agree or loaded.dtype == torch.float32
-    reads_all = not room.most_pages and runner.selecting is None and runner.watch is None
-    return loaded.device.type == "cpu" and is_alike and reads_all
 
 
 def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, unix_offset_s: float) -> CacheManager:
@@ -205,46 +142,9 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
     return cache
 
 
-def _parked(room: Room, tiers: Tiers, warm: WarmModel) -> ParkedAttention | None:
-    if not room.ring_pages:
-        return None
-    runner, ring = warm.runner, range(room.num_pages - room.ring_pages, room.num_pages)
-    return ParkedAttention(inner=runner.backend, pages=runner.pages, ring=ring, transfer=tiers.transfer)
-
-
 def _head_key(secret: bytes, fingerprint: bytes) -> bytes:
     """Derive the key that signs heads of sessions: of one installation and one model."""
     return blake2b(typed_fields("reprise-heads", fingerprint), key=blake2b(secret).digest(), digest_size=32).digest()
-
-
-def _verifier(
-    config: CacheConfig,
-    loaded: LoadedModel,
-    probed: ProbedModel,
-    tiers: Tiers,
-    warm: WarmModel,
-    cache: CacheManager,
-) -> Verifier | None:
-    if not (config.verify_rate and tiers.num_slots):
-        return None
-    chosen = probed.codec
-    is_raw = chosen.codec is None or chosen.is_refused
-    verdict = None if is_raw or chosen.codec is None else CodecVerdict(codec=chosen.codec.name, budget=chosen.budget)
-    return Verifier(
-        recompute=Recompute(
-            runner=warm.runner,
-            cache=cache,
-            page_size=probed.page_size,
-            device=loaded.device,
-            chunk_tokens=warm.step_tokens,
-        ),
-        cache=cache,
-        rate=config.verify_rate,
-        logit_tolerance=probed.found.logit_tolerance,
-        verdict=verdict,
-        on_condemned=chosen.remember,
-        rng=random.Random(),
-    )
 
 
 def _model_info(

@@ -16,19 +16,13 @@ from reprise.cache.storage.throttle import Throttle
 from reprise.engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
+from reprise.engine.build.weights import load_weights, pack_weights, resolve_files
 from reprise.engine.codec.activation import watch_inputs
 from reprise.engine.codec.quality import Subject
 from reprise.engine.config import CacheConfig, EngineConfig
 from reprise.engine.model.cpu.optimise import optimise_for_cpu
 from reprise.engine.model.cuda.optimise import optimise_for_cuda
-from reprise.engine.model.loading import (
-    ModelRefused,
-    fingerprint,
-    load_model,
-    pack_weights,
-    resolve_files,
-    weights_digest,
-)
+from reprise.engine.model.loading import ModelRefused, fingerprint, weights_digest
 from reprise.engine.model.lookahead import Lookahead
 from reprise.engine.model.offload.offloaded_weights import OffloadedWeights
 from reprise.engine.model.pages import bytes_per_token
@@ -144,7 +138,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
         join_ranks(device, rank, num_ranks, rendezvous)
     free = memory().available
     is_offloaded = config.weights.offload == "dram"
-    module = load_model(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
+    module = load_weights(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
     parameters, weight_bytes = size_of(module)
     link = dram_link(config.cache, num_ranks)
     offloaded = _offloaded(module, config.weights.hbm_layers, device, link) if is_offloaded else None

@@ -10,8 +10,9 @@ from reprise.engine.build.first_steps import WarmModel, warm_up
 from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
 from reprise.engine.build.room import Room, find_room
 from reprise.engine.build.tiers import Tiers, build_tiers
+from reprise.engine.build.weights import resolve_files
 from reprise.engine.config import EngineConfig
-from reprise.engine.model.loading import check_split, resolve_files
+from reprise.engine.model.loading import check_split
 from reprise.engine.ranks.group import RankGroup
 from reprise.engine.ranks.shared_runner import SharedRunner
 from reprise.engine.ranks.shared_transfer import SharedTransfer

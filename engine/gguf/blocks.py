@@ -4,13 +4,16 @@ Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A K-for
 groups have scales of 6 or 8 bits times one of the block; the product is kept in fp16, which is off by 0.02 %.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from reprise.kernels.packed import Bits, Codes
+from reprise.kernels.packed import Bits, Codes, PackedWeight
 
+WritePacked = Callable[[Path, str, Iterable[tuple[str, Tensor | PackedWeight]]], None]
+"""Writes weights into a directory: (directory, how they are packed, for people, weights by name)."""
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 """codes int8 [rows, blocks, inputs of a block], scales and lows fp32 [rows, blocks, groups]"""
 

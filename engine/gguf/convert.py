@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from reprise.engine.gguf import blocks, llama, vocabulary
+from reprise.engine.gguf.blocks import WritePacked
 from reprise.engine.gguf.reader import GgufFile, GgufRefused
-from reprise.engine.packed import directory as packed_directory
-from reprise.engine.packed.directory import fresh_directory
+from reprise.engine.model.made_models import fresh_directory
 from reprise.kernels.packed import PackedWeight
 
 SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
@@ -29,24 +29,26 @@ def convert(
     source: Path,
     out: Path,
     *,
-    keep: bool = False,
+    write_packed: WritePacked | None = None,
     sampling: Mapping[str, float] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Write the directory `out`, completely or not at all. keep: leave weights packed as they are in the file, where
-    `can_keep` says so. `sampling` (for generation_config.json) and `chat_template` override what the file says. Raises
-    GgufRefused."""
+    """Write the directory `out`, completely or not at all. write_packed: leave weights packed as they are in the file,
+    where `can_keep` says so, and write them by it. `sampling` (for generation_config.json) and `chat_template` override
+    what the file says. Raises GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} already exists; name another directory, or delete it")
     file = GgufFile(source)
+    if not can_keep(file):
+        write_packed = None
     try:
         with fresh_directory(out) as fresh:
             if _is_ours(file):
-                _write_llama(file, fresh, keep and can_keep(file))
+                _write_llama(file, fresh, write_packed)
             else:
                 from reprise.engine.gguf import foreign
 
-                foreign.write(file, fresh, keep and can_keep(file))
+                foreign.write(file, fresh, write_packed)
             if chat_template is not None:
                 _set_template(fresh, chat_template)
             _tell_sampling(fresh / "generation_config.json", {**_sampling_of(file), **(sampling or {})})
@@ -65,14 +67,14 @@ def _is_ours(file: GgufFile) -> bool:
     return file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
 
 
-def _write_llama(file: GgufFile, out: Path, keep: bool) -> None:
+def _write_llama(file: GgufFile, out: Path, write_packed: WritePacked | None) -> None:
     shape = llama.read_shape(file)
     words = vocabulary.Vocabulary(file)
     if len(words.tokens) > shape.vocab:
         raise GgufRefused(f"{file.path}: {len(words.tokens)} tokens, but the model knows {shape.vocab}")
     dtype = llama.dtype_of(file)
     needs = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
-    if keep:
+    if write_packed is not None:
         needs = 2 * sum(info.size_bytes for info in file.tensors.values())
     if needs > (free := shutil.disk_usage(out).free):
         raise GgufRefused(f"the weights take {needs / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB left")
@@ -82,8 +84,8 @@ def _write_llama(file: GgufFile, out: Path, keep: bool) -> None:
     ids = {name: token_id for name, token_id in ids.items() if token_id is not None}
     _write_json(out / "config.json", {**shape.config(dtype), **ids, "eos_token_id": words.end_ids})
     _write_json(out / "generation_config.json", {**ids, "eos_token_id": words.end_ids})
-    if keep:
-        packed_directory.write(out, file.formats, _kept_weights(file, shape, dtype))
+    if write_packed is not None:
+        write_packed(out, file.formats, _kept_weights(file, shape, dtype))
     else:
         _write_weights(file, shape, dtype, out)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from reprise.engine.gguf import blocks
+from reprise.engine.gguf.blocks import WritePacked
 from reprise.engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
-from reprise.engine.packed import directory as packed_directory
 from reprise.kernels.packed import PackedWeight, pack, unpack
 
 _ROUNDING = 2**-8  # of the largest number: what bf16 and scales in fp16 are off by
@@ -19,9 +19,9 @@ _ROUNDING = 2**-8  # of the largest number: what bf16 and scales in fp16 are off
 log = logging.getLogger(__name__)
 
 
-def write(file: GgufFile, out: Path, keep: bool = False) -> None:
-    """Write the model in bfloat16, its tokenizer and configuration. keep: leave weights packed as they are in the file,
-    where they can be found in it. Raises GgufRefused, OSError."""
+def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) -> None:
+    """Write the model in bfloat16, its tokenizer and configuration. write_packed: leave weights packed as they are
+    in the file, where they can be found in it, and write them by it. Raises GgufRefused, OSError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -44,10 +44,10 @@ def write(file: GgufFile, out: Path, keep: bool = False) -> None:
         raise GgufRefused(f"{file.path} holds {stored:,} weights, transformers' model of it {known:,}")
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    if keep:
+    if write_packed is not None:
         model.config.save_pretrained(out)
         model.generation_config.save_pretrained(out)
-        packed_directory.write(out, file.formats, _weights(file, model))
+        write_packed(out, file.formats, _weights(file, model))
     else:
         model.save_pretrained(out, max_shard_size="2GB")
     tokenizer.save_pretrained(out)

@@ -22,7 +22,6 @@ from transformers import AttentionInterface
 
 from reprise.cache.transfer.capture import SavedRows
 from reprise.engine.model.batch import BatchInput
-from reprise.engine.model.offload.weight_stream import WeightStream
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from reprise.kernels.attention.watched import WatchedAttention
 from reprise.kernels.cpu.available import decode_kernels, use_torch_threads
@@ -317,6 +316,19 @@ def prepare(model: nn.Module) -> nn.Module:
     return model
 
 
+class LayerWeights(Protocol):
+    """Brings layers' weights to HBM ahead of these layers. `reprise.engine.model.offload` implements it."""
+
+    copied_bytes: int
+    """Since the start."""
+    waited_s: float
+    """Seconds that layers have waited for their weights, since the start."""
+
+    def close(self) -> None:
+        """End its thread."""
+        ...
+
+
 class ModelRunner:
     """One model on one device, with its KV pool. Made and called by one thread, that of the engine's loop."""
 
@@ -342,7 +354,7 @@ class ModelRunner:
         self.replayed_steps = 0  # as graphs, since the start
         self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
         self.short_way: Shortcut | None = getattr(model, SHORT_WAY, None)
-        self.weights: WeightStream | None = None  # through which layers' weights come to HBM; None: they are there
+        self.weights: LayerWeights | None = None  # through which layers' weights come to HBM; None: they are there
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
         if pages[0].k.device.type == "cpu" and decode_kernels() is not None:

@@ -15,54 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.packed.directory import DamagedDirectory, is_packed
-
-GGUF_SUFFIX = ".gguf"
 
 
 class ModelRefused(Exception):
     """This model cannot be served correctly. The message says why and what would help."""
 
 
-def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
-    """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
-    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving
-    needs is downloaded, and weights only as safetensors."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == GGUF_SUFFIX and path.exists():
-        from reprise.engine.gguf.converted import converted
-        from reprise.engine.gguf.reader import GgufRefused
-
-        try:
-            return converted(path, conversions, keep)
-        except GgufRefused as error:
-            raise ModelRefused(str(error)) from error
-    if path.exists() or model.startswith((".", "/", "~")):
-        raise ModelRefused(f"{model} is neither a directory with a model in it nor a {GGUF_SUFFIX} file")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
-        return Path(snapshot_download(model, allow_patterns=wanted))
-    except HFValidationError as error:
-        raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
-    except Exception as error:
-        raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
-
-
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
     """Load a transformers causal LM in eval mode, with our attention. num_ranks: among which it is shared out; they are
     connected already, and this one gets its part. Raises ModelRefused."""
-    config = _read_config(path)
-    _check_config(config)
+    read_config(path)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
-    if is_packed(path):
-        return _load_packed(path, config, dtype, device)
-    if not any(path.glob("*.safetensors")):
-        raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
+    check_safetensors(path)
     shared: dict[str, Any] = {}
     if num_ranks > 1:
         from transformers.distributed import DistributedConfig
@@ -86,32 +50,20 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
     return prepare(model.to(device))
 
 
-def _load_packed(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Raises ModelRefused."""
-    from reprise.engine.packed.load import load_packed
-
-    try:
-        return prepare(load_packed(path, config, dtype, device))
-    except DamagedDirectory as error:
-        raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
-
-
-def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
-    """Return a directory with the weights of another packed to q4 or q8, made once. Raises ModelRefused."""
-    from reprise.engine.packed.from_directory import packed
-
-    if is_packed(path):
-        raise ModelRefused(f"model.weights is {weights}, but the weights of {path} are packed already: take auto")
-    _check_config(_read_config(path))
+def check_safetensors(path: Path) -> None:
+    """Raises ModelRefused if a directory has no weights that can be read safely."""
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
-    try:
-        return packed(path, conversions, weights)
-    except (OSError, ValueError) as error:
-        raise ModelRefused(f"{path} cannot be packed to {weights}: {error}") from error
 
 
-def _read_config(path: Path) -> Any:
+def read_config(path: Path) -> Any:
+    """Return the configuration of the model in a directory. Raises ModelRefused for a model that is not served."""
+    config = _config_of(path)
+    _check_config(config)
+    return config
+
+
+def _config_of(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -137,7 +89,7 @@ def _check_config(config: Any) -> None:
 
 def check_split(path: Path, num_ranks: int) -> None:
     """Raises ModelRefused if the heads of the model in a directory cannot be shared out evenly."""
-    text = _read_config(path).get_text_config()
+    text = _config_of(path).get_text_config()
     heads = {"attention": text.num_attention_heads}
     heads["KV"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     for kind, count in heads.items():

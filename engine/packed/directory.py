@@ -5,12 +5,7 @@ NAME.scales and perhaps NAME.lows, in the layout of `reprise.kernels.packed`; an
 `packed.json` says which are packed, and how.
 """
 
-import contextlib
 import json
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +19,6 @@ from reprise.kernels.packed import BLOCK, GROUP, PackedWeight
 
 INDEX = "packed.json"
 FORMAT = 1
-KEPT = 3  # number of models made for later starts; the least recently used are deleted
-ABANDONED_S = 86_400.0  # to make one takes less
 _SHARD_BYTES = 2 << 30
 
 
@@ -40,33 +33,6 @@ class PackedDirectory:
     weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
     tensors: dict[str, dict[str, Any]]
     files: dict[str, str]
-
-
-@contextlib.contextmanager
-def fresh_directory(out: Path) -> Iterator[Path]:
-    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
-    Raises OSError."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
-    try:
-        yield fresh
-        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
-        for path in fresh.iterdir():
-            path.chmod(0o644)
-            with path.open("rb") as written:
-                os.fsync(written.fileno())
-        fresh.rename(out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def forget_old(directory: Path) -> None:
-    """Delete all but the most recently used of the models made in a directory, and what killed makers have left."""
-    made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
-    finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
-    abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]
-    for _, path in (*finished[KEPT:], *abandoned):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_packed(directory: Path) -> bool:

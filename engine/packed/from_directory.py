@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from reprise.engine.model.made_models import forget_old, fresh_directory
 from reprise.engine.packed import directory as packed_directory
-from reprise.engine.packed.directory import forget_old, fresh_directory
 from reprise.engine.packed.quantise import quantise
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from reprise.cache.stats import TokensBySource
 from reprise.engine.messages import Output, Timings, TokenLogprob, error_output
-from reprise.engine.step.drafts import Acceptance, Draft, DraftSource
 from reprise.engine.step.grammar import Constraint
 from reprise.engine.step.sampler import PenaltyState, SampleRow
 from reprise.scheduler.sequence import Sequence
@@ -36,20 +37,32 @@ class RunningChoice:
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again
     prediction: list[int] = field(default_factory=list)  # what the request expects as its answer
-    draft: Draft | None = None  # of the step under way
-    draft_source: DraftSource | None = None  # once it decodes
-    acceptance: Acceptance | None = None
+    draft: list[int] = field(default_factory=list)  # of the step under way: computed behind its newest token
     accepted_predictions: int = 0  # tokens of its prediction that were drafted and right
     rejected_predictions: int = 0
-
-    @property
-    def num_drafted(self) -> int:
-        return 0 if self.draft is None else len(self.draft.token_ids)
 
     @property
     def is_stateless(self) -> bool:
         """Whether what it has said decides about its next token by the logits alone."""
         return self.penalties is None and self.constraint is None
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether its answer is as long as it may be."""
+        return self.sequence.output_tokens >= self.sequence.sampling.max_tokens
+
+    @property
+    def new_report(self) -> TokensBySource | None:
+        """Where its prompt's KV was found, if its next output is the first to say that."""
+        return None if self.reported else self.report
+
+    def append(self, token_id: int) -> None:
+        """It has said a token."""
+        self.sequence.token_ids.append(token_id)
+        if self.penalties is not None:
+            self.penalties.append(token_id)
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
         """What decides about its next token, or if it is stateless the one so many behind it, besides the logits."""
@@ -106,12 +119,23 @@ class RunningChoice:
         self,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
-        finish_reason: str | None,
-        report: TokensBySource | None,
-        timings: Timings | None,
-        prompt_logprobs: list[TokenLogprob] | None = None,
+        now: float,
+        finish_reason: str | None = None,
+        timings: Timings | None = None,
     ) -> Output:
-        """Tokens of it, or its end."""
+        """Word tokens of it, or its end. The first output has the report of its prompt, and the last one again if that
+        has changed since."""
+        prompt_logprobs = None
+        if (report := self.new_report) is not None:
+            self.reported = True
+            if token_ids:
+                prompt_logprobs = self.take_prompt_logprobs()
+            timings = timings or self.timings(now)
+        elif self.report is not None and finish_reason is not None:
+            if self.selected_tokens:
+                report = msgspec.structs.replace(self.report, selected_tokens=self.selected_tokens)
+            elif self.report_changed:
+                report = self.report
         return Output(
             request_id=self.request_id,
             choice=self.index,

@@ -20,10 +20,10 @@ from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.step.arrival import Arrival
 from reprise.engine.step.choices import RunningChoice, RunningChoices
-from reprise.engine.step.parked import ParkedAttention
+from reprise.engine.step.ports import ParkedReader
 from reprise.engine.step.sampler import token_logprobs
 from reprise.kernels.attention.ragged_batch import AttentionMeta
-from reprise.scheduler.schedule import Chunk
+from reprise.scheduler.sequence import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 
@@ -79,7 +79,7 @@ class Computed:
         """The row of `logits` that each of `ready` draws its next token from; those of its draft follow."""
         if not self.drafts:
             return list(range(len(self.ready)))
-        return [0, *itertools.accumulate(1 + choice.num_drafted for choice in self.ready)][:-1]
+        return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]
 
     @property
     def first_logits(self) -> Tensor:
@@ -100,7 +100,7 @@ class Computed:
         """Draw one token for each choice only."""
         firsts = self.first_rows
         for choice in self.ready:
-            choice.draft = None
+            choice.draft = []
         if self.drafts:
             self.logits = self.logits[firsts]
 
@@ -111,10 +111,10 @@ class Computed:
         for choice, row in zip(self.ready, self.first_rows, strict=True):
             if choice.sequence.request_id not in request_ids:
                 ready.append(choice)
-                kept += range(row, row + 1 + choice.num_drafted)
+                kept += range(row, row + 1 + len(choice.draft))
         for choice in self.ready:
             if choice.sequence.request_id in request_ids:
-                choice.draft = None
+                choice.draft = []
         if len(ready) < len(self.ready):
             self.ready, self.logits = ready, self.logits[kept]
 
@@ -136,7 +136,7 @@ class StepCompute:
         tables: BlockTables,
         device: torch.device,
         sink: CaptureSink | None,
-        parked: ParkedAttention | None,
+        parked: ParkedReader | None,
     ) -> None:
         """sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
         self.runner = runner
@@ -175,7 +175,7 @@ class StepCompute:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
             pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        reads_parked = self._begin_parked(batch.meta, items)
+        reads_parked = self._parked is not None and self._begin_parked(self._parked, batch.meta, items)
         if self._last is not None:
             self._last.wait()
         begun, replayed = self._stream.fence(), self.runner.replayed_steps
@@ -207,6 +207,11 @@ class StepCompute:
             done=done,
         )
 
+    def close(self) -> None:
+        """End what brings weights to HBM. The last call."""
+        if self.runner.weights is not None:
+            self.runner.weights.close()
+
     def free_memory(self) -> None:
         """Give back what the allocator keeps, after a pass has failed for want of memory."""
         if self._sink is not None:
@@ -214,15 +219,13 @@ class StepCompute:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _begin_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
+    def _begin_parked(self, parked: ParkedReader, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
         """Whether sequences of the step have parked blocks, which then are read."""
-        if self._parked is None:
-            return False
         contexts = {place: self._cache.requests.context(item.request_id) for place, item in enumerate(items)}
         contexts = {place: context for place, context in contexts.items() if has_parked(context)}
         if contexts:
-            self._parked.begin(meta, contexts)
-            self.runner.stand_in = self._parked
+            parked.begin(meta, contexts)
+            self.runner.stand_in = parked
         return bool(contexts)
 
     def _watched(self) -> dict[int, list[float]]:
@@ -276,8 +279,8 @@ class StepCompute:
             request_id=sequence.request_id,
             token_ids=sequence.token_ids[first : first + chunk.num_tokens] + draft,
             first_row=first,
-            # Tables hold valid numbers; nobody looks up a page that is parked.
-            pages=[max(0, page) for page in context.rows.pages] if has_parked(context) else context.rows.pages,
+            # Tables hold valid numbers; no page that is parked is looked up.
+            pages=context.rows.pages if self._parked is None else [max(0, page) for page in context.rows.pages],
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
             draft_rows=len(draft),

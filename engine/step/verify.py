@@ -2,7 +2,7 @@
 
 Checksums say that bytes are those that were written. This says that they were the right ones: a layout, a rotation or a
 key that does not mean what it says shows in the logits. Of KV that has been through a lossy codec it says how far the
-model's answers diverge, in nats a token, and the codec is used no more if that is more than it may (`CodecVerdict`).
+model's answers diverge, in nats a token, and the codec is used no more if that is more than it may (`Verdict`).
 """
 
 import logging
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from reprise.cache.manager import CacheManager
-from reprise.engine.codec.verdict import CodecVerdict
 from reprise.engine.step.choices import RunningChoice
+from reprise.engine.step.ports import Verdict
 from reprise.engine.step.recompute import Recompute
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class Verifier:
         cache: CacheManager,
         rate: float,
         logit_tolerance: float,
-        verdict: CodecVerdict | None,
-        on_condemned: Callable[[CodecVerdict], None],
+        verdict: Verdict | None,
+        on_condemned: Callable[[Verdict], None],
         rng: random.Random,
     ) -> None:
         """verdict: None if nothing is coded. on_condemned: called once, when the codec is used no more."""

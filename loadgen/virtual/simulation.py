@@ -35,9 +35,8 @@ from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, Qua
 from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.queues.window import ShuffledWindow
-from reprise.scheduler.schedule import Chunk
 from reprise.scheduler.scheduler import Scheduler
-from reprise.scheduler.sequence import Sequence, SequenceState
+from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 _MOST_STEPS = 100_000

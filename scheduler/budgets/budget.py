@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from reprise.scheduler.sequence import Chunk
+
 STALL_BUDGET_S = 0.02
 """What those who decode wait for the KV of one who joins. A load that holds up a step no longer is taken as hidden."""
 _TERMS = 5
@@ -28,6 +30,15 @@ class StepWork(NamedTuple):
     attended: float = 0.0
     decode_rows: int = 0
     read: float = 0.0
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> "StepWork":
+        """What a step with these chunks computes. A chunk of a single token counts as a row that decodes."""
+        work = cls().plus_rows([chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1])
+        for chunk in chunks:
+            if chunk.num_tokens != 1:
+                work = work.plus_chunk(chunk.num_tokens, chunk.sequence.computed_tokens)
+        return work
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
         """With a chunk of a prompt behind `context_len` tokens."""

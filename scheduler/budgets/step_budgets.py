@@ -1,10 +1,10 @@
 """What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
 
-from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, TimeBudget, TokenBudget
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from reprise.scheduler.budgets.priced import PricedBudget
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.running_batch import RunningBatch
-from reprise.scheduler.schedule import Chunk, work_of
+from reprise.scheduler.sequence import Chunk
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
 
@@ -36,7 +36,7 @@ class StepBudgets:
             prompts = len(self._batch) - len(decodes) + min(self._waiting.count, self._batch.free_places)
             return PricedBudget(
                 cost=self._cost,
-                decodes=work_of(decodes),
+                decodes=StepWork.of(decodes),
                 prompts=max(1, prompts),
                 least_tokens=limits.least_chunk_tokens,
                 most_tokens=lone_tokens if may_be_long else tokens,
@@ -47,4 +47,4 @@ class StepBudgets:
         if not limits.itl_target_s:
             return TokenBudget(tokens)
         target_s = stretch * limits.itl_target_s
-        return TimeBudget(cost=self._cost, target_s=target_s, decodes=work_of(decodes), tokens=tokens)
+        return TimeBudget(cost=self._cost, target_s=target_s, decodes=StepWork.of(decodes), tokens=tokens)

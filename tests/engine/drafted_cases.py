@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from reprise.engine.build import page_dtype
-from reprise.engine.step import drafter
-from reprise.engine.step.drafts import Candidate
+from reprise.engine.drafts import drafter
+from reprise.engine.drafts.lookup import Candidate
 from reprise.kernels.cpu.available import decode_kernels, flash_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model
@@ -157,19 +157,24 @@ class Pair:
     @property
     def drafts(self) -> bool:
         """Whether there are drafts here in this arm."""
-        return self.drafting.engine._drafter.is_on
+        return self.drafting.drafter is not None
 
     @property
     def accepted(self) -> int:
-        return sum(self.drafting.engine._drafter.counters.accepted)
+        return drafted(self.drafting, "accepted")
 
     @property
     def rejected(self) -> int:
-        return sum(self.drafting.engine._drafter.counters.rejected)
+        return drafted(self.drafting, "rejected")
 
     def close(self) -> None:
         self.plain.engine.close()
         self.drafting.engine.close()
+
+
+def drafted(driver: Driver, outcome: str) -> int:
+    """Count the tokens of drafts that were accepted, or rejected."""
+    return sum(count for name, count in driver.engine.stats().drafted_tokens.items() if name.endswith(outcome))
 
 
 def save_model(path: Path) -> None:

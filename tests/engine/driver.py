@@ -19,6 +19,10 @@ from reprise.engine.messages import (
     TokenLogprob,
     TokensBySource,
 )
+from reprise.engine.step.choices import RunningChoices
+from reprise.engine.step.compute import StepCompute
+from reprise.engine.step.ports import DraftMaker
+from reprise.scheduler.scheduler import Scheduler
 from tests.conftest import greedy
 from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
@@ -111,8 +115,24 @@ class Driver:
         self.now = 0.0
 
     @property
+    def compute(self) -> StepCompute:
+        return self.engine._step._compute
+
+    @property
+    def choices(self) -> RunningChoices:
+        return self.engine._requests.choices
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine._step._scheduler
+
+    @property
+    def drafter(self) -> DraftMaker | None:
+        return self.engine._step._drafter
+
+    @property
     def model(self) -> Any:
-        return self.engine._compute.runner.model
+        return self.compute.runner.model
 
     def submit(
         self,
@@ -224,7 +244,7 @@ class Driver:
 
     def state(self, request_id: str) -> str:
         """waiting | prefilling | decoding, of the first choice."""
-        sequence = self.engine._choices[f"{request_id}/0"].sequence
+        sequence = self.choices[f"{request_id}/0"].sequence
         if sequence.state == "waiting":
             return "waiting"
         return "decoding" if sequence.first_token_s is not None else "prefilling"
@@ -247,10 +267,10 @@ class Driver:
             len(resident - pinned),
         )
         assert stats.leases + stats.hbm_pages_free + stats.hbm_pages_cached == stats.hbm_pages_total
-        choices = self.engine._choices
+        choices = self.choices
         unfinished = sum(len(choices.of_request(request_id)) for request_id in {c.request_id for c in choices})
         assert stats.running + stats.waiting == unfinished == len(choices) == len(self.cache._running)
-        assert set(self.engine._compute.tables._rows) <= {s.request_id for s in self.engine._scheduler.running}
+        assert set(self.compute.tables._rows) <= {s.request_id for s in self.scheduler.running}
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -97,7 +97,7 @@ def test_nobody_looks_at_attention_that_nobody_asks_for(path: Path) -> None:
     driver = make(path)
     grow(driver, 2)
     session = session_of(driver)
-    assert driver.engine._compute.runner.watch is None
+    assert driver.compute.runner.watch is None
     assert session.attention == {}
     driver.close()
 

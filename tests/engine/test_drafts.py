@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.engine.step import drafter
+from reprise.engine.drafts import drafter
 from reprise.engine.step.sampler import BadLogits, Sampler
 from tests.app.fakes import write_tokenizer
-from tests.engine.drafted_cases import Pair, all_of_them, arms, measure_nothing, save_model
+from tests.engine.drafted_cases import Pair, all_of_them, arms, drafted, measure_nothing, save_model
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, random_ids, save_tiny
 from tests.engine.step.test_grammar import PERSON, schema_grammar
@@ -64,7 +64,7 @@ class Known:
     def __init__(self, model: Path, **settings: object) -> None:
         self.driver = Driver(model, draft_tokens=7, cache_mode="attentionstore", dram_bytes=32 << 20, **settings)  # type: ignore[arg-type]
         self.rows: list[int] = []  # of each step
-        runner = self.driver.engine._compute.runner
+        runner = self.driver.compute.runner
         inner = runner.forward
 
         def forward(batch, *rest):  # type: ignore[no-untyped-def]
@@ -139,9 +139,9 @@ def test_the_kv_that_drafts_leave_is_found_and_right(model: Path, dtype: str) ->
     mode = {"cache_mode": "recompute"} if dtype == "float32" else {}
     plain = Driver(model, draft_tokens=0, **{**room, **mode})  # type: ignore[arg-type]
     drafting = Driver(model, draft_tokens=7, **room)  # type: ignore[arg-type]
-    if dtype == "bfloat16" and not drafting.engine._drafter.is_on:
+    if dtype == "bfloat16" and drafting.drafter is None:
         pytest.skip("needs kernels by which few rows have the bits of single ones")
-    assert drafting.engine._drafter.is_on
+    assert drafting.drafter is not None
     for driver in (plain, drafting):  # loads always pay
         driver.cache.rates.compute_s = lambda tokens: float(tokens)  # type: ignore[method-assign]
     histories = [random_ids(60, seed) + LOOP * 2 for seed in range(3)]
@@ -155,7 +155,7 @@ def test_the_kv_that_drafts_leave_is_found_and_right(model: Path, dtype: str) ->
             assert found.token_ids == wanted.token_ids
             assert not turn or found.cached >= len(history) - 64
             histories[number] = found.text + random_ids(3, turn)
-    assert sum(drafting.engine._drafter.counters.accepted) > 60
+    assert drafted(drafting, "accepted") > 60
     assert drafting.engine.stats().prompt_tokens.get("dram", 0) > 100
 
 
@@ -192,9 +192,9 @@ def test_predictions_are_counted_at_the_end(model: Path) -> None:
     assert last.accepted_predictions >= 10
     assert last.rejected_predictions >= 1
     assert all(output.accepted_predictions == 0 for output in outputs[:-1])
-    drafted = driver.engine.stats().drafted_tokens
-    assert drafted["prediction accepted"] == last.accepted_predictions
-    assert drafted["prediction rejected"] == last.rejected_predictions
+    counts = driver.engine.stats().drafted_tokens
+    assert counts["prediction accepted"] == last.accepted_predictions
+    assert counts["prediction rejected"] == last.rejected_predictions
 
 
 def test_a_prediction_that_is_no_tokens_is_refused(model: Path) -> None:

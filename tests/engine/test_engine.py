@@ -370,7 +370,7 @@ def test_the_same_seed_says_the_same_alone_and_in_a_crowd(path: Path) -> None:
         driver.submit(f"other{i}", random_ids(15 * i + 5, i), seed=i, ignore_eos=True, **options)
         driver.step()
     same = driver.submit("same", prompt, seed=7, ignore_eos=True, **options)
-    sequence = driver.engine._choices["same/0"].sequence
+    sequence = driver.choices["same/0"].sequence
     driver.run()
     assert sequence.preemptions > 0
     assert same.token_ids == alone.token_ids

@@ -101,7 +101,7 @@ def test_pages_take_half_the_bytes_and_tiers_below_keep_all_of_them(make: Make) 
     held = driver.cache.sessions.bytes_of(("t", "", "s"))
     assert held["hbm"] == rows * model.hbm_bytes_per_token
     assert held["dram"] == rows * KV_BYTES
-    assert all(pages.k.dtype == torch.int8 for pages in driver.engine._compute.runner.pages)
+    assert all(pages.k.dtype == torch.int8 for pages in driver.compute.runner.pages)
 
 
 def test_rows_are_saved_by_the_step_that_computes_them_alone(make: Make) -> None:

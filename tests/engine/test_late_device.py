@@ -43,7 +43,7 @@ class LateDevice(ScrambledStreams):
 
     def put_before(self, driver: Driver) -> None:
         """Have the steps of an engine write to this device."""
-        compute = driver.engine._compute
+        compute = driver.compute
         inner, pools = compute.runner.forward, [pool for layer in compute.runner.pages for pool in (layer.k, layer.v)]
 
         def forward(batch: BatchInput, *arguments: Any) -> Tensor:

@@ -65,7 +65,7 @@ def test_what_a_slow_device_has_not_written_yet_is_neither_found_nor_saved_wrong
         model, device=device, cache_mode="attentionstore", hbm_tokens=288, dram_bytes=64 * MIB, step_tokens=8
     )
     driver.cache.rates.compute_s = lambda tokens: float(tokens)  # type: ignore[method-assign]
-    compute = driver.engine._compute
+    compute = driver.compute
     inner, run, under_way = compute.runner.forward, compute.run, []
 
     def slow(*arguments: object) -> torch.Tensor:

@@ -107,7 +107,7 @@ def test_loads_are_verified_and_contexts_larger_than_hbm_read(tmp_path_factory: 
 def test_a_failed_copy_fails_the_requests_and_says_so(path: Path) -> None:
     driver = make(path)
     driver.ask("a", random_ids(20, seed=1), max_tokens=2)
-    weights = driver.engine._compute.runner.weights
+    weights = driver.compute.runner.weights
     assert weights is not None
     weights.close()
     with pytest.raises(RuntimeError, match="weights could not be copied"):

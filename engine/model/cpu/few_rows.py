@@ -75,6 +75,8 @@ class Run:
         self.dots = (0,) if dots_of_pairs() else ()
         self._pages: list[KvPages | None] = [None] * len(parts)  # whose addresses are in the table
         self._saved: Sequence[np.ndarray] | None = None  # likewise
+        self._seen_pages: KvPages | None = None
+        self._fits = False  # those
         self._shape: Any = None
         self._slot = (0, 0)
 
@@ -83,7 +85,10 @@ class Run:
         return self.first + len(self.parts)
 
     def takes(self, pages: KvPages) -> bool:
-        return fits_kernels(self.parts[0].heads[0], pages)
+        """Whether the kernels can attend to these pages; the same ones in nearly every step."""
+        if pages is not self._seen_pages:
+            self._seen_pages, self._fits = pages, fits_kernels(self.parts[0].heads[0], pages)
+        return self._fits
 
     def prepare(self, step: Step, end: int, save: bool) -> None:
         """Fill in where KV goes in this step, for layers up to `end`."""

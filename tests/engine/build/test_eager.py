@@ -75,7 +75,7 @@ def test_decode_steps_that_are_not_replayed_are_counted(tmp_path: Path) -> None:
     driver = Driver(save_tiny(tmp_path / "tiny"))
     driver.ask("cpu", [5, 6, 7], max_tokens=4, ignore_eos=True)
     assert driver.engine.stats().eager_decode_steps == 0, "on a CPU all are eager, and none is to be told of"
-    compute = driver.engine._compute
+    compute = driver.compute
     compute.runner.takes_host_batches, compute._device = True, torch.device("cuda")
     driver.ask("cuda", [5, 6, 7], max_tokens=5, ignore_eos=True)
     stats = driver.engine.stats()

@@ -31,7 +31,7 @@ def built(path: Path, **changes: Any) -> ModelInfo:
 
 
 def pages_of(engine: Engine) -> int:
-    return int(engine._compute.runner.pages[0].k.shape[0])
+    return int(engine._step._compute.runner.pages[0].k.shape[0])
 
 
 def test_what_is_said_of_a_model(path: Path) -> None:
@@ -279,7 +279,7 @@ def test_the_warm_up_leaves_nothing_behind(path: Path) -> None:
     driver.check()
     stats = driver.engine.stats()
     assert (stats.steps, stats.generated_tokens, stats.hbm_pages_free) == (0, 0, stats.hbm_pages_total)
-    assert driver.engine._compute.tables._rows == {}
+    assert driver.compute.tables._rows == {}
     assert_greedy(tiny_model(), driver.ask("a", [0] * 40, ignore_eos=True))
 
 
@@ -289,13 +289,13 @@ def test_the_step_budget(path: Path, given: int) -> None:
     driver = Driver(path, step_tokens=given, max_context=256)
     prompt = random_ids(250, 1)
     sizes = []
-    forward = driver.engine._compute.runner.forward
+    forward = driver.compute.runner.forward
 
     def listening(batch: Any, *arguments: Any) -> torch.Tensor:
         sizes.append(len(batch.token_ids))
         return forward(batch, *arguments)
 
-    driver.engine._compute.runner.forward = listening  # type: ignore[method-assign]
+    driver.compute.runner.forward = listening  # type: ignore[method-assign]
     driver.ask("a", prompt, max_tokens=2, ignore_eos=True)
     assert sizes == ([24] * 10 + [10, 1] if given else [250, 1])
 

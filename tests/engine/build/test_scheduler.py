@@ -26,14 +26,14 @@ def vanilla() -> Any:
 def count_computed(driver: Driver) -> list[int]:
     """One entry, the tokens that were computed so far."""
     computed = [0]
-    schedule = driver.engine._scheduler.schedule
+    schedule = driver.scheduler.schedule
 
     def counted(now: float) -> Any:
         found = schedule(now)
         computed[0] += sum(chunk.num_tokens for chunk in found.chunks)
         return found
 
-    driver.engine._scheduler.schedule = counted  # type: ignore[method-assign]
+    driver.scheduler.schedule = counted  # type: ignore[method-assign]
     return computed
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from reprise.engine.gguf import converted
 from reprise.engine.gguf.reader import GgufRefused
-from reprise.engine.packed.directory import ABANDONED_S, KEPT
+from reprise.engine.model.made_models import ABANDONED_S, KEPT
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def conversions(monkeypatch) -> list[Path]:
     """Where to something was converted."""
     made: list[Path] = []
 
-    def convert(source: Path, out: Path, *, keep: bool) -> None:
+    def convert(source: Path, out: Path, *, write_packed: object) -> None:
         if source.read_text() == "bad":
             raise GgufRefused("bad")
         out.mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_converted_is_refused(tmp_path, conversions):
 
 
 def test_another_server_may_be_quicker(tmp_path, conversions, monkeypatch):
-    def beaten(source: Path, out: Path, *, keep: bool) -> None:
+    def beaten(source: Path, out: Path, *, write_packed: object) -> None:
         out.mkdir(parents=True)
         raise GgufRefused("already exists")
 

@@ -86,7 +86,7 @@ def test_a_proof_that_takes_long_is_not_tried_unasked(monkeypatch: pytest.Monkey
 )
 def test_the_proof_sees_a_last_bit(what: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(BUNDLED, hbm_tokens=1024, **ON)
-    runner = driver.engine._compute.runner
+    runner = driver.compute.runner
     layers = runner.model.model.layers
     before, after = runner.forward, layers[2].forward
 

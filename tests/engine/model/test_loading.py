@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from reprise.engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from reprise.engine.model.loading import ModelRefused, fingerprint, load_model, weights_digest
 from tests.engine.models import CPU, copied, random_ids, save_tiny, tiny_model, vanilla_logits
 
 
@@ -41,7 +41,7 @@ def load(path: Path) -> Any:
 
 
 def test_a_directory_is_loaded_as_it_was_saved(saved: Path) -> None:
-    model = load(resolve_files(str(saved), Path("unused")))
+    model = load(saved)
     want = tiny_model().state_dict()
     assert model.state_dict().keys() == want.keys()
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
@@ -154,43 +154,6 @@ def test_a_truncated_file_is_refused(edited: Callable[..., Path]) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ModelRefused, match="cannot load"):
         load(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./nowhere", "neither a directory"),
-        ("~/nowhere/at/all", "neither a directory"),
-        ("a b/c/d", "neither a directory nor a hub id"),
-        ("someone/some-model", "could not be fetched"),  # the tests run offline
-    ],
-)
-def test_names_of_no_model_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ModelRefused, match=message):
-        resolve_files(name, Path("unused"))
-
-
-def test_a_file_is_not_a_model(saved: Path) -> None:
-    with pytest.raises(ModelRefused, match="neither a directory"):
-        resolve_files(str(saved / "config.json"), Path("unused"))
-
-
-def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path) -> None:
-    from tests.engine.gguf import gguf_files
-
-    model = gguf_files.random_llama()
-    source = gguf_files.write(tmp_path / "tiny.gguf", model)
-    found = resolve_files(str(source), tmp_path / "models")
-    assert found.parent == tmp_path / "models"
-    assert resolve_files(str(source), tmp_path / "models") == found
-    weights = load(found).state_dict()
-    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-
-
-def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelRefused, match="cut off"):
-        resolve_files(str(tmp_path / "bad.gguf"), tmp_path / "models")
 
 
 # --- what tells one model from another --------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import nn
 
+from reprise.engine.build.weights import load_weights
 from reprise.engine.gguf.convert import convert
 from reprise.engine.model.cpu.quantised import QuantisedLinear
-from reprise.engine.model.loading import ModelRefused, load_model
-from reprise.engine.packed.directory import KEPT, is_packed
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.made_models import KEPT
+from reprise.engine.packed.directory import is_packed
 from reprise.engine.packed.from_directory import packed
 from reprise.kernels.cpu.available import decode_kernels, product_kernels
 from tests.engine.driver import Driver
@@ -79,7 +81,7 @@ def test_layers_with_biases_are_compiled_too(tmp_path: Path) -> None:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.normal_(module.bias)
     model.save_pretrained(tmp_path / "tiny")
-    made = load_model(packed(tmp_path / "tiny", tmp_path / "models", "q8"), torch.bfloat16, torch.device("cpu"))
+    made = load_weights(packed(tmp_path / "tiny", tmp_path / "models", "q8"), torch.bfloat16, torch.device("cpu"))
     layers = [module for module in made.modules() if isinstance(module, QuantisedLinear) and module.bias is not None]
     assert layers
     assert all(layer.few is not None and layer.is_right() for layer in layers)

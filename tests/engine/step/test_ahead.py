@@ -46,9 +46,7 @@ def submit(driver: Driver, histories: list[Answer]) -> list[Answer]:
 
 def ahead(driver: Driver) -> list[str]:
     """Return who waits and has pages."""
-    return [
-        name for name in driver.engine._scheduler.upcoming().members if driver.cache.requests.context(name).rows.pages
-    ]
+    return [name for name in driver.scheduler.upcoming().members if driver.cache.requests.context(name).rows.pages]
 
 
 def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: Any, tmp_path: Path) -> None:

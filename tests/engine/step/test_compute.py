@@ -57,7 +57,7 @@ def test_a_step_is_launched_when_the_one_before_is_over_and_learned_from_then(
     prompt = random_ids(100, 3)
     expected = Driver(path).ask("a", prompt, max_tokens=3).token_ids
     driver, device = Driver(path, step_tokens=32), _LateDevice()
-    compute, rates = driver.engine._compute, driver.cache.rates
+    compute, rates = driver.compute, driver.cache.rates
     monkeypatch.setattr(compute, "_stream", device)
     forward, learned = compute.runner.forward, []
 

@@ -214,7 +214,7 @@ def test_a_bad_grammar_ends_its_own_request_alone(driver: Driver) -> None:
 
 def test_requests_that_wait_for_a_grammar_can_be_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def hold() -> None:
-        driver.engine._intake._grammars._thread.submit(time.sleep, 0.1)
+        driver.engine._requests._intake._grammars._thread.submit(time.sleep, 0.1)
 
     hold()
     driver.submit("gone", random_ids(10, 1), grammar=schema_grammar(PERSON))

@@ -18,7 +18,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     def made(**changes: Any) -> Driver:
         settings = {"dtype": "bfloat16", "cache_mode": "attentionstore", "dram_bytes": 1 << 27, "hbm_tokens": 4096}
         driver = Driver(BUNDLED, **{**settings, **changes})
-        if not driver.engine._compute.runner.saves_rows:
+        if not driver.compute.runner.saves_rows:
             pytest.skip("these processors have no such kernels")
         drivers.append(driver)
         return driver

@@ -38,8 +38,8 @@ class SmallDevice:
         self.sizes: list[int] = []
         self._most_tokens = most_tokens
         self._activations: Callable[[], Any] = lambda: None
-        self._inner = driver.engine._compute.runner.forward
-        monkeypatch.setattr(driver.engine._compute.runner, "forward", self.forward)
+        self._inner = driver.compute.runner.forward
+        monkeypatch.setattr(driver.compute.runner, "forward", self.forward)
 
     def forward(self, batch: BatchInput, *arguments: Any) -> torch.Tensor:
         self.sizes.append(batch.token_ids.shape[0])

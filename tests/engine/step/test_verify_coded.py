@@ -127,12 +127,12 @@ def test_what_waits_or_moves_when_a_codec_is_condemned_ends_well(make, vanilla):
 def test_who_is_served_exactly_since_then_reads_whole_contexts(make):
     """Else KV that was computed on parts of contexts would be in the domain of those who ask for exact KV."""
     driver = make()
-    driver.engine._intake._model = msgspec.structs.replace(driver.engine.model, selector="pairs")
+    driver.engine._requests._intake._model = msgspec.structs.replace(driver.engine.model, selector="pairs")
     for is_condemned in (False, True):
         if is_condemned:
             driver.cache.condemn_codec()
         driver.submit(f"{is_condemned}", random_ids(40, 1), session="s", max_tokens=2)
-        assert driver.engine._choices[f"{is_condemned}/0"].reads_in_part != is_condemned
+        assert driver.choices[f"{is_condemned}/0"].reads_in_part != is_condemned
         driver.run()
 
 

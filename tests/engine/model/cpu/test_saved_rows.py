@@ -69,7 +69,7 @@ def saved_blocks(
     were written to it while they were computed, the texts, and the bytes that are said to have been saved. other_way:
     a layer whose kernels take nothing."""
     driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, **settings)
-    runner, transfer = driver.engine._compute.runner, driver.engine._transfer
+    runner, transfer = driver.compute.runner, driver.engine._transfer
     if not by_kernels:
         monkeypatch.setattr(runner, "saves_rows", False)
     if other_way is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reprise.engine.build.weights import load_weights
 from reprise.engine.model.cuda import optimise, quantised
 from reprise.engine.model.cuda.layer import CudaLayer
 from reprise.engine.model.cuda.optimise import optimise_for_cuda
@@ -20,7 +21,6 @@ from reprise.engine.model.cuda.quantised import (
     join_packed,
 )
 from reprise.engine.model.hf_model import Step, attention_implementation, forward, prepare
-from reprise.engine.model.loading import load_model
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import probe, single_sequence_meta
 from reprise.engine.packed import load
@@ -153,7 +153,7 @@ def test_whole_layers_answer_as_a_models_own_with_the_same_weights(
     kind: str, weights: str, tmp_path: Path, on_cuda: None
 ) -> None:
     path = packed(model_of(kind, tmp_path), tmp_path / "packed", weights)
-    model = load_model(path, BF16, CPU)
+    model = load_weights(path, BF16, CPU)
     probed, wanted = probe(model, NaiveAttention(), PAGE), vanilla_logits(model, TOKENS).float()
     done = optimise_for_cuda(model, probed, NaiveAttention())
     assert done.layers == sum(isinstance(module, CudaLayer) for module in model.modules()) == len(probed.shapes)
@@ -167,9 +167,9 @@ def test_whole_layers_answer_as_a_models_own_with_the_same_weights(
 def test_a_model_takes_the_memory_of_its_codes_once(tmp_path: Path, on_cuda: None) -> None:
     """Embedding and head are tied."""
     path = model_of("llama", tmp_path, tie_word_embeddings=True)
-    model = load_model(packed(path, tmp_path / "packed", "q8"), BF16, CPU)
+    model = load_weights(packed(path, tmp_path / "packed", "q8"), BF16, CPU)
     parameters, size = size_of(model)
-    whole, whole_size = size_of(load_model(path, BF16, CPU))
+    whole, whole_size = size_of(load_weights(path, BF16, CPU))
     assert parameters == whole
     assert size < 0.6 * whole_size
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
@@ -184,7 +184,7 @@ def test_no_weight_is_unpacked_whole_to_be_looked_at(
     def unpacks(layer: CudaQuantisedLinear) -> Tensor:
         raise AssertionError("unpacked")
 
-    model = load_model(packed(model_of("llama", tmp_path), tmp_path / "packed", "q8"), BF16, CPU)
+    model = load_weights(packed(model_of("llama", tmp_path), tmp_path / "packed", "q8"), BF16, CPU)
     probed = probe(model, NaiveAttention(), PAGE)
     monkeypatch.setattr(CudaQuantisedLinear, "weight", property(unpacks))
     assert optimise_for_cuda(model, probed, NaiveAttention()).layers == len(probed.shapes)
@@ -195,7 +195,7 @@ def test_kernels_that_are_wrong_are_not_used(
 ) -> None:
     monkeypatch.setattr(packed_by_torch, "product", lambda x, weight, *_: x.new_ones(len(x), weight.outputs))
     path = packed(model_of("llama", tmp_path), tmp_path / "packed", "q8")
-    model = load_model(path, BF16, CPU)
+    model = load_weights(path, BF16, CPU)
     assert "are wrong and not used" in caplog.text
     layers = [module for module in model.modules() if isinstance(module, CudaQuantisedLinear)]
     assert layers
@@ -230,7 +230,7 @@ def test_reuse_gives_the_text_of_a_recompute(weights: str, tmp_path: Path, on_cu
 def test_a_packed_model_answers_on_cuda_as_its_unpacked_weights_do(kind: str, weights: str, tmp_path: Path) -> None:
     path = packed(model_of(kind, tmp_path), tmp_path / "packed", weights)
     device, backend = torch.device("cuda"), BACKENDS["triton"]()
-    model = load_model(path, BF16, device)
+    model = load_weights(path, BF16, device)
     probed, tokens = probe(model, backend, PAGE), torch.tensor(TOKENS, device="cuda")
     with torch.inference_mode(), attention_implementation(model, "eager"):
         wanted = prepare(model)(input_ids=tokens[None], use_cache=False).logits[0]

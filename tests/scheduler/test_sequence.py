@@ -1,7 +1,7 @@
-"""Tests what a step is made of."""
+"""Tests the chunks that steps are made of, and what they compute."""
 
 from reprise.scheduler.budgets.budget import StepWork
-from reprise.scheduler.schedule import Chunk, work_of
+from reprise.scheduler.sequence import Chunk
 from tests.conftest import make_sequence
 
 
@@ -16,5 +16,5 @@ def test_the_work_of_a_step_tells_rows_that_decode_from_prompts():
     decodes, prompt = make_sequence("decodes", 1001), make_sequence("prompt", 3000)
     decodes.computed_tokens, prompt.computed_tokens = 1000, 2000
     # 100 tokens attend to 2,000 and, on average, half of each other; in thousands: 100 * 2.05.
-    assert work_of([Chunk(decodes, 1), Chunk(prompt, 100)]) == StepWork(100, 205.0, 1, 1.0)
-    assert work_of([]) == StepWork()
+    assert StepWork.of([Chunk(decodes, 1), Chunk(prompt, 100)]) == StepWork(100, 205.0, 1, 1.0)
+    assert StepWork.of([]) == StepWork()

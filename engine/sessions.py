@@ -11,7 +11,8 @@ from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, Sess
 
 
 class SessionDirectory:
-    """Single-threaded, in the engine's loop."""
+    """Answers what the app asks about sessions, and what other servers of a fleet need. Called by the Engine;
+    single-threaded."""
 
     def __init__(
         self,
@@ -24,13 +25,53 @@ class SessionDirectory:
     ) -> None:
         """has_redis: whether other servers find KV of this one."""
         self._sessions = sessions
-        self._has_redis = has_redis
+        self.has_heads = has_redis
+        """Whether `take_heads` may have something to tell."""
+        self.unanswered: set[str] = set()
+        """Requests that `take_replies` will answer."""
         self._max_pinned_bytes = max_pinned_bytes  # per tenant
         self._session_ttl_s = session_ttl_s
         self._unix_offset_s = unix_offset_s
 
-    def apply(self, request: SessionRequest, now: float) -> SessionReply | None:
-        """The answer, or None if it comes later."""
+    def apply(self, request: SessionRequest, now: float) -> list[SessionReply]:
+        """Return the answer, or nothing if it comes later."""
+        return self._now_or_later(request.request_id, self._answer(request, now))
+
+    def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
+        """Take over a session of another replica. Returns a refusal, or nothing: the answer comes later."""
+        return self._now_or_later(request.request_id, self._adopt(request, now))
+
+    def take_replies(self) -> list[SessionReply]:
+        """Return answers that came later: to deletions whose bytes are gone, and to adoptions."""
+        ended = list(self._sessions.deletions.take_ended()) if self._sessions.deletions.waits else []
+        if self.has_heads:
+            ended += self._sessions.take_adopted()
+        self.unanswered.difference_update(asked for asked, _ in ended)
+        return [SessionReply(request_id=asked, sessions=[], error_code=problem) for asked, problem in ended]
+
+    def take_heads(self) -> list[Head]:
+        """Return the heads of sessions that have changed since the last call."""
+        if not self.has_heads:
+            return []
+        return [
+            Head(
+                tenant=told.name[0],
+                salt=told.name[1],
+                session_id=told.name[2],
+                turn=told.turns,
+                redis_tokens=told.redis_tokens,
+                head=told.signed,
+            )
+            for told in self._sessions.take_heads()
+        ]
+
+    def _now_or_later(self, request_id: str, reply: SessionReply | None) -> list[SessionReply]:
+        if reply is None:
+            self.unanswered.add(request_id)
+            return []
+        return [reply]
+
+    def _answer(self, request: SessionRequest, now: float) -> SessionReply | None:
         if request.action == "list":
             return self._list(request)
         if request.action == "list_all":
@@ -54,9 +95,8 @@ class SessionDirectory:
                 return _refused(request, "unavailable", f"unknown action {request.action!r}")
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
 
-    def adopt(self, request: Adopt, now: float) -> SessionReply | None:
-        """Take over a session of another replica. Returns a refusal; None: the answer comes later."""
-        if not self._has_redis:
+    def _adopt(self, request: Adopt, now: float) -> SessionReply | None:
+        if not self.has_heads:
             return _refused(request, "unavailable", "this engine keeps no KV in Redis")
         name = (request.tenant, request.salt, request.session_id)
         try:
@@ -64,29 +104,6 @@ class SessionDirectory:
         except BadHead as error:
             return _refused(request, "bad_head", str(error))
         return None
-
-    def take_replies(self) -> list[SessionReply]:
-        """Return answers that came later: to deletions whose bytes are gone, and to adoptions."""
-        ended = list(self._sessions.deletions.take_ended()) if self._sessions.deletions.waits else []
-        if self._has_redis:
-            ended += self._sessions.take_adopted()
-        return [SessionReply(request_id=asked, sessions=[], error_code=problem) for asked, problem in ended]
-
-    def take_heads(self) -> list[Head]:
-        """Return the heads of sessions that have changed since the last call."""
-        if not self._has_redis:
-            return []
-        return [
-            Head(
-                tenant=told.name[0],
-                salt=told.name[1],
-                session_id=told.name[2],
-                turn=told.turns,
-                redis_tokens=told.redis_tokens,
-                head=told.signed,
-            )
-            for told in self._sessions.take_heads()
-        ]
 
     def _of(self, tenant: str) -> Iterator[tuple[SessionName, SessionContext]]:
         return ((name, session) for name, session in self._sessions.contexts.items() if name[0] == tenant)

@@ -1,4 +1,4 @@
-"""What an engine has done so far, and what it tells of it."""
+"""What an engine tells of what it has done so far."""
 
 import time
 from collections import Counter
@@ -7,37 +7,37 @@ from dataclasses import dataclass
 from reprise.cache.manager import CacheManager
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.messages import SchedulerState, Stats, WaitingInfo
-from reprise.engine.model.offload.weight_stream import WeightStream
-from reprise.engine.step.drafter import DraftCounters
+from reprise.engine.requests import KnownRequests
+from reprise.engine.step.batch_step import BatchStep
+from reprise.engine.step.compute import StepCompute
+from reprise.engine.step.drawing import Drawing
+from reprise.engine.step.moves import StepMoves
+from reprise.engine.step.ports import DraftMaker
 from reprise.engine.step.verify import Verifier
 from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 
 
-@dataclass(slots=True)
-class Counters:
-    """Since the start."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsSources:
+    """The parts of an engine that count. drafter: None if nothing is drafted."""
 
-    steps: int = 0
-    step_seconds: float = 0.0
-    generated_tokens: int = 0
-    aborted: int = 0  # choices
-    load_seconds: float = 0.0  # of transfers into HBM, however many at once
+    scheduler: Scheduler
+    cache: CacheManager
+    transfer: Transfer
+    requests: KnownRequests
+    step: BatchStep
+    moves: StepMoves
+    drawing: Drawing
+    compute: StepCompute
+    verifier: Verifier | None
+    drafter: DraftMaker | None
 
 
-def collect(
-    counters: Counters,
-    *,
-    scheduler: Scheduler,
-    cache: CacheManager,
-    transfer: Transfer,
-    verifier: Verifier | None,
-    weights: WeightStream | None,
-    drafts: DraftCounters,
-    eager_decode_steps: int,
-) -> Stats:
+def collect(parts: StatsSources) -> Stats:
     """All that the parts of an engine know, as of now."""
+    scheduler, cache, verifier, weights = parts.scheduler, parts.cache, parts.verifier, parts.compute.runner.weights
     gauges, stats = cache.gauges(), cache.stats
     verdict = None if verifier is None else verifier.verdict
     return Stats(
@@ -48,26 +48,22 @@ def collect(
         hbm_pages_total=gauges.hbm_pages_total,
         hbm_pages_free=gauges.hbm_pages_free,
         hbm_pages_cached=gauges.hbm_pages_cached,
-        steps=counters.steps,
-        step_seconds=counters.step_seconds,
-        eager_decode_steps=eager_decode_steps,
+        steps=parts.step.count,
+        step_seconds=parts.step.seconds,
+        eager_decode_steps=parts.compute.eager_decode_steps,
         prompt_tokens=dict(stats.prompt_tokens),
-        generated_tokens=counters.generated_tokens,
-        drafted_tokens={
-            f"{source} {outcome}": counts[place]
-            for outcome, counts in (("accepted", drafts.accepted), ("rejected", drafts.rejected))
-            for place, source in enumerate(("context", "prediction"))
-        },
+        generated_tokens=parts.drawing.generated_tokens,
+        drafted_tokens={} if parts.drafter is None else dict(parts.drafter.counts),
         miss_tokens=dict(stats.miss_tokens),
         evicted_blocks=stats.evicted_blocks,
         preemptions=scheduler.preemptions,
-        aborted=counters.aborted,
+        aborted=parts.requests.aborted,
         tier_bytes=gauges.tier_bytes,
         tier_capacity=gauges.tier_capacity,
-        moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=transfer.placed_bytes)),
+        moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=parts.transfer.placed_bytes)),
         moved_seconds=dict(stats.moved_seconds),
-        load_wait_seconds=transfer.waited_s,
-        load_seconds=counters.load_seconds,
+        load_wait_seconds=parts.transfer.waited_s,
+        load_seconds=parts.moves.load_seconds,
         weight_bytes=0 if weights is None else weights.copied_bytes,
         weight_wait_seconds=0.0 if weights is None else weights.waited_s,
         evictions={"hbm": stats.evicted_blocks, **stats.evictions},

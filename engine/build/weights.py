@@ -1,0 +1,68 @@
+"""Finds the files of a model and loads its weights, whatever form they are in: safetensors, GGUF or packed."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from reprise.engine.gguf.reader import GgufRefused
+from reprise.engine.model.hf_model import prepare
+from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config
+from reprise.engine.packed import directory as packed_directory
+from reprise.engine.packed.directory import DamagedDirectory, is_packed
+
+GGUF_SUFFIX = ".gguf"
+
+
+def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
+    """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
+    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving
+    needs is downloaded, and weights only as safetensors. Raises ModelRefused."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == GGUF_SUFFIX and path.exists():
+        from reprise.engine.gguf.converted import converted
+
+        try:
+            return converted(path, conversions, packed_directory.write if keep else None)
+        except GgufRefused as error:
+            raise ModelRefused(str(error)) from error
+    if path.exists() or model.startswith((".", "/", "~")):
+        raise ModelRefused(f"{model} is neither a directory with a model in it nor a {GGUF_SUFFIX} file")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except HFValidationError as error:
+        raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
+    except Exception as error:
+        raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
+
+
+def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
+    """See `load_model`; weights may be packed, too. Raises ModelRefused."""
+    if not is_packed(path):
+        return load_model(path, dtype, device, num_ranks)
+    from reprise.engine.packed.load import load_packed
+
+    try:
+        return prepare(load_packed(path, read_config(path), dtype, device))
+    except DamagedDirectory as error:
+        raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
+
+
+def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
+    """Return a directory with the weights of another packed to q4 or q8, made once. Raises ModelRefused."""
+    from reprise.engine.packed.from_directory import packed
+
+    if is_packed(path):
+        raise ModelRefused(f"model.weights is {weights}, but the weights of {path} are packed already: take auto")
+    read_config(path)
+    check_safetensors(path)
+    try:
+        return packed(path, conversions, weights)
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be packed to {weights}: {error}") from error

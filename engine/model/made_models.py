@@ -1,0 +1,39 @@
+"""Directories of models that the server has made of other files, and keeps for later starts."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+KEPT = 3  # number of models made for later starts; the least recently used are deleted
+ABANDONED_S = 86_400.0  # to make one takes less
+
+
+@contextlib.contextmanager
+def fresh_directory(out: Path) -> Iterator[Path]:
+    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
+    Raises OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
+    try:
+        yield fresh
+        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
+        for path in fresh.iterdir():
+            path.chmod(0o644)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        fresh.rename(out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def forget_old(directory: Path) -> None:
+    """Delete all but the most recently used of the models made in a directory, and what killed makers have left."""
+    made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
+    finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
+    abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]
+    for _, path in (*finished[KEPT:], *abandoned):
+        shutil.rmtree(path, ignore_errors=True)

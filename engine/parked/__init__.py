@@ -1,0 +1,1 @@
+"""Contexts larger than HBM: attention over blocks that are parked in DRAM."""

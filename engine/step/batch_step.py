@@ -1,0 +1,154 @@
+"""One step of the engine: schedule, move, compute, settle, draw."""
+
+import logging
+
+from reprise.cache.manager import CacheManager
+from reprise.engine.messages import Output
+from reprise.engine.step.choices import RunningChoices
+from reprise.engine.step.compute import Computed, StepClock, StepCompute
+from reprise.engine.step.drawing import Drawing
+from reprise.engine.step.moves import StepMoves
+from reprise.engine.step.ports import DraftMaker
+from reprise.engine.step.restarts import Restarts
+from reprise.kernels.device_errors import lacks_memory
+from reprise.scheduler.budgets.budget import StepWork
+from reprise.scheduler.schedule import Schedule
+from reprise.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class BatchStep:
+    """Runs one batch after the other. Called by the Engine; single-threaded.
+
+    Tokens are counted as computed only after the forward pass that writes their KV was launched, and whatever reads
+    that KV comes after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        scheduler: Scheduler,
+        choices: RunningChoices,
+        compute: StepCompute,
+        moves: StepMoves,
+        restarts: Restarts,
+        drawing: Drawing,
+        drafter: DraftMaker | None,
+    ) -> None:
+        """drafter: None if nothing is drafted."""
+        self._cache, self._scheduler, self._choices = cache, scheduler, choices
+        self._compute, self._moves, self._restarts, self._drawing = compute, moves, restarts, drawing
+        self._drafter = drafter
+        self._under_way: tuple[Computed, StepWork] | None = None  # a step that drew nothing, and may not be over
+        self.count = 0
+        """Steps since the start whose time is known."""
+        self.seconds = 0.0
+        """What these took."""
+
+    def order_next(self, now: float) -> None:
+        """Hear what the transfers have done, and order what comes next."""
+        if failed := self._moves.catch_up(now):
+            self._restarts.failed(failed)
+        self._moves.order_next(now)
+
+    def run(self, now: float) -> list[Output]:
+        """Run one batch, or wait a moment where all that could run waits for its KV. When it raises, call `fail`."""
+        clock = StepClock(now)
+        schedule = self._schedule(now)
+        self._moves.begin_step(schedule)
+        if not schedule.chunks:
+            self._moves.wait()
+            return []
+        clock.begin_computing()
+        computed = self._launch(schedule)
+        if computed is None:
+            return []
+        self._learn_before()
+        self._settle(computed, clock)
+        outputs = self._drawing.draw(computed, clock.now())
+        if computed.done.is_done:
+            seconds = clock.computing_s()
+            self._learn(computed, seconds)
+            self._scheduler.ran(seconds, computed.waited_s)
+        else:
+            self._under_way = computed, schedule.work
+        return outputs
+
+    def fail(self) -> None:
+        """A step has raised, and every request has ended."""
+        self._moves.fail()
+
+    def close(self) -> None:
+        """The last call."""
+        self._compute.close()
+
+    def _schedule(self, now: float) -> Schedule:
+        """Decide who runs, and how many tokens of each. Tell first-time runners where their KV was found."""
+        schedule = self._scheduler.schedule(now)
+        for sequence in schedule.preempted:
+            self._compute.tables.drop(sequence.request_id)
+        for chunk in schedule.chunks:
+            choice = self._choices[chunk.sequence.request_id]
+            choice.begin_step(now)
+            if choice.report is None:
+                choice.report = self._cache.requests.report(chunk.sequence.request_id)
+                chunk.sequence.cached_tokens = choice.report.cached_tokens
+        return schedule
+
+    def _launch(self, schedule: Schedule) -> Computed | None:
+        """Return None if the device had no memory for it: then it is tried again in smaller steps. Raises where these
+        are of no use."""
+        drafts = {} if self._drafter is None else self._drafter.propose(schedule.chunks, self._choices)
+        try:
+            return self._compute.run(schedule.chunks, self._choices, drafts)
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            problem = error.with_traceback(None)  # whose frames hold what was computed so far
+        for chunk in schedule.chunks:
+            self._choices[chunk.sequence.request_id].draft = []
+        self._compute.free_memory()
+        if not self._scheduler.halve_steps(schedule):
+            raise problem
+        log.warning("steps have at most half as many tokens from now on: %s", problem)
+        return None
+
+    def _settle(self, computed: Computed, clock: StepClock) -> None:
+        """Count what was computed and have it saved. Choices whose KV did not come, or was not right, start anew."""
+        void: set[str] = set()
+        failed = self._moves.hear_failed(clock.called)
+        if failed or computed.late:
+            void = self._restarts.void(computed, set(failed), clock.now())
+        captured, pieces = self._compute.capture(computed, void)
+        self._moves.hold(captured, pieces)
+        for chunk in computed.chunks:
+            sequence_id = chunk.sequence.request_id
+            if sequence_id not in void:
+                self._cache.requests.commit(sequence_id, chunk.num_tokens)
+                if (shares := computed.attention.get(sequence_id)) is not None:
+                    self._cache.requests.attended(sequence_id, shares)
+                chunk.sequence.computed_tokens += chunk.num_tokens
+                self._choices[sequence_id].load_wait_s += computed.waited_s
+        if void:
+            computed.drop(void)
+        if self._restarts.verifier is not None:
+            self._restarts.contradicted(computed)
+
+    def _learn_before(self) -> None:
+        """Learn what the step before took, if it was not over when it returned."""
+        if self._under_way is not None:
+            (computed, work), self._under_way = self._under_way, None
+            seconds = computed.done.seconds_since(computed.begun)
+            self._learn(computed, seconds)
+            self._scheduler.ran_before(work, seconds - computed.waited_s)
+
+    def _learn(self, computed: Computed, seconds: float) -> None:
+        """What the step took, for all that expect what the next ones take."""
+        self.count += 1
+        self.seconds += seconds
+        if not computed.reads_parked:
+            self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
+        if self._drafter is not None and computed.only_decodes and not computed.waited_s:
+            self._drafter.stepped(computed.num_tokens, seconds)

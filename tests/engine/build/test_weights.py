@@ -1,0 +1,55 @@
+"""Tests finding a model's files by its name, whatever form its weights are in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprise.engine.build.weights import load_weights, resolve_files
+from reprise.engine.model.loading import ModelRefused
+from tests.engine.gguf import gguf_files
+from tests.engine.models import CPU, save_tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_directory_is_found_as_it_is(saved: Path) -> None:
+    assert resolve_files(str(saved), Path("unused")) == saved
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "neither a directory"),
+        ("~/nowhere/at/all", "neither a directory"),
+        ("a b/c/d", "neither a directory nor a hub id"),
+        ("someone/some-model", "could not be fetched"),  # the tests run offline
+    ],
+)
+def test_names_of_no_model_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ModelRefused, match=message):
+        resolve_files(name, Path("unused"))
+
+
+def test_a_file_is_not_a_model(saved: Path) -> None:
+    with pytest.raises(ModelRefused, match="neither a directory"):
+        resolve_files(str(saved / "config.json"), Path("unused"))
+
+
+def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path) -> None:
+    model = gguf_files.random_llama()
+    source = gguf_files.write(tmp_path / "tiny.gguf", model)
+    found = resolve_files(str(source), tmp_path / "models")
+    assert found.parent == tmp_path / "models"
+    assert resolve_files(str(source), tmp_path / "models") == found
+    weights = load_weights(found, torch.float32, CPU).state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelRefused, match="cut off"):
+        resolve_files(str(tmp_path / "bad.gguf"), tmp_path / "models")
