@@ -11,8 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["REPRISE_MODEL__SOURCE"] = "bundled"
 
 from tests.one_name import bare, refuse_bare_names, twice
+from tests.shared_certificates import share_certificates
 
 refuse_bare_names()
+share_certificates()
 
 from collections.abc import Iterator
 from typing import Any
