@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, no network, hypothesis profiles, and factories for the wire's structs."""
 
+import gc
 import os
 
 # Set before anything imports torch, and inherited by the servers that tests start: the oracles compare sums bit by
@@ -10,8 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["REPRISE_MODEL__SOURCE"] = "bundled"
 
 from tests.one_name import bare, refuse_bare_names, twice
+from tests.shared_certificates import share_certificates
 
 refuse_bare_names()
+share_certificates()
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from reprise.scheduler.sequence import SamplingParams, Sequence
-from tests.costs import mark_dear
+from tests.costs import mark_dear, start_early
 
 collect_ignore = ["clients"]  # these have an environment of their own: `make test-clients`
 
@@ -38,10 +41,22 @@ def one_name() -> Iterator[None]:
     assert twice() == bare() == []
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Keep all that collecting imports and makes out of the garbage collector, since it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is dear, and skip what needs a GPU where there is none; only then is torch asked."""
     mark_dear(items)
+    start_early(items)
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return

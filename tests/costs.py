@@ -5,11 +5,21 @@ of a parametrised test. Whatever remains gets the marker `dear`, which `make tes
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 KINDS = ("triton", "bench", "servers", "ranks", "long")
 """Markers of dear tests: see `markers` in pyproject.toml. `sweep` is one as well, in part."""
+
+_FIRST = ("servers", "ranks")  # kinds that take half a minute and several processes
+
+
+def start_early(items: list[pytest.Item]) -> None:
+    """Sort the files, so that processes which share the tests end at the same time: files that start processes first,
+    then those of the whole tree, which lie beside this one and take seconds too. What comes last is cheap."""
+    long = {item.path for item in items if any(item.get_closest_marker(kind) for kind in _FIRST)}
+    items.sort(key=lambda item: (item.path not in long, item.path.parent != Path(__file__).parent))
 
 
 def mark_dear(items: list[pytest.Item]) -> None:

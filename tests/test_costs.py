@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.costs import KINDS, mark_dear
+from tests.costs import KINDS, mark_dear, start_early
 
 
 @dataclass
@@ -55,6 +55,19 @@ def test_of_a_sweep_every_nth_case_stays_in_each_function_and_file() -> None:
 
 def test_a_sweep_of_a_dear_kind_is_left_out() -> None:
     assert kept([Item("a[0]", [pytest.mark.sweep(2), pytest.mark.long])]) == []
+
+
+def test_files_that_start_processes_come_first_and_then_those_of_the_whole_tree() -> None:
+    tests = Path(__file__).parent
+    server, whole, part = tests / "page/test_a.py", tests / "test_b.py", tests / "app/test_c.py"
+    items = [
+        Item("cheap", [], part),
+        Item("beside the dear one", [], server),
+        Item("dear", [pytest.mark.servers], server),
+        Item("of the tree", [], whole),
+    ]
+    start_early(items)  # type: ignore[arg-type]
+    assert [item.nodeid for item in items] == ["beside the dear one", "dear", "of the tree", "cheap"]
 
 
 def test_every_marker_is_declared(request: pytest.FixtureRequest) -> None:

@@ -1,6 +1,8 @@
 """Tests under which names blocks are found that a context gives back."""
 
-from reprise.cache.blocks.keys import BLOCK_TOKENS
+import pytest
+
+from reprise.cache.blocks.keys import BLOCK_TOKENS, salt_of
 from reprise.cache.blocks.truncate import CutRules
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.cache.requests.test_matching import tokens
@@ -31,3 +33,17 @@ def test_a_block_that_a_cut_has_kept_is_not_found_by_who_never_had_what_was_cut(
     model.open("third", [*text, *tokens(2, 100), 7], rules=RULES)
     assert manager.view.resident_tokens("third") == len(context.token_ids), "whoever had it finds it"
     model.check()
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_but_for_a_conversations_first_block_only_those_of_exact_requests_are_kept_out_of_the_codec(
+    is_exact: bool,
+) -> None:
+    model = PoolModel(make_manager(num_pages=8, dram_slots=20, coded_slots=20))
+    model.open("r", tokens(1, 128), salt=salt_of("", is_exact=is_exact))
+    assert model.manager.view.admit("r", 128) == 0
+    assert model.step("r", 128)
+    model.close("r")
+    rows = sorted(model.manager.tiers.table, key=lambda row: row.position)
+    assert [row.kept_raw for row in rows] == [True, is_exact, is_exact, is_exact]
+    model.settle()

@@ -22,7 +22,6 @@ def thresholds():
     gc.set_threshold(10, 2, 1)
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 def test_no_full_collection_begins_by_itself(thresholds):

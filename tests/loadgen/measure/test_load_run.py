@@ -1,6 +1,7 @@
 """Tests `reprise load` against a stub, from the command line to the files it writes."""
 
 import asyncio
+import gc
 import gzip
 import json
 import os
@@ -18,6 +19,13 @@ from reprise.loadgen.report import html_page
 
 DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"
 QUICK = ["--conversations", "6", "--scale", "0.01", "--think", "fixed:0", "--rate", "500", "--seed", "3"]
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """A run ends by unfreezing what the garbage collector leaves out, with what tests/conftest.py has frozen."""
+    yield
+    gc.freeze()
 
 
 class Recorder(Stub):
