@@ -9,19 +9,17 @@ and heads and transcript rows carry a keyed digest of themselves and their place
 stopped Redis is the same as none. One that fails again and again is left alone for a second.
 """
 
-import asyncio
 import logging
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from reprise.app.conversations.breaker import Breaker, State
+from reprise.app.conversations.breaker import State
 from reprise.fleet import keys
+from reprise.fleet.directory_redis import DirectoryRedis, DirectoryUnavailable
 from reprise.fleet.keys import BadSeal, Keys, SessionKeys, SessionName, acknowledgements
 from reprise.fleet.records import (
     MAX_BEAT_BYTES,
@@ -46,9 +44,6 @@ from reprise.fleet.records import (
     Taken,
 )
 
-MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
-MAX_CONNECTIONS = 64
-UNHURRIED_S = 1.0  # least deadline of what no request waits for: on a busy machine a beat is late, not gone
 LIVE_S = 3.0  # a member that is silent for longer is not waited for: three beats are missing
 REMOVED_S = 600.0  # and after that it is removed
 MAX_FORGOTTEN = 100_000  # deletions that are remembered
@@ -57,18 +52,8 @@ FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
 RENEWED_AT_ONCE = 256  # leases
 _RECORD = ("id", "home", "boot", "wanted", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
 _COUNTS = (b"size", b"branches")  # fields of a transcript that are no rows
-_SCRIPTS = Path(__file__).parent / "scripts"
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class DirectoryUnavailable(Exception):
-    """Redis does not answer in time, cannot do it, or says what no directory says. Go on without."""
-
-
-class DirectoryFull(DirectoryUnavailable):
-    """Redis has no memory left for more."""
 
 
 class DirectoryFlushed(DirectoryUnavailable):
@@ -103,56 +88,29 @@ class Directory:
         transcripts of one tenant; what was used longest ago leaves the directory, which costs its next turn a load or
         a recompute. Raises ValueError for an address that is none, ImportError
         without redis' client."""
-        from redis.asyncio import BlockingConnectionPool, Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
-
-        from reprise.app.conversations.redis_reply import BoundedParser
-
         self.keys = Keys(secret)
         self.born = ""  # of the last answered beat
-        self.on_answer: Callable[[float], None] = lambda seconds: None  # told how long each question took
         self._replica, self._boot = replica, boot
-        self._deadline_s = deadline_s
-        self._unhurried_s = max(deadline_s, UNHURRIED_S)
         self._max_sessions = max_sessions
         self._max_said_bytes = max_said_bytes
-        self._failures = (RedisError, OSError, TimeoutError)
-        self._full, self._refused = OutOfMemoryError, ResponseError
-        self._breaker = Breaker(failures=MOST_FAILURES, pause_s=PAUSE_S)
-        self._is_away = False
-        self._redis: Any = Redis(  # its annotations promise text where bytes come
-            connection_pool=BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=deadline_s,
-                socket_timeout=self._unhurried_s,  # every call has a deadline of its own
-                socket_connect_timeout=self._unhurried_s,
-                retry=Retry(NoBackoff(), 1),  # for a connection that has gone stale
-                protocol=2,
-                parser_class=BoundedParser,
-            )
-        )
-        common = (_SCRIPTS / "common.lua").read_text(encoding="utf-8")
-        self._scripts = {
-            path.stem: self._redis.register_script(common + path.read_text(encoding="utf-8"))
-            for path in sorted(_SCRIPTS.glob("*.lua"))
-            if path.stem != "common"
-        }
+        self._server = DirectoryRedis(url, deadline_s=deadline_s)
+        self._redis = self._server.client
 
     @property
     def state(self) -> State:
         """Whether Redis is asked: closed, it is."""
-        return self._breaker.state(time.monotonic())
+        return self._server.state
 
     @property
     def failures(self) -> int:
-        return self._breaker.failures
+        return self._server.failures
+
+    def on_answer(self, tell: Callable[[float], None]) -> None:
+        """Have a function told how many seconds each question took."""
+        self._server.on_answer = tell
 
     async def close(self) -> None:
-        await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
+        await self._server.close()
 
     # --- members ------------------------------------------------------------------------------------------------------
 
@@ -162,9 +120,9 @@ class Directory:
         if len(data) > MAX_BEAT_BYTES:
             raise ValueError(f"a beat of {len(data)} bytes")
         new = secrets.token_hex(16)
-        answer = await self._run(
+        answer = await self._server.run(
             *("beat", beat.replica, data, new, self.keys.check, since, FORGOTTEN_AT_ONCE, int(REMOVED_S * 1e3)),
-            deadline_s=self._unhurried_s,
+            deadline_s=self._server.unhurried_s,
         )
         if answer[0] == b"foreign":
             raise Foreign("the members of this directory have another tenant secret: see server.tenant_secret_file")
@@ -188,7 +146,7 @@ class Directory:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(keys.MEMBERS, self._replica)
             pipe.zrem(keys.BEATEN, self._replica)
-            await self._ask(pipe.execute())
+            await self._server.ask(pipe.execute())
 
     async def members(self) -> Roll:
         """Return the members, draining and silent ones included. A beat that cannot be read is left out."""
@@ -198,7 +156,7 @@ class Directory:
             pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
             pipe.smembers(keys.DRAINED)
             pipe.time()
-            answers = await self._ask(pipe.execute(), deadline_s=self._unhurried_s)
+            answers = await self._server.ask(pipe.execute(), deadline_s=self._server.unhurried_s)
             born, beats, beaten, drained, (seconds, micros) = answers
         now_ms = seconds * 1e3 + micros / 1e3
         members = []
@@ -216,7 +174,7 @@ class Directory:
     async def drain(self, replica: str, *, on: bool) -> None:
         """Have gateways send nothing new to a replica, or end that. Its sessions move with their next turns."""
         change = self._redis.sadd if on else self._redis.srem
-        await self._ask(change(keys.DRAINED, replica))
+        await self._server.ask(change(keys.DRAINED, replica))
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -226,7 +184,7 @@ class Directory:
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
-        found = await self._ask(self._redis.mget(places))
+        found = await self._server.ask(self._redis.mget(places))
         prefix = f"{fingerprint}:".encode()
         for member in dict.fromkeys(value for value in found if isinstance(value, bytes)):
             if member.startswith(prefix):
@@ -244,7 +202,7 @@ class Directory:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hmget(key, _RECORD)
             pipe.time()
-            fields, (seconds, _) = await self._ask(pipe.execute())
+            fields, (seconds, _) = await self._server.ask(pipe.execute())
         if fields[4] is None:
             return None
         with _reading():
@@ -268,7 +226,7 @@ class Directory:
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hget(self._keys_of(name, fingerprint).record, "begun")
-            found = await self._ask(pipe.execute())
+            found = await self._server.ask(pipe.execute())
         with _reading():
             return [None if epoch is None else int(epoch) for epoch in found]
 
@@ -277,7 +235,7 @@ class Directory:
         epoch of this replica's first claim of it, if it has a copy; only heeded after a flush. Raises DirectoryFlushed
         too."""
         names = self._keys_of(name, fingerprint)
-        answer = await self._run(
+        answer = await self._server.run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
             *(_milliseconds(ttl_s), self._max_sessions, begun),
         )
@@ -303,7 +261,7 @@ class Directory:
         for digest, row in commit.rows.items():
             if len(row) <= MAX_ROW_BYTES:
                 rows += (digest, self.keys.seal(row, key=names.transcript))
-        answer = await self._run(
+        answer = await self._server.run(
             *("commit", self.born, self._replica, self._boot, commit.epoch, commit.since, commit.base_turn),
             *(commit.nonce, int(commit.ends_turn), commit.name.session_id, names.tenant, names.name, names.member),
             *(commit.tokens, commit.size_bytes, commit.redis_tokens, _milliseconds(commit.ttl_s), head, names.member),
@@ -320,7 +278,7 @@ class Directory:
     async def transcript(self, name: SessionName, *, fingerprint: str) -> dict[bytes, bytes]:
         """Return a session's transcript: digest of an answer -> its row. Damaged rows are left out."""
         key = self._keys_of(name, fingerprint).transcript
-        found = await self._ask(self._redis.hgetall(key))
+        found = await self._server.ask(self._redis.hgetall(key))
         with _reading():
             rows = {digest: self._unsealed(row, key) for digest, row in found.items() if digest not in _COUNTS}
         return {digest: row for digest, row in rows.items() if row}
@@ -328,13 +286,13 @@ class Directory:
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
         """Let go of a session, so that the next turn may go anywhere. Returns whether it was still claimed."""
         names = self._keys_of(name, fingerprint)
-        answer = await self._run("release", self.born, epoch, names.tenant, names.member)
+        answer = await self._server.run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
 
     async def move(self, name: SessionName, *, fingerprint: str, replica: str) -> bool:
         """Have gateways send a session's next turn to a replica. Returns whether there is such a session."""
         names = self._keys_of(name, fingerprint)
-        answer = await self._run("move", names.tenant, names.member, replica)
+        answer = await self._server.run("move", names.tenant, names.member, replica)
         return bool(answer[0] == b"moved")
 
     async def forget(self, tenant: str, session_id: str) -> Forgetting:
@@ -344,7 +302,7 @@ class Directory:
 
     async def forget_name(self, tenant: str, name: str) -> Forgetting:
         """Likewise; name: `SessionKeys.name`."""
-        answer = await self._run(
+        answer = await self._server.run(
             *("forget", self.born, self._replica, self.keys.tenant(tenant), name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
             int(FORGOTTEN_S * 1e6),
         )
@@ -359,11 +317,11 @@ class Directory:
             values: list[str | int] = []
             for deletion in forgotten[start : start + FORGOTTEN_AT_ONCE]:
                 values += (deletion.name.partition(":")[0], deletion.name, deletion.epoch)
-            self._must_be_ours(await self._run("remember", self.born, *values))
+            self._must_be_ours(await self._server.run("remember", self.born, *values))
 
     async def acknowledge(self, epoch: int) -> None:
         """Say that this replica has deleted what was forgotten at this epoch."""
-        await self._ask(self._redis.srem(acknowledgements(epoch), self._replica))
+        await self._server.ask(self._redis.srem(acknowledgements(epoch), self._replica))
 
     async def unacknowledged(self, epoch: int) -> tuple[str, ...]:
         """Return the live members that have not deleted what was forgotten at this epoch. Those that are silent hear of
@@ -373,7 +331,7 @@ class Directory:
             pipe.smembers(acknowledgements(epoch))
             pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
             pipe.time()
-            born, waiting, beaten, (seconds, micros) = await self._ask(pipe.execute())
+            born, waiting, beaten, (seconds, micros) = await self._server.ask(pipe.execute())
         if born != self.born.encode():
             raise DirectoryFlushed("the directory was flushed")
         since_ms = seconds * 1e3 + micros / 1e3 - LIVE_S * 1e3
@@ -383,7 +341,7 @@ class Directory:
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
         """Return what a tenant holds, and of so many sessions, from place `first` of those used longest ago on, which
         may leave. longest_s: after that, a turn that was begun does not run any more."""
-        answer = await self._run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
+        answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer
             return Held(int(sessions), int(size_bytes), tuple(name.decode("ascii") for name in names))
@@ -391,7 +349,7 @@ class Directory:
     async def keep(self, tenant: str, session_id: str, *, ttl_s: float | None) -> None:
         """Change how long sessions of this id, with any salt, live after their last use; None: they are pinned."""
         name = self.keys.name(tenant, session_id)
-        await self._run("keep", self.keys.tenant(tenant), name, _milliseconds(ttl_s))
+        await self._server.run("keep", self.keys.tenant(tenant), name, _milliseconds(ttl_s))
 
     # --- allowances ---------------------------------------------------------------------------------------------------
 
@@ -403,7 +361,7 @@ class Directory:
         A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
         counts them, takes the tokens with need=0.
         """
-        answer = await self._run("take", self.keys.bucket(tenant, kind), per_minute, amount, need)
+        answer = await self._server.run("take", self.keys.bucket(tenant, kind), per_minute, amount, need)
         with _reading():
             wait_s, level = map(float, answer)
             return Taken(wait_s, level)
@@ -412,7 +370,7 @@ class Directory:
         """Take places for an answer, if its tenant then has no more than `most`. Returns whether they were taken, and
         how many are in use."""
         key = keys.places(self.keys.tenant(place.tenant))
-        answer = await self._run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
+        answer = await self._server.run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
         with _reading():
             outcome, in_use = answer
             return outcome == b"entered", int(in_use)
@@ -423,12 +381,12 @@ class Directory:
             values: list[str | int] = []
             for place in places[start : start + RENEWED_AT_ONCE]:
                 values += (keys.places(self.keys.tenant(place.tenant)), place.lease, place.count)
-            await self._run("renew", _milliseconds(lease_s), *values)
+            await self._server.run("renew", _milliseconds(lease_s), *values)
 
     async def leave_places(self, place: Place) -> None:
         """Give places back."""
         key = keys.places(self.keys.tenant(place.tenant))
-        await self._ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
+        await self._server.ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -446,52 +404,6 @@ class Directory:
     def _must_be_ours(self, answer: list[Any]) -> None:
         if answer[0] == b"flushed":
             raise DirectoryFlushed("the directory was flushed")
-
-    async def _run(self, script: str, *values: Any, deadline_s: float | None = None) -> list[Any]:
-        answer = await self._ask(self._scripts[script](args=values), deadline_s=deadline_s)
-        if not isinstance(answer, list) or not answer:
-            raise DirectoryUnavailable(f"no reply to {script}")
-        return answer
-
-    async def _ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
-        """Await an answer of Redis. deadline_s: of what no request waits for, which alone finds out whether Redis is
-        back. Raises DirectoryUnavailable."""
-        may_ask = self.state == "closed" if deadline_s is None else self._breaker.allows(time.monotonic())
-        if not may_ask:
-            if asyncio.iscoroutine(call):
-                call.close()
-            raise DirectoryUnavailable("Redis has not answered lately")
-        asked_s = time.monotonic()
-        task = asyncio.current_task()
-        cancelled = 0 if task is None else task.cancelling()
-        try:
-            async with asyncio.timeout(deadline_s or self._deadline_s):
-                answer = await call
-        except self._full as error:
-            self._breaker.succeeded()  # it answers; what makes room still works
-            self._tell(error)
-            raise DirectoryFull(str(error)) from None
-        except self._failures as error:
-            if isinstance(error, self._refused):  # it answers; one damaged record does not cut all others off
-                self._breaker.succeeded()
-            else:
-                self._breaker.failed(time.monotonic())
-            self._tell(error)
-            raise DirectoryUnavailable(f"{type(error).__name__}: {error}") from None
-        finally:
-            self.on_answer(took_s := time.monotonic() - asked_s)
-        if took_s <= self._deadline_s:  # a later answer is one that no request would have waited for
-            self._breaker.succeeded()
-        self._is_away = False
-        # Redis' client sends by asyncio.wait_for, which loses a cancellation in Python 3.11.
-        if task is not None and task.cancelling() > cancelled:
-            raise asyncio.CancelledError
-        return answer
-
-    def _tell(self, error: BaseException) -> None:
-        if not self._is_away:
-            log.error("the directory of the fleet does not answer: %s: %.200s", type(error).__name__, error)
-        self._is_away = True
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.records import Heartbeat, Roll
 from reprise.fleet.routing import STALE_S, Beat, FleetView
 

@@ -43,7 +43,8 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.measures import ratio, rounded
 from benchmarks.harness.servers import free_port
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.records import Heartbeat
 from reprise.fleet.routing import Beat
 from reprise.loadgen.percentile import percentile

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from reprise.app.errors import ApiError, too_fast, too_many_requests
 from reprise.app.tenancy.keyring import KeyLimits
 from reprise.app.tenancy.places import Places, Ticket, bounded, limit_headers
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.gateway.metrics import Metrics
 from reprise.fleet.records import Place, Taken
 

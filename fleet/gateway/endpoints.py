@@ -15,7 +15,8 @@ from reprise.app.http.body import parse_json, read_body
 from reprise.app.schemas.fields import SESSION_ID
 from reprise.app.tenancy.keyring import Keyring
 from reprise.engine.messages import salt_of
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.gateway.metrics import Metrics
 from reprise.fleet.gateway.passing import Passing, no_replica
 from reprise.fleet.gateway.replicas import Replicas

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from reprise.app.conversations.digests import digest
-from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.gateway.turn import Turn
 from reprise.fleet.identify import CHARS_PER_TOKEN, runs_at
 from reprise.fleet.keys import SessionName

@@ -24,7 +24,7 @@ from reprise.fleet.gateway.finder import Finder
 from reprise.fleet.gateway.held_bytes import HeldBytes, Lease
 from reprise.fleet.gateway.metrics import Metrics
 from reprise.fleet.gateway.passing import Passing
-from reprise.fleet.gateway.relay import Relay
+from reprise.fleet.gateway.relay import Relay, ReplicaAccess
 from reprise.fleet.gateway.replicas import Replicas
 from reprise.fleet.gateway.turn import TURN_PATHS, forwarded, read_turn, target_of
 from reprise.fleet.members import Members
@@ -56,6 +56,9 @@ class Gateway:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self._access = ReplicaAccess(
+            finder=parts.finder, replicas=parts.replicas, fleet_key=parts.fleet_key, metrics=parts.metrics
+        )
         self._passing = Passing(
             finder=parts.finder,
             replicas=parts.replicas,
@@ -123,13 +126,10 @@ class Gateway:
         )
         relay = Relay(
             turn,
-            finder=parts.finder,
-            replicas=parts.replicas,
-            fleet_key=parts.fleet_key,
+            access=self._access,
             send=send,
             lease=lease,
             admission=admission,
-            metrics=parts.metrics,
             silence_s=self._silence_s(turn.streams),
             send_timeout_s=parts.settings.limits.send_timeout_s,
         )

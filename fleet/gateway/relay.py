@@ -63,6 +63,17 @@ class _Refusal:
     is_overload: bool  # it has too many turns, rather than that it drains, loads or has lost its engine
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaAccess:
+    """The gateway's parts by which a turn finds a replica and reaches it; the same for all turns."""
+
+    finder: Finder
+    replicas: Replicas
+    fleet_key: bytes
+    metrics: Metrics
+    clock: Callable[[], float] = time.monotonic
+
+
 class _NextReplica(Exception):
     """This replica cannot do it; another one may."""
 
@@ -78,30 +89,26 @@ class Relay:
         self,
         turn: Turn,
         *,
-        finder: Finder,
-        replicas: Replicas,
-        fleet_key: bytes,
+        access: ReplicaAccess,
         send: Send,
         lease: Lease,
         admission: Admission,
-        metrics: Metrics,
         silence_s: float,
         send_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """lease: what the turn holds of the gateway's memory. admission: what it holds of its key's limits, given back
         before the client is told that the answer is over. silence_s: the longest wait for a replica's next byte."""
         self._turn = turn
-        self._finder = finder
-        self._replicas = replicas
-        self._fleet_key = fleet_key
+        self._finder = access.finder
+        self._replicas = access.replicas
+        self._fleet_key = access.fleet_key
         self._send = send
         self._lease = lease
         self._admission = admission
-        self._metrics = metrics
+        self._metrics = access.metrics
         self._silence_s = silence_s
         self._send_timeout_s = send_timeout_s
-        self._clock = clock
+        self._clock = access.clock
         self._journal = Journal()
         self._is_noted = True  # the journal has all that the client has
         self._has_begun = False  # the client has status and headers

@@ -58,7 +58,7 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
     replicas = Replicas(members)
     held = HeldBytes(settings.fleet.held_mib * MIB)
     metrics = Metrics()
-    directory.on_answer = metrics.asked
+    directory.on_answer(metrics.asked)
     # Replicas refuse what is too much for them; here only a key's own limit counts.
     most = settings.limits.connections * settings.limits.choices
     places = Places(places=most, tenant_places=most, running=most, limits=keyring.limits)

@@ -11,7 +11,8 @@ from reprise.app.observe.live import tiers_of
 from reprise.app.turn.readiness import Status
 from reprise.app.version import version
 from reprise.engine.process.client import EngineFailed
-from reprise.fleet.directory import Directory, DirectoryUnavailable, Foreign
+from reprise.fleet.directory import Directory, Foreign
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.load import Before, counted, load_of
 from reprise.fleet.members import BEAT_S
 from reprise.fleet.records import Heard, Heartbeat

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from reprise.engine.messages import Adopt
 from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.replica.copies import Copies, scope_of
 from reprise.fleet.replica.held_sessions import HeldSession, HeldSessions

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from reprise.engine.messages import Head
-from reprise.fleet.directory import Directory, DirectoryFull, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryFull, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.outbox import Unsent
 from reprise.fleet.records import FIRST_EPOCH, MAX_ROWS, Commit, Outcome

@@ -3,7 +3,8 @@
 import asyncio
 
 from reprise.app.errors import ApiError, unavailable
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.replica.copies import Copies
 
 POLL_S = 0.1  # between two looks whether the others have deleted a session

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.records import Forgotten, Heard
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from reprise.app.tenancy.keyring import KeyLimits
 from reprise.app.tenancy.quotas import Holdings, excess
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 
 OLDEST_AT_ONCE = 16  # sessions
 MAX_LEAVING = 1024  # sessions that one check deletes

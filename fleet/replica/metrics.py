@@ -21,7 +21,7 @@ class ReplicaCollector(Collector):
         self._replica = replica
         text = "One question to the fleet's Redis, answered or not."
         self._asked = Histogram("reprise_directory_seconds", text, buckets=SECONDS, registry=None)
-        replica.directory.on_answer = self._asked.observe
+        replica.directory.on_answer(self._asked.observe)
 
     def describe(self) -> Iterator[Metric]:
         """Nothing is collected at registration."""

@@ -19,7 +19,8 @@ from reprise.app.turn.readiness import Readiness
 from reprise.app.turn.sessions import SessionCommands
 from reprise.engine.messages import Head
 from reprise.engine.process.client import EngineClient
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.identify import background_id
 from reprise.fleet.keys import SessionName
 from reprise.fleet.members import BEAT_S, Members

@@ -15,7 +15,8 @@ from reprise.app.http.bounded_server import LAST_WORDS_S
 from reprise.app.settings.settings import Settings
 from reprise.app.state_dir import SECRET_FILE, load_tenant_secret
 from reprise.engine.process.client import STOP_S
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.routing import STALE_S
 from reprise.fleet.supervise.owned_process import OwnedProcess
 

@@ -16,7 +16,7 @@ def check_end(server: SimulatedServer) -> None:
     if server.ahead.fetching is not None:
         server.ahead.fetched()
     server.store.check()
-    if server.context_sum or abs(server.running_bytes) > 1.0 or len(server.queue):
+    if server.num_running or abs(server.running_bytes) > 1.0 or len(server.queue):
         raise BrokenBooks("somebody still runs or waits at the end")
     records = server.records
     hits = sum(record.hit_tokens for record in records)

@@ -21,6 +21,7 @@ from reprise.loadgen.sim.loads import SimulatedLoads
 from reprise.loadgen.sim.machine import Config, Machine
 from reprise.loadgen.sim.policies import SIMULATED_POLICIES
 from reprise.loadgen.sim.remote import RemoteKV
+from reprise.loadgen.sim.running_turns import RunningTurns
 from reprise.loadgen.sim.store import SimulatedStore
 from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from reprise.loadgen.virtual.greedy import greedy
@@ -93,10 +94,7 @@ class SimulatedServer:
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
         self._turn_of: dict[QueuedSequence, LiveTurn] = {}
-        # A heap of (decode step at which the turn is due, number, turn).
-        self._running: list[tuple[int, int, LiveTurn]] = []
-        self._steps = 0  # decode steps so far
-        self.context_sum = 0  # of the running turns
+        self._running = RunningTurns()
         self.running_bytes = 0.0
         self._loading: list[LiveTurn] = []  # waiting turns whose loads have begun
         self._start_s = 0.0  # no waiting turn can start before, unless one arrives or ends
@@ -129,12 +127,17 @@ class SimulatedServer:
         self._start_s = 0.0
 
     @property
+    def num_running(self) -> int:
+        """Number of turns that decode now."""
+        return len(self._running)
+
+    @property
     def next_event_s(self) -> float:
         """The earliest time at which a turn starts or ends if no other is submitted; math.inf when nothing is left."""
         if not self._running:
             return self.now if self._waiting else math.inf
-        rows, steps = len(self._running), self._running[0][0] - self._steps
-        end_s = self.now + self.machine.costs.decode_s(steps, rows, self.context_sum)
+        rows, steps = len(self._running), self._running.steps_to_next
+        end_s = self.now + self.machine.costs.decode_s(steps, rows, self._running.context_sum)
         return min(end_s, max(self.now, self._start_s)) if self._waiting and rows < self.machine.max_seqs else end_s
 
     def expected_wait_s(self, now: float) -> float:
@@ -154,14 +157,11 @@ class SimulatedServer:
         if not (chunk := self.config.chunk_tokens) or not self._running:
             return 1.0
         costs = self.machine.costs
-        return 1.0 + costs.decode_s(1, len(self._running), self.context_sum) / costs.tokens_s(chunk, 0)
+        return 1.0 + costs.decode_s(1, len(self._running), self._running.context_sum) / costs.tokens_s(chunk, 0)
 
     def unfinished(self) -> list[tuple[LiveTurn, int]]:
         """Return the turns that have not ended, each with the tokens of its answer so far."""
-        running = [
-            (turn, turn.record.answer_tokens - turn.left - (due - self._steps)) for due, _, turn in self._running
-        ]
-        return [*running, *((turn, 0) for turn in self._waiting.values())]
+        return [*self._running.unfinished(), *((turn, 0) for turn in self._waiting.values())]
 
     @property
     def busy_s(self) -> float:
@@ -315,7 +315,7 @@ class SimulatedServer:
             now = min(chunk, num_tokens)
             decodes = bool(self.config.chunk_tokens and self._running)
             if decodes:
-                beside_s = costs.decode_s(1, len(self._running), self.context_sum)
+                beside_s = costs.decode_s(1, len(self._running), self._running.context_sum)
                 compute_s = costs.tokens_s(now, context_len)
             else:
                 beside_s, compute_s = 0.0, costs.prefill_s(now, context_len)
@@ -330,7 +330,7 @@ class SimulatedServer:
             num_tokens -= now
             context_len += now
             if decodes:
-                self._stepped(1)
+                self.decoded_tokens += self._running.step(1)
                 self._finish_due()
         return self.now - began_s, self.stalled_s - stalled_s
 
@@ -339,39 +339,27 @@ class SimulatedServer:
         room = self.machine.window - turn.live.context
         steps = min(turn.left, room) if turn.left > 0 else 0
         turn.left -= steps
-        self._pushed += 1
-        heapq.heappush(self._running, (self._steps + steps, self._pushed, turn))
-        self.context_sum += turn.live.context
-        turn.live.context += steps  # its length when the turn is due next
+        self._running.add(turn, steps)
         if not steps:
             self._finish_due()
 
     def _decode(self, until_s: float) -> None:
         """Let all running turns decode until the next event, or the first step that ends after `until_s`."""
         rows, costs = len(self._running), self.machine.costs
-        steps = self._running[0][0] - self._steps
+        steps = self._running.steps_to_next
         ready_s = [when_s for turn in self._loading if (when_s := self.loads.ready_s(turn)) > self.now]
         event_s = min(until_s, self._next_event(), *ready_s) - self.now
         if event_s < math.inf and steps > 1:
-            one_s = costs.decode_s(1, rows, self.context_sum)
+            one_s = costs.decode_s(1, rows, self._running.context_sum)
             steps = max(1, min(steps, math.ceil(event_s / one_s)))
-        seconds = costs.decode_s(steps, rows, self.context_sum)
+        seconds = costs.decode_s(steps, rows, self._running.context_sum)
         self.now += seconds
         self.decode_s += seconds
-        self._stepped(steps)
+        self.decoded_tokens += self._running.step(steps)
         self._finish_due()
 
-    def _stepped(self, steps: int) -> None:
-        self._steps += steps
-        self.context_sum += steps * len(self._running)
-        self.decoded_tokens += steps * len(self._running)
-
     def _finish_due(self) -> None:
-        due = []  # collect all before recomputing one beside those that continue
-        while self._running and self._running[0][0] <= self._steps:
-            due.append(heapq.heappop(self._running)[2])
-            self.context_sum -= due[-1].live.context
-        for turn in due:
+        for turn in self._running.take_due():
             if turn.left > 0:
                 self._overflow(turn)
             else:

@@ -27,7 +27,7 @@ from reprise.cache.rates import Rates
 from reprise.cache.stats import ResidencyValue
 from reprise.cache.tiers.dram import split_dram
 from reprise.loadgen.virtual.greedy import greedy
-from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
+from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualSpeeds, VirtualTiers
 from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 from reprise.scheduler.limits import SchedulerLimits
@@ -395,13 +395,15 @@ def _make_tiers(machine: VirtualServer, rng: random.Random) -> VirtualTiers:
         num_layers=machine.num_layers,
         bytes_per_token=machine.bytes_per_token,
         coded_block_bytes=machine.coded_block_bytes,
-        decoded_bytes_per_s=machine.decoded_bytes_per_s,
-        encoded_bytes_per_s=machine.encoded_bytes_per_s,
-        dram_bytes_per_s=machine.dram_bytes_per_s,
-        disk_bytes_per_s=machine.disk_bytes_per_s,
         redis_blocks=machine.redis_blocks,
-        redis_bytes_per_s=machine.redis_bytes_per_s,
-        load_fixed_s=machine.load_fixed_s,
+        speeds=VirtualSpeeds(
+            dram_bytes_per_s=machine.dram_bytes_per_s,
+            disk_bytes_per_s=machine.disk_bytes_per_s,
+            redis_bytes_per_s=machine.redis_bytes_per_s,
+            decoded_bytes_per_s=machine.decoded_bytes_per_s,
+            encoded_bytes_per_s=machine.encoded_bytes_per_s,
+            load_fixed_s=machine.load_fixed_s,
+        ),
         failures=machine.failures,
         rng=rng,
     )

@@ -4,6 +4,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from reprise.cache.blocks.stored import ExtentInfo, RedisExtent
@@ -37,6 +38,18 @@ DIRECTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class VirtualSpeeds:
+    """How long moves take: bytes per second of each link, and of rows that come out of the codec or go into it."""
+
+    dram_bytes_per_s: float
+    disk_bytes_per_s: float
+    redis_bytes_per_s: float
+    decoded_bytes_per_s: float
+    encoded_bytes_per_s: float
+    load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
+
+
 class VirtualTiers:
     """A thread carries out its moves one after the other; `failures` of them fail, as `rng` says. Redis keeps so many
     blocks, and lets the oldest extents go without telling."""
@@ -47,13 +60,8 @@ class VirtualTiers:
         num_layers: int,
         bytes_per_token: int,
         coded_block_bytes: int,
-        dram_bytes_per_s: float,
-        disk_bytes_per_s: float,
         redis_blocks: int,
-        redis_bytes_per_s: float,
-        load_fixed_s: float,
-        decoded_bytes_per_s: float,
-        encoded_bytes_per_s: float,
+        speeds: VirtualSpeeds,
         failures: float,
         rng: random.Random,
     ) -> None:
@@ -61,14 +69,14 @@ class VirtualTiers:
         self._bytes_per_token, self._coded_block_bytes = bytes_per_token, coded_block_bytes
         # The farthest tier says how fast a direction is.
         self._bytes_per_s = {
-            "redis": redis_bytes_per_s,
-            "disk": disk_bytes_per_s,
-            "dram": dram_bytes_per_s,
-            "coded": min(decoded_bytes_per_s, dram_bytes_per_s),
+            "redis": speeds.redis_bytes_per_s,
+            "disk": speeds.disk_bytes_per_s,
+            "dram": speeds.dram_bytes_per_s,
+            "coded": min(speeds.decoded_bytes_per_s, speeds.dram_bytes_per_s),
         }
-        self._encoded_bytes_per_s = encoded_bytes_per_s
+        self._encoded_bytes_per_s = speeds.encoded_bytes_per_s
         self._redis_blocks = redis_blocks
-        self._load_fixed_s = load_fixed_s
+        self._load_fixed_s = speeds.load_fixed_s
         self._failures = failures
         self._rng = rng
         self._events: list[tuple[float, int, Event]] = []  # a heap

@@ -10,14 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from reprise.fleet import directory as directory_module
-from reprise.fleet.directory import (
-    Directory,
-    DirectoryFlushed,
-    DirectoryFull,
-    DirectoryUnavailable,
-    Foreign,
-)
+from reprise.fleet import directory_redis
+from reprise.fleet.directory import Directory, DirectoryFlushed, Foreign
+from reprise.fleet.directory_redis import DirectoryFull, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.records import Commit, Committed, Heartbeat, Outcome, Place
 from tests.redis_servers import RedisServer, redis_server
@@ -479,7 +474,7 @@ async def test_a_stopped_redis_is_the_same_as_none(tmp_path):
 
 
 async def test_what_no_request_waits_for_may_be_late(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory_module, "UNHURRIED_S", 60.0)
+    monkeypatch.setattr(directory_redis, "UNHURRIED_S", 60.0)
     with redis_server(tmp_path) as server:
         directory = directory_of(server, deadline_s=0.05)
         for call in (lambda: directory.beat(heartbeat("a"), since=0), directory.members):
@@ -491,8 +486,8 @@ async def test_what_no_request_waits_for_may_be_late(tmp_path, monkeypatch):
 
 
 async def test_no_request_waits_to_find_out_whether_redis_is_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(directory_module, "UNHURRIED_S", 60.0)
+    monkeypatch.setattr(directory_redis, "PAUSE_S", 0.01)
+    monkeypatch.setattr(directory_redis, "UNHURRIED_S", 60.0)
     with redis_server(tmp_path) as server:
         directory = directory_of(server, deadline_s=0.2)
         await directory.beat(heartbeat("a"), since=0)
@@ -501,7 +496,7 @@ async def test_no_request_waits_to_find_out_whether_redis_is_back(tmp_path, monk
             with pytest.raises(DirectoryUnavailable):
                 await claim(directory)
             await asyncio.sleep(0.02)
-        assert directory.failures == directory_module.MOST_FAILURES
+        assert directory.failures == directory_redis.MOST_FAILURES
         asyncio.get_running_loop().call_later(0.5, server.resume)
         await directory.beat(heartbeat("a"), since=0)
         assert directory.state == "half_open", "it answers, but too late for a request"

@@ -1,6 +1,6 @@
 """A gateway's table, with a directory that answers or does not."""
 
-from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.members import Members
 from reprise.fleet.records import Heartbeat, Member, Roll
 from reprise.fleet.routing import STALE_S, Beat, FleetView

@@ -13,7 +13,8 @@ from reprise.app.cli.fleet_command import cli
 from reprise.app.settings.settings import load_settings
 from reprise.app.state_dir import load_tenant_secret
 from reprise.app.tenancy.configured_keys import make_keyring
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.records import Commit, Heartbeat, Place
 from reprise.fleet.secrets import RAY_PASSWORD, SecretsExist, make_secrets

@@ -13,7 +13,8 @@ import pytest
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.settings.settings import Settings
 from reprise.engine.messages import Head
-from reprise.fleet.directory import Directory, DirectoryUnavailable
+from reprise.fleet.directory import Directory
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until, write_tokenizer
 from tests.redis_servers import RedisServer, redis_server

@@ -3,7 +3,7 @@
 import pytest
 
 from reprise.app.tenancy.keyring import NO_LIMITS, KeyLimits
-from reprise.fleet.directory import DirectoryUnavailable
+from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.replica.holdings import Spending
 
 

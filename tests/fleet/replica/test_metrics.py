@@ -48,7 +48,7 @@ async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp
         assert found["commits_total.unsent"] == 1
         redis.start()
         await replica.directory.close()  # so that it is not left alone for a second
-        running.app.state.hooks.directory._breaker.succeeded()
+        running.app.state.hooks.directory._server._breaker.succeeded()
         await replica.beat()
         assert (await counts(running)).get("outbox_sessions", 0) == replica.outbox.waiting
 

@@ -19,7 +19,7 @@ from reprise.cache.moves import (
     UploadExtent,
     WriteExtent,
 )
-from reprise.loadgen.virtual.virtual_tiers import VirtualTiers
+from reprise.loadgen.virtual.virtual_tiers import VirtualSpeeds, VirtualTiers
 
 SESSION = SessionRecord("tenant", "", "session", b"", 0.0, False, None)
 KEYS = [bytes([number]) * 16 for number in range(3)]
@@ -30,13 +30,14 @@ def make_tiers(*, failures: float = 0.0) -> VirtualTiers:
         num_layers=2,
         bytes_per_token=8,
         coded_block_bytes=0,
-        decoded_bytes_per_s=1e5,
-        encoded_bytes_per_s=5e4,
-        dram_bytes_per_s=1e6,
-        disk_bytes_per_s=1e6,
         redis_blocks=3,
-        redis_bytes_per_s=5e5,
-        load_fixed_s=0.0,
+        speeds=VirtualSpeeds(
+            dram_bytes_per_s=1e6,
+            disk_bytes_per_s=1e6,
+            redis_bytes_per_s=5e5,
+            decoded_bytes_per_s=1e5,
+            encoded_bytes_per_s=5e4,
+        ),
         failures=failures,
         rng=random.Random(0),
     )
