@@ -17,9 +17,9 @@ WHEELS ?= docker/wheels
 IMAGE_EXTRAS ?= redis
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
-# Processes that share the tests; a file's tests stay together, in the order of tests/costs.py. 0: no processes beside
-# pytest's own.
-WORKERS ?= 2
+# Processes that share the tests, one more than two processors: a fifth of the time one waits for a disk, a server or a
+# clock. A file's tests stay together, in the order of tests/costs.py. 0: no processes beside pytest's own.
+WORKERS ?= 3
 DIST ?= loadfile --no-loadscope-reorder
 # Tests that need nothing which `make setup` does not bring.
 HERE := not gpu and not api and not slow

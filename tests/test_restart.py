@@ -41,7 +41,9 @@ def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path
             found += asyncio.run(returns(server, "index"))
     for one in found:
         assert one.history_tokens >= 640
-        assert one.cached_tokens >= LEAST[one.how] * one.history_tokens, one
+        late_tokens = one.miss_reasons.get("load_late", 0)  # found, but computed sooner than a busy machine loads
+        assert late_tokens <= 32, one
+        assert one.cached_tokens + late_tokens >= LEAST[one.how] * one.history_tokens, one
         assert one.disk_tokens == one.cached_tokens
         assert not one.differs, one
 

@@ -17,6 +17,7 @@ from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver
 from tests.engine.models import family_model, random_ids, save_tiny
+from tests.example_counts import examples
 
 SLOT = 32 * 4 * 2 * (16 + 16) * 4  # bytes of a block of the tiny model: layers, heads, K and V, fp32
 WINDOW = 256
@@ -365,16 +366,17 @@ def outgrow(driver: Driver, *, turns: int, conversations: int = 2, new: int = 12
 
 def test_cut_contexts_from_tiers_are_those_from_hbm(path: Path, tmp_path: Path) -> None:
     everything = tiered(path, cache_mode="prefix", hbm_tokens=1 << 14)
-    expected, _ = outgrow(everything, turns=30)
+    turns = examples(30)
+    expected, _ = outgrow(everything, turns=turns)
     driver = tiered(
         path, dram_bytes=4 * SLOT, disk_bytes=1 << 28, disk_dir=str(tmp_path), cache_policy="lookahead",
     )  # fmt: skip
-    said, stats = outgrow(driver, turns=30)
+    said, stats = outgrow(driver, turns=turns)
     assert said == expected
     assert stats.prompt_tokens["disk"] > 0
     assert stats.truncated_tokens > 0
     assert "lineage_reset" not in stats.miss_tokens
-    assert stats.prompt_tokens["computed"] < 30 * 2 * 80, "a turn costs what is new"
+    assert stats.prompt_tokens["computed"] < turns * 2 * 80, "a turn costs what is new"
     driver.close()
 
 

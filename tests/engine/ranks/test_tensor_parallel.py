@@ -34,12 +34,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(model: Path, asks: Sequence[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
     """Answers of an engine that starts, is asked, and leaves in order."""
-    answers: list[dict[str, Any]] = told(model, asks, **changes)["answers"]
-    return answers
+    (answers,) = told(model, asks, **changes)["answers"]
+    return answers  # type: ignore[no-any-return]
 
 
-def told(model: Path, asks: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    order = {"model": str(model), "asks": asks, "changes": changes}
+def told(model: Path, *engines: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """What a process says of engines that start one after the other, and of what each is asked."""
+    order = {"model": str(model), "engines": engines, "changes": changes}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         input=json.dumps(order),
@@ -111,16 +112,25 @@ def tiers(directory: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.always), "qwen2", "mistral"])
-def test_two_ranks_answer_as_one_also_after_a_restart(family: str, models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "new_process"),
+    [pytest.param("llama", False, marks=pytest.mark.always), ("llama", True), ("qwen2", True), ("mistral", True)],
+)
+def test_two_ranks_answer_as_one_also_after_a_restart(
+    family: str, new_process: bool, models: Path, tmp_path: Path
+) -> None:
+    """new_process: the first rank is started anew too, which costs six seconds."""
     expected = recomputed(models / family, FIRST)
-    assert texts(run(models / family, FIRST, **tiers(tmp_path, tensor_parallel=2))) == expected
-    assert (tmp_path / "kv").is_dir()
-    assert (tmp_path / "rank1" / "kv").is_dir()
-
     # Twice each: off the disk after the restart, and out of DRAM when the others have displaced it from HBM.
     again = next_turns(expected) * 2
-    got = run(models / family, again, **tiers(tmp_path, tensor_parallel=2))
+    settings = tiers(tmp_path, tensor_parallel=2)
+    if new_process:
+        first, got = run(models / family, FIRST, **settings), run(models / family, again, **settings)
+    else:
+        first, got = told(models / family, FIRST, again, **settings)["answers"]
+    assert texts(first) == expected
+    assert (tmp_path / "kv").is_dir()
+    assert (tmp_path / "rank1" / "kv").is_dir()
     assert texts(got) == recomputed(models / family, again)
     history_tokens = sum(history_of(asked) for asked in again[:3])
     assert sum(answer["disk"] for answer in got[:3]) >= 0.95 * history_tokens
@@ -157,7 +167,7 @@ def test_one_rank_is_no_rank(models: Path) -> None:
 
 
 def test_heads_that_cannot_be_shared_out_are_refused(models: Path) -> None:
-    order = {"model": str(models / "llama"), "asks": [], "changes": {"tensor_parallel": 3}}
+    order = {"model": str(models / "llama"), "engines": [[]], "changes": {"tensor_parallel": 3}}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         input=json.dumps(order),
