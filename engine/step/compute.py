@@ -1,5 +1,5 @@
-"""What a step computes: its batch, the forward pass, where the KV is saved to, the logprobs of prompts, and how long it
-takes."""
+"""Computes a step: makes its batch, launches the forward pass, says where the KV is saved to, and notes logprobs of
+prompts."""
 
 import itertools
 import time
@@ -61,10 +61,10 @@ class Computed:
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
     attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
     reads_parked: bool  # which takes as long as DRAM does
-    drafts: dict[str, list[int]]  # by sequence: tokens that were computed behind its newest one
+    drafts: dict[str, list[int]]  # by sequence: tokens that were computed after its newest one
     saves_drafts: bool  # whether `pieces` has their rows
     begun: Fence  # before the forward pass
-    done: Fence  # behind it
+    done: Fence  # after it
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +105,7 @@ class Computed:
             self.logits = self.logits[firsts]
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Nothing is drawn for these."""
+        """Draw nothing for these."""
         ready: list[RunningChoice] = []
         kept: list[int] = []
         for choice, row in zip(self.ready, self.first_rows, strict=True):
@@ -120,11 +120,11 @@ class Computed:
 
 
 class StepCompute:
-    """Part of the Engine, and as single-threaded.
+    """Called by `BatchStep`, once for each step; single-threaded, in the engine's loop.
 
-    On CUDA a forward pass is launched and not waited for: what was computed is committed, saved and made room for
-    behind its fence. Whoever draws a token waits for it. A pass is launched when the one before is over, so that no
-    request waits for more than one, and what a pass reads of the host's memory may be filled anew.
+    On CUDA a forward pass is launched and not waited for. What was computed is committed, saved and made room for after
+    its fence, and drawing a token waits for it. A pass is launched when the one before is over, so that no request
+    waits for more than one, and what a pass reads of the host's memory may be filled anew.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class StepCompute:
         self._device = device
         self._sink = sink
         self._parked = parked
-        self._last: Fence | None = None  # behind the pass before
+        self._last: Fence | None = None  # after the pass before
         self.eager_decode_steps = 0
         """Steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a graph."""
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
         """Launch a forward pass, when the one before is over. `capture` follows, and once only. drafts: by sequence,
-        tokens to compute behind its newest one, all in the block of that."""
+        tokens to compute after its newest one, all in the block of that."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [
             self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
@@ -187,7 +187,7 @@ class StepCompute:
         is_decode = self._device.type == "cuda" and all(chunk.num_tokens == 1 for chunk in chunks) and not drafts
         self.eager_decode_steps += is_decode and self.runner.replayed_steps == replayed
         if reads_parked and self._parked is not None:
-            done.wait()  # it reads slots, which nobody orders behind a step
+            done.wait()  # it reads slots, and what comes later does not wait for a step to have read them
             for request_id, keys in self._parked.take_lost().items():
                 self._cache.lost(request_id, keys)
         for choice, item in zip(found, items, strict=True):
@@ -233,8 +233,8 @@ class StepCompute:
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """The KV that the layers have shown, None if all have saved their rows by themselves, and where the rows of all
-        but `failed` are saved to."""
+        """Return the KV that the layers have shown, None if all have saved their rows by themselves, and where the rows
+        of all but `failed` are saved to."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -259,7 +259,7 @@ class StepCompute:
         *,
         only_newest: bool = False,
     ) -> list[CapturePiece]:
-        """only_newest: leave drafts out. Otherwise their rows are saved before anybody knows whether they are right:
+        """only_newest: leave drafts out. Otherwise their rows are saved before it is known whether they are right;
         those that are not are saved again by a later step, before their block is sealed."""
         pieces: list[CapturePiece] = []
         batch_row = 0
