@@ -1,18 +1,14 @@
-"""Computes a step: makes its batch, launches the forward pass, says where the KV is saved to, and notes logprobs of
-prompts."""
+"""Computes a step: makes its batch, launches the forward pass, and says where the KV is saved to."""
 
 import itertools
-import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from reprise.cache.blocks.rows import PARKED
 from reprise.cache.manager import CacheManager
 from reprise.cache.moves import CapturePiece
-from reprise.cache.requests.context import RequestContext
 from reprise.cache.transfer.capture import Captured, CaptureSink
 from reprise.cache.transfer.device_streams import Fence
 from reprise.cache.transfer.transfer import Transfer
@@ -21,32 +17,9 @@ from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.step.arrival import Arrival
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.engine.step.ports import ParkedReader
-from reprise.engine.step.sampler import token_logprobs
+from reprise.engine.step.prompt_logprobs import note_prompts
 from reprise.kernels.attention.ragged_batch import AttentionMeta
 from reprise.scheduler.sequence import Chunk
-
-_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
-
-
-class StepClock:
-    """Begins when a step is called. The caller's `now` is on a clock of its own, monotonic and in seconds, which need
-    not be this machine's: the step goes on with it by what has passed since."""
-
-    def __init__(self, now: float) -> None:
-        self.called = now
-        self._called_s = self._computing_s = time.monotonic()
-
-    def begin_computing(self) -> None:
-        """What is decided before does not count as the step's seconds."""
-        self._computing_s = time.monotonic()
-
-    def now(self) -> float:
-        """On the caller's clock."""
-        return self.called + (time.monotonic() - self._called_s)
-
-    def computing_s(self) -> float:
-        """Since the batch began to be computed."""
-        return time.monotonic() - self._computing_s
 
 
 @dataclass(slots=True)
@@ -141,7 +114,7 @@ class StepCompute:
         """sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
         self.runner = runner
         self.tables = tables
-        self._cache = cache
+        self._cache, self._page_size = cache, cache.page_size
         self._transfer = transfer
         self._stream = transfer.compute
         self._device = device
@@ -161,7 +134,7 @@ class StepCompute:
         ]
         on_host = self.runner.takes_host_batches and self._parked is None
         device = torch.device("cpu") if on_host else self._device
-        batch = build_batch(items, self.tables, self._cache.page_size, device)
+        batch = build_batch(items, self.tables, self._page_size, device)
         jobs = {i.request_id: load.job for i in items if (load := self._cache.requests.context(i.request_id).load)}
         arrival = None
         if jobs:
@@ -175,7 +148,7 @@ class StepCompute:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
             pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        reads_parked = self._parked is not None and self._begin_parked(self._parked, batch.meta, items)
+        reads_parked = self._reads_parked(batch.meta, items)
         if self._last is not None:
             self._last.wait()
         begun, replayed = self._stream.fence(), self.runner.replayed_steps
@@ -195,7 +168,7 @@ class StepCompute:
         return Computed(
             chunks=chunks,
             ready=[choice for choice, item in zip(found, items, strict=True) if item.wants_logits],
-            logits=note_prompts(items, found, logits),
+            logits=note_prompts(items, found, logits) if any(item.prompt_rows for item in items) else logits,
             late=set() if arrival is None else arrival.late,
             waited_s=0.0 if arrival is None else arrival.waited_s,
             pieces=pieces,
@@ -219,14 +192,14 @@ class StepCompute:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _begin_parked(self, parked: ParkedReader, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
+    def _reads_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
         """Whether sequences of the step have parked blocks, which then are read."""
-        contexts = {place: self._cache.requests.context(item.request_id) for place, item in enumerate(items)}
-        contexts = {place: context for place, context in contexts.items() if has_parked(context)}
-        if contexts:
-            parked.begin(meta, contexts)
-            self.runner.stand_in = parked
-        return bool(contexts)
+        if self._parked is None or not self._parked.begin(
+            meta, [self._cache.requests.context(item.request_id) for item in items]
+        ):
+            return False
+        self.runner.stand_in = self._parked
+        return True
 
     def _watched(self) -> dict[int, list[float]]:
         """Return what was noted of the attention in the step just now, by place in the batch."""
@@ -292,32 +265,3 @@ class StepCompute:
             and context.load is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
         )
-
-
-def has_parked(context: RequestContext) -> bool:
-    return bool(context.saving.parked) and PARKED in context.rows.pages
-
-
-def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
-    """Keep the logprobs that were asked for of prompts with the choices of the same places. Returns the rows to draw
-    from, one for each item that wants logits and each row of its draft."""
-    if not any(item.prompt_rows for item in items):
-        return logits
-    row = 0
-    drawn: list[int] = []
-    for item, choice in zip(items, choices, strict=True):
-        if item.prompt_rows:
-            assert choice.prompt_logprobs is not None
-            place = item.first_row + 1
-            for start in range(0, item.prompt_rows, _LOGPROB_ROWS):
-                count = min(_LOGPROB_ROWS, item.prompt_rows - start)
-                tokens = choice.sequence.token_ids[place + start : place + start + count]
-                found = token_logprobs(
-                    logits[row + start : row + start + count], tokens, [choice.prompt_logprobs] * count
-                )
-                choice.prompt_known.update(enumerate(found, place + start))
-            row += item.prompt_rows
-        last = item.draft_rows + item.wants_logits
-        drawn += range(row, row + last)
-        row += last
-    return logits[drawn]
