@@ -16,7 +16,7 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Intake:
-    """Part of the Engine, and as single-threaded."""
+    """Makes choices of requests. Called by `KnownRequests`; single-threaded, in the engine's loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Intake:
         return self._queue(request, None, now)
 
     def queue_compiled(self, now: float) -> list[Output]:
-        """Return the requests whose grammars are compiled by now."""
+        """Queue the requests whose grammars are compiled by now. Returns error outputs for those not taken."""
         outputs = []
         for request, constraints in self._grammars.take():
             if isinstance(constraints, BadGrammar):
@@ -61,7 +61,7 @@ class Intake:
         return outputs
 
     def queue_uncompiled(self, now: float) -> list[Output]:
-        """All that still wait for their grammars, without these: nothing is to be drawn for them any more."""
+        """Queue requests that still wait for their grammars, without these: no token is drawn for them any more."""
         return [output for request in self._grammars.take_all() for output in self._queue(request, None, now)]
 
     def fail_uncompiled(self, message: str) -> list[Output]:
@@ -70,7 +70,7 @@ class Intake:
         ]
 
     def cancel(self, request_id: str) -> None:
-        """If it still waits for its grammar."""
+        """Forget a request if it still waits for its grammar."""
         self._grammars.cancel(request_id)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Intake:
         return is_exact(self._cache.requests.context(sequence_id).session[1])
 
     def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:
-        """It has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
+        """Make a choice that has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
         sampling = request.sampling
         resumed = request.resume[index] if request.resume else []
         is_over = resumed is None

@@ -53,21 +53,8 @@ def assemble(
     drafter = _drafter(config.scheduler.draft_tokens, loaded, room, warm)
     verifier = _verifier(config.cache, loaded, probed, tiers, warm, cache)
     endings = Endings(cache=cache, scheduler=scheduler, choices=choices, tables=tables, drafter=drafter)
-    grammars = GrammarCompiler(
-        tokenizer=loaded.path / "tokenizer.json", vocab_size=info.vocab_size, end_ids=info.eos_token_ids
-    )
     requests = KnownRequests(
-        intake=Intake(
-            model=info,
-            cache=cache,
-            scheduler=scheduler,
-            grammars=grammars,
-            choices=choices,
-            truncation=config.cache.truncation,
-        ),
-        choices=choices,
-        endings=endings,
-        cache=cache,
+        intake=_intake(config, loaded, info, cache, scheduler, choices), choices=choices, endings=endings, cache=cache
     )
     compute = StepCompute(
         runner=warm.runner,
@@ -118,15 +105,41 @@ def assemble(
         transfer=tiers.transfer,
         requests=requests,
         step=step,
-        sessions=SessionDirectory(
-            sessions=cache.sessions,
-            has_redis=cache.tiers.redis.is_on,
-            max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
-            session_ttl_s=config.cache.ttl_s,
-            unix_offset_s=unix_offset_s,
-        ),
+        sessions=_sessions(config.cache, tiers, info, cache, unix_offset_s),
         first_touch=tiers.first_touch,
         stats=functools.partial(collect, sources),
+    )
+
+
+def _intake(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    info: ModelInfo,
+    cache: CacheManager,
+    scheduler: Scheduler,
+    choices: RunningChoices,
+) -> Intake:
+    return Intake(
+        model=info,
+        cache=cache,
+        scheduler=scheduler,
+        grammars=GrammarCompiler(
+            tokenizer=loaded.path / "tokenizer.json", vocab_size=info.vocab_size, end_ids=info.eos_token_ids
+        ),
+        choices=choices,
+        truncation=config.cache.truncation,
+    )
+
+
+def _sessions(
+    config: CacheConfig, tiers: Tiers, info: ModelInfo, cache: CacheManager, unix_offset_s: float
+) -> SessionDirectory:
+    return SessionDirectory(
+        sessions=cache.sessions,
+        has_redis=cache.tiers.redis.is_on,
+        max_pinned_bytes=int(config.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
+        session_ttl_s=config.ttl_s,
+        unix_offset_s=unix_offset_s,
     )
 
 

@@ -1,7 +1,7 @@
 """Attention over contexts that HBM cannot hold: what is parked in DRAM is brought to a few pages, piece by piece
 (docs/decisions/0024-parked-blocks.md)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,8 +48,7 @@ class _Split:
 
 
 class ParkedAttention:
-    """Takes the backend's place in steps of sequences with parked blocks, and leaves all others to it. Engine's
-    thread."""
+    """Implements `reprise.engine.step.ports.ParkedReader`. Engine's thread."""
 
     page_multiple = 1
 
@@ -64,18 +63,18 @@ class ParkedAttention:
         self._reading_of: dict[int, _Reading] = {}  # by the slot of each query row
         self._lost: dict[str, dict[BlockKey, None]] = {}
 
-    def begin(self, meta: AttentionMeta, contexts: Mapping[int, RequestContext]) -> None:
-        """A step begins. contexts: of the sequences with parked blocks."""
+    def begin(self, meta: AttentionMeta, contexts: Sequence[RequestContext]) -> bool:
         self._reading_of, self._lost = {}, {}
-        bounds = meta.query_start.tolist()
-        for sequence, context in contexts.items():
+        parked = {place: context for place, context in enumerate(contexts) if _has_parked(context)}
+        bounds = meta.query_start.tolist() if parked else []
+        for sequence, context in parked.items():
             pieces = [*self._pieces_below(context), *self._pieces_here(context, meta.context_lens[sequence])]
             reading = _Reading(context.request_id, pieces)
             for slot in meta.slots[bounds[sequence] : bounds[sequence + 1]].tolist():
                 self._reading_of[slot] = reading
+        return bool(parked)
 
     def take_lost(self) -> dict[str, list[BlockKey]]:
-        """Return request -> blocks that were not in DRAM what they should be. What the step computed for it is void."""
         lost, self._lost, self._reading_of = self._lost, {}, {}
         return {request_id: list(keys) for request_id, keys in lost.items()}
 
@@ -170,6 +169,10 @@ class ParkedAttention:
         tokens = [token for i in left for token in range(bounds[i], bounds[i + 1])]
         other_tokens = torch.tensor(tokens, dtype=torch.int64, device=self._device)
         return _Split(parked, _part(meta, left, other_tokens) if left else None, other_tokens)
+
+
+def _has_parked(context: RequestContext) -> bool:
+    return bool(context.saving.parked) and PARKED in context.rows.pages
 
 
 def _part(meta: AttentionMeta, sequences: list[int], tokens: Tensor) -> AttentionMeta:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from reprise.cache.transfer.transfer import Transfer
 
-_PATIENCE_S = 0.1  # of a step in which somebody waits for no load: five times what the scheduler lets in
-_LONE_PATIENCE_S = 1.0  # of a step in which nobody does: only those who come meanwhile wait for its end
+_PATIENCE_S = 0.1  # of a step with sequences that wait for no load: five times what the scheduler lets in
+_LONE_PATIENCE_S = 1.0  # of a step without any: only requests that come meanwhile wait for its end
 
 
 class Arrival:

@@ -1,11 +1,12 @@
 """One step of the engine: schedule, move, compute, settle, draw."""
 
 import logging
+import time
 
 from reprise.cache.manager import CacheManager
 from reprise.engine.messages import Output
 from reprise.engine.step.choices import RunningChoices
-from reprise.engine.step.compute import Computed, StepClock, StepCompute
+from reprise.engine.step.compute import Computed, StepCompute
 from reprise.engine.step.drawing import Drawing
 from reprise.engine.step.moves import StepMoves
 from reprise.engine.step.ports import DraftMaker
@@ -16,6 +17,27 @@ from reprise.scheduler.schedule import Schedule
 from reprise.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+
+class StepClock:
+    """Tells the time in a step. The caller's `now` is on a clock of its own, monotonic and in seconds, which need not
+    be this machine's: the step goes on with it by what has passed since."""
+
+    def __init__(self, now: float) -> None:
+        self.called = now
+        self._called_s = self._computing_s = time.monotonic()
+
+    def begin_computing(self) -> None:
+        """Count the step's seconds from here, without what was decided before."""
+        self._computing_s = time.monotonic()
+
+    def now(self) -> float:
+        """Return the time on the caller's clock."""
+        return self.called + (time.monotonic() - self._called_s)
+
+    def computing_s(self) -> float:
+        """Return the seconds since the batch began to be computed."""
+        return time.monotonic() - self._computing_s
 
 
 class BatchStep:

@@ -1,4 +1,4 @@
-"""The choices under way: each as the engine has it, with what is said about it to the app, and all of them."""
+"""The choices that wait or run: each with what the engine knows and tells the app of it, and all of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class RunningChoice:
     reported: bool = False
     report_changed: bool = False  # since it was reported
     reads_in_part: bool = False  # whether it may read parts of its context, so that its KV is not what it could be
-    selected_tokens: int = 0  # of its answer, behind whose KV it has read a part of its context only
+    selected_tokens: int = 0  # of its answer, computed from a part of its context only
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again
@@ -57,7 +57,7 @@ class RunningChoice:
         return None if self.reported else self.report
 
     def append(self, token_id: int) -> None:
-        """It has said a token."""
+        """Add a token that it has said."""
         self.sequence.token_ids.append(token_id)
         if self.penalties is not None:
             self.penalties.append(token_id)
@@ -65,7 +65,7 @@ class RunningChoice:
             self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
-        """What decides about its next token, or if it is stateless the one so many behind it, besides the logits."""
+        """Return what decides about its next token besides the logits; if it is stateless, of one `ahead` later."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,
@@ -89,8 +89,8 @@ class RunningChoice:
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
 
     def begin_step(self, now: float) -> None:
-        """A step runs it. From its place in the batch to its first step, and from a step that was void to the next, it
-        has waited for KV."""
+        """Count how long it has waited for KV, now that a step runs it: from its place in the batch to its first step,
+        and from a step that was void to the next."""
         since_s = self.void_s if self.has_run else self.sequence.scheduled_s
         if since_s is not None:
             self.load_wait_s += max(0.0, now - since_s)
@@ -104,7 +104,7 @@ class RunningChoice:
         return [known[place] for place in range(1, self.sequence.prompt_tokens)]
 
     def timings(self, now: float) -> Timings:
-        """Where its time went until `now`."""
+        """Say where its time went until `now`."""
         sequence = self.sequence
         scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
         first = now if sequence.first_token_s is None else sequence.first_token_s
@@ -152,12 +152,13 @@ class RunningChoice:
         )
 
     def failed(self, message: str, code: str = "internal_error") -> Output:
-        """Its end by a fault, of ours unless the code says otherwise."""
+        """Word its end by a fault, which is ours unless the code says otherwise."""
         return error_output(self.request_id, self.index, code, message)
 
 
 class RunningChoices:
-    """Every choice that runs or waits, by the id of its sequence and by the app's request. Single-threaded."""
+    """Finds every choice that runs or waits, by the id of its sequence and by the app's request. Single-threaded, in
+    the engine's loop."""
 
     def __init__(self) -> None:
         self._by_sequence: dict[str, RunningChoice] = {}
@@ -177,7 +178,7 @@ class RunningChoices:
         return self._by_sequence.get(sequence_id)
 
     def of_request(self, request_id: str) -> list[RunningChoice]:
-        """The unfinished ones; none of a request nobody knows."""
+        """Return the unfinished ones; none of a request that is not known."""
         return [self._by_sequence[sequence_id] for sequence_id in self._sequences.get(request_id, ())]
 
     def add(self, choice: RunningChoice) -> None:

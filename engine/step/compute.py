@@ -1,18 +1,14 @@
-"""What a step computes: its batch, the forward pass, where the KV is saved to, the logprobs of prompts, and how long it
-takes."""
+"""Computes a step: makes its batch, launches the forward pass, and says where the KV is saved to."""
 
 import itertools
-import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from reprise.cache.blocks.rows import PARKED
 from reprise.cache.manager import CacheManager
 from reprise.cache.moves import CapturePiece
-from reprise.cache.requests.context import RequestContext
 from reprise.cache.transfer.capture import Captured, CaptureSink
 from reprise.cache.transfer.device_streams import Fence
 from reprise.cache.transfer.transfer import Transfer
@@ -21,32 +17,9 @@ from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.step.arrival import Arrival
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.engine.step.ports import ParkedReader
-from reprise.engine.step.sampler import token_logprobs
+from reprise.engine.step.prompt_logprobs import note_prompts
 from reprise.kernels.attention.ragged_batch import AttentionMeta
 from reprise.scheduler.sequence import Chunk
-
-_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
-
-
-class StepClock:
-    """Begins when a step is called. The caller's `now` is on a clock of its own, monotonic and in seconds, which need
-    not be this machine's: the step goes on with it by what has passed since."""
-
-    def __init__(self, now: float) -> None:
-        self.called = now
-        self._called_s = self._computing_s = time.monotonic()
-
-    def begin_computing(self) -> None:
-        """What is decided before does not count as the step's seconds."""
-        self._computing_s = time.monotonic()
-
-    def now(self) -> float:
-        """On the caller's clock."""
-        return self.called + (time.monotonic() - self._called_s)
-
-    def computing_s(self) -> float:
-        """Since the batch began to be computed."""
-        return time.monotonic() - self._computing_s
 
 
 @dataclass(slots=True)
@@ -61,10 +34,10 @@ class Computed:
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
     attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
     reads_parked: bool  # which takes as long as DRAM does
-    drafts: dict[str, list[int]]  # by sequence: tokens that were computed behind its newest one
+    drafts: dict[str, list[int]]  # by sequence: tokens that were computed after its newest one
     saves_drafts: bool  # whether `pieces` has their rows
     begun: Fence  # before the forward pass
-    done: Fence  # behind it
+    done: Fence  # after it
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +78,7 @@ class Computed:
             self.logits = self.logits[firsts]
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Nothing is drawn for these."""
+        """Draw nothing for these."""
         ready: list[RunningChoice] = []
         kept: list[int] = []
         for choice, row in zip(self.ready, self.first_rows, strict=True):
@@ -120,11 +93,11 @@ class Computed:
 
 
 class StepCompute:
-    """Part of the Engine, and as single-threaded.
+    """Called by `BatchStep`, once for each step; single-threaded, in the engine's loop.
 
-    On CUDA a forward pass is launched and not waited for: what was computed is committed, saved and made room for
-    behind its fence. Whoever draws a token waits for it. A pass is launched when the one before is over, so that no
-    request waits for more than one, and what a pass reads of the host's memory may be filled anew.
+    On CUDA a forward pass is launched and not waited for. What was computed is committed, saved and made room for after
+    its fence, and drawing a token waits for it. A pass is launched when the one before is over, so that no request
+    waits for more than one, and what a pass reads of the host's memory may be filled anew.
     """
 
     def __init__(
@@ -141,19 +114,19 @@ class StepCompute:
         """sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
         self.runner = runner
         self.tables = tables
-        self._cache = cache
+        self._cache, self._page_size = cache, cache.page_size
         self._transfer = transfer
         self._stream = transfer.compute
         self._device = device
         self._sink = sink
         self._parked = parked
-        self._last: Fence | None = None  # behind the pass before
+        self._last: Fence | None = None  # after the pass before
         self.eager_decode_steps = 0
         """Steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a graph."""
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
         """Launch a forward pass, when the one before is over. `capture` follows, and once only. drafts: by sequence,
-        tokens to compute behind its newest one, all in the block of that."""
+        tokens to compute after its newest one, all in the block of that."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [
             self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
@@ -161,7 +134,7 @@ class StepCompute:
         ]
         on_host = self.runner.takes_host_batches and self._parked is None
         device = torch.device("cpu") if on_host else self._device
-        batch = build_batch(items, self.tables, self._cache.page_size, device)
+        batch = build_batch(items, self.tables, self._page_size, device)
         jobs = {i.request_id: load.job for i in items if (load := self._cache.requests.context(i.request_id).load)}
         arrival = None
         if jobs:
@@ -175,7 +148,7 @@ class StepCompute:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
             pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        reads_parked = self._parked is not None and self._begin_parked(self._parked, batch.meta, items)
+        reads_parked = self._reads_parked(batch.meta, items)
         if self._last is not None:
             self._last.wait()
         begun, replayed = self._stream.fence(), self.runner.replayed_steps
@@ -187,7 +160,7 @@ class StepCompute:
         is_decode = self._device.type == "cuda" and all(chunk.num_tokens == 1 for chunk in chunks) and not drafts
         self.eager_decode_steps += is_decode and self.runner.replayed_steps == replayed
         if reads_parked and self._parked is not None:
-            done.wait()  # it reads slots, which nobody orders behind a step
+            done.wait()  # it reads slots, and what comes later does not wait for a step to have read them
             for request_id, keys in self._parked.take_lost().items():
                 self._cache.lost(request_id, keys)
         for choice, item in zip(found, items, strict=True):
@@ -195,7 +168,7 @@ class StepCompute:
         return Computed(
             chunks=chunks,
             ready=[choice for choice, item in zip(found, items, strict=True) if item.wants_logits],
-            logits=note_prompts(items, found, logits),
+            logits=note_prompts(items, found, logits) if any(item.prompt_rows for item in items) else logits,
             late=set() if arrival is None else arrival.late,
             waited_s=0.0 if arrival is None else arrival.waited_s,
             pieces=pieces,
@@ -219,22 +192,22 @@ class StepCompute:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _begin_parked(self, parked: ParkedReader, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
+    def _reads_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
         """Whether sequences of the step have parked blocks, which then are read."""
-        contexts = {place: self._cache.requests.context(item.request_id) for place, item in enumerate(items)}
-        contexts = {place: context for place, context in contexts.items() if has_parked(context)}
-        if contexts:
-            parked.begin(meta, contexts)
-            self.runner.stand_in = parked
-        return bool(contexts)
+        if self._parked is None or not self._parked.begin(
+            meta, [self._cache.requests.context(item.request_id) for item in items]
+        ):
+            return False
+        self.runner.stand_in = self._parked
+        return True
 
     def _watched(self) -> dict[int, list[float]]:
         """Return what was noted of the attention in the step just now, by place in the batch."""
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """The KV that the layers have shown, None if all have saved their rows by themselves, and where the rows of all
-        but `failed` are saved to."""
+        """Return the KV that the layers have shown, None if all have saved their rows by themselves, and where the rows
+        of all but `failed` are saved to."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -259,7 +232,7 @@ class StepCompute:
         *,
         only_newest: bool = False,
     ) -> list[CapturePiece]:
-        """only_newest: leave drafts out. Otherwise their rows are saved before anybody knows whether they are right:
+        """only_newest: leave drafts out. Otherwise their rows are saved before it is known whether they are right;
         those that are not are saved again by a later step, before their block is sealed."""
         pieces: list[CapturePiece] = []
         batch_row = 0
@@ -292,32 +265,3 @@ class StepCompute:
             and context.load is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
         )
-
-
-def has_parked(context: RequestContext) -> bool:
-    return bool(context.saving.parked) and PARKED in context.rows.pages
-
-
-def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
-    """Keep the logprobs that were asked for of prompts with the choices of the same places. Returns the rows to draw
-    from, one for each item that wants logits and each row of its draft."""
-    if not any(item.prompt_rows for item in items):
-        return logits
-    row = 0
-    drawn: list[int] = []
-    for item, choice in zip(items, choices, strict=True):
-        if item.prompt_rows:
-            assert choice.prompt_logprobs is not None
-            place = item.first_row + 1
-            for start in range(0, item.prompt_rows, _LOGPROB_ROWS):
-                count = min(_LOGPROB_ROWS, item.prompt_rows - start)
-                tokens = choice.sequence.token_ids[place + start : place + start + count]
-                found = token_logprobs(
-                    logits[row + start : row + start + count], tokens, [choice.prompt_logprobs] * count
-                )
-                choice.prompt_known.update(enumerate(found, place + start))
-            row += item.prompt_rows
-        last = item.draft_rows + item.wants_logits
-        drawn += range(row, row + last)
-        row += last
-    return logits[drawn]

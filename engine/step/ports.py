@@ -1,6 +1,6 @@
 """What a step asks of options. Each lies in a folder of its own, and only `engine/build/` knows which are there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from reprise.cache.blocks.keys import BlockKey
@@ -41,8 +41,9 @@ class ParkedReader(AttentionBackend, Protocol):
     """Takes the backend's place in steps of sequences with parked blocks, and leaves all others to it.
     `reprise.engine.parked` implements it. Engine's thread."""
 
-    def begin(self, meta: AttentionMeta, contexts: Mapping[int, RequestContext]) -> None:
-        """A step begins. contexts: of the sequences with parked blocks, by place in the batch."""
+    def begin(self, meta: AttentionMeta, contexts: Sequence[RequestContext]) -> bool:
+        """A step begins. contexts: of the batch's sequences, in its order. Returns whether any has parked blocks; only
+        then it takes the backend's place."""
         ...
 
     def take_lost(self) -> dict[str, list[BlockKey]]:

@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
 class Recompute:
-    """Part of the engine, in its thread: whoever is decoding waits for it. Nothing of it is saved or found."""
+    """Called by the `Verifier`, in the engine's loop: all that decode wait for it. Nothing of it is saved or found."""
 
     def __init__(
         self, *, runner: ModelRunner, cache: CacheManager, page_size: int, device: torch.device, chunk_tokens: int

@@ -25,7 +25,7 @@ _SCORED = 64  # last tokens of a prompt behind which distributions are compared,
 
 
 class Verifier:
-    """Runs in the engine's loop, between two steps: whoever is decoding waits for it, so rates are small."""
+    """Called by `Restarts` after a step, in the engine's loop. All that decode wait for it, so rates are small."""
 
     def __init__(
         self,

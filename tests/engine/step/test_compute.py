@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reprise.cache.transfer.device_streams import Fence, HostStream
-from reprise.engine.step.compute import StepClock
+from reprise.engine.step.batch_step import StepClock
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
 
