@@ -50,7 +50,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # bring back what was dropped where the newest message is about it
-    codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
+    codec: str = "raw"  # of KV below DRAM: raw | transform; or below HBM: activation
     codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
     hbm_dtype: str = "auto"  # of KV in HBM: auto | int8
     larger_than_hbm: bool = False  # a context may be as long as DRAM holds

@@ -151,11 +151,10 @@ class CacheSettings(_Section):
     max_pinned_share: float = Field(
         0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
     )
-    codec: Literal["raw", "transform", "activation", "fp8", "kivi4", "kivi2"] = Field(
+    codec: Literal["raw", "transform", "activation"] = Field(
         "raw",
-        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; lossy ones: transform is "
-        "calibrated to codec_budget, fp8 and kivi are there for comparison; activation keeps what KV is computed of "
-        "instead, for models where that is smaller",
+        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; transform is lossy, and "
+        "calibrated to codec_budget; activation keeps what KV is computed of instead, for models where that is smaller",
     )
     codec_budget: float = Field(
         0.001,

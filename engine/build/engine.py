@@ -228,8 +228,9 @@ def _verifier(
     if not (config.verify_rate and tiers.num_slots):
         return None
     chosen = probed.codec
-    is_raw = chosen.codec is None or chosen.is_refused
-    verdict = None if is_raw or chosen.codec is None else CodecVerdict(codec=chosen.codec.name, budget=chosen.budget)
+    verdict = None
+    if chosen.budget is not None and not chosen.is_refused:
+        verdict = CodecVerdict(codec=chosen.name, budget=chosen.budget)
     return Verifier(
         recompute=Recompute(
             runner=warm.runner,
