@@ -63,10 +63,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # car | car-hidden | priority | fcfs
     window: int  # places of the shuffled window; 0: from HBM and the mean session
-    class_ordered_entry: bool  # requests enter the window by class, not by fair share and arrival
     scores: bool  # CaR's, of blocks that somebody who waits in the window or runs needs
     itl_target_s: float | None  # of a step in which somebody decodes; 0: no target; None: what suits all who wait
-    length_predictor: str  # quantile | max_tokens
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
     chunked_prefill: bool

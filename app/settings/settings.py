@@ -192,18 +192,12 @@ class SchedulerSettings(_Section):
         "nobody up count as none; priority: by KV to load; fcfs: who came first",
     )
     window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
-    class_ordered_entry: bool = Field(
-        False, description="who needs no load enters the window first, instead of by fair share and arrival"
-    )
     scores: bool = Field(
         False, description="what who waits in the window or runs needs leaves HBM last, before what the policy says"
     )
     itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
         "auto",
         description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
-    )
-    length_predictor: Literal["quantile", "max_tokens"] = Field(
-        "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
     )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")

@@ -5,7 +5,7 @@ from reprise.cache.rates import Rates
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
-from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.predictor import QuantilePredictor
 from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
 from reprise.scheduler.scheduler import Scheduler
 
@@ -32,15 +32,12 @@ def build_scheduler(
     if most_tokens is not None:
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
         least_chunk_tokens = min(least_chunk_tokens, most_tokens)
-    predictor: LengthPredictor = MaxTokensPredictor()
-    if config.scheduler.length_predictor == "quantile":
-        predictor = QuantilePredictor(quantile=_QUANTILE)
+    predictor = QuantilePredictor(quantile=_QUANTILE)
     queue = make_queue(
         config.scheduler.policy,
         cache=cache.view,
         predictor=predictor,
         window=config.scheduler.window or _window(cache, max_context),
-        class_ordered_entry=config.scheduler.class_ordered_entry,
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
