@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
-from reprise.app.settings.settings import LimitSettings
+from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)

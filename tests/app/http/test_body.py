@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
 from reprise.app.http.body import _is_deeper, check_body
-from reprise.app.settings.settings import LimitSettings
+from reprise.app.settings.sections import LimitSettings
 
 LIMITS = LimitSettings(
     json_depth=12, messages=3, choices=2, logprobs=4, stop=1, tools=1, schema_bytes=100, schema_depth=4

@@ -4,16 +4,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from reprise.app.settings.settings import (
-    CacheSettings,
-    SchedulerSettings,
-    SelectorSettings,
-    Settings,
-    SettingsError,
-    known_settings,
-    load_settings,
-    stray_variables,
-)
+from reprise.app.settings.sections import CacheSettings, SchedulerSettings, SelectorSettings
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import SettingsError, known_settings, load_settings, stray_variables
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.kernels.selectors import SELECTORS
