@@ -30,23 +30,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
     max_sessions: int
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
-    hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
-    hbm_low_water: float  # until no more than this is in use
     dram_bytes: int | None  # KV below HBM; 0 turns the tier off, None: from free memory
     dram_free_buffer: float  # share of DRAM kept free in the background
-    staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
     disk_bytes: int | None  # 0 turns the tier off, None: from the free space of the file system
     disk_dir: str  # absolute; the engine owns `kv`, `models` (conversions) and `first_steps.json`
     disk_min_free_bytes: int  # of the file system, left alone
-    read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
-    sync_save: bool  # save before the next step instead of during it: for comparison
-    io_deadline_s: float  # of one read or write
-    dram_gbps: float  # GB/s, a cap that stands in for a slower link; 0: none
-    disk_gbps: float  # GB/s, read and write each; 0: none
     verify_rate: float  # share of loads that are compared with a recompute
     max_pinned_share: float  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
     truncation: str  # auto | disabled: what a request that says nothing gets
-    truncation_mode: str  # decoupled | recompute
     truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool = False  # bring back what was dropped where the newest message is about it
@@ -62,12 +53,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # car | car-hidden | priority | fcfs
-    window: int  # places of the shuffled window; 0: from HBM and the mean session
-    scores: bool  # CaR's, of blocks that somebody who waits in the window or runs needs
     itl_target_s: float | None  # of a step in which somebody decodes; 0: no target; None: what suits all who wait
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
-    chunked_prefill: bool
     draft_tokens: int = 7  # most that are drafted for a choice in a step; 0: none
 
 
@@ -86,10 +74,28 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True):
     hbm_layers: int = 0  # layers whose weights stay in HBM all the same
 
 
+class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What benchmarks compare, and what stands in for hardware that is not there."""
+
+    hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
+    hbm_low_water: float  # until no more than this is in use
+    scores: bool  # CaR's, of blocks that requests in the window or running need
+    window: int  # places of the shuffled window; 0: from HBM and the mean session
+    chunked_prefill: bool
+    truncation_mode: str  # decoupled | recompute
+    read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
+    sync_save: bool  # save before the next step instead of during it
+    staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
+    dram_gbps: float  # GB/s, a cap that stands in for a slower link; 0: none
+    disk_gbps: float  # GB/s, read and write each; 0: none
+    io_deadline_s: float  # of one read or write
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    experiment: ExperimentConfig
     device: str  # auto | cpu | cuda
     threads: int  # 0: all cores
     step_tokens: int  # most of one step; 0: automatic

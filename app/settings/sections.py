@@ -93,23 +93,10 @@ class CacheSettings(Section):
         description="numbers of KV in HBM on CPU; auto: as they are computed; int8: half the bytes, lossy within "
         "codec_budget",
     )
-    hbm_high_water: float = Field(
-        1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
-    )
-    hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
-    staging_mib: int = Field(
-        0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
-    )
-    read_buffer_layers: int = Field(
-        -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
-    )
     truncation: Literal["auto", "disabled"] = Field(
         "auto", description="a full window: drop the earliest history, or answer 400"
     )
     truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
-    truncation_mode: Literal["decoupled", "recompute"] = Field(
-        "decoupled", description="what stays: its KV at new positions; recomputed"
-    )
     block_scorer: Literal["oldest", "attended"] = Field(
         "oldest",
         description="what a full window drops first: the oldest; what later text attended to least",
@@ -124,10 +111,6 @@ class CacheSettings(Section):
         False, description="serve histories that the client shortened from saved KV at new positions"
     )
     verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
-    dram_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s that stands in for a slower link; 0: none")
-    disk_gbps: float = Field(0.0, ge=0, le=1e6, description="the same for reads and writes of the disk; 0: none")
-    io_deadline_s: float = Field(5.0, gt=0, le=3600, description="a read or write that takes longer has failed")
-    sync_save: bool = Field(False, description="save KV before the next step, not during it (for comparison)")
     max_pinned_share: float = Field(
         0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
     )
@@ -171,17 +154,12 @@ class SchedulerSettings(Section):
         description="who starts next; car: by KV to load inside a window; car-hidden: the same, but loads that hold "
         "nobody up count as none; priority: by KV to load; fcfs: who came first",
     )
-    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
-    scores: bool = Field(
-        False, description="what who waits in the window or runs needs leaves HBM last, before what the policy says"
-    )
     itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
         "auto",
         description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
     )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
-    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
     draft_tokens: int = Field(
         7, ge=0, le=31, description="most tokens drafted from the past for a step on CPU, while that pays; 0: none"
     )

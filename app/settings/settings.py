@@ -7,6 +7,7 @@ import msgspec
 from pydantic import model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from reprise.app.settings.experiment import ExperimentSettings
 from reprise.app.settings.sections import (
     CacheSettings,
     EngineSettings,
@@ -19,13 +20,21 @@ from reprise.app.settings.sections import (
     ServerSettings,
     WeightSettings,
 )
-from reprise.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig, WeightsConfig
+from reprise.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SelectorConfig,
+    WeightsConfig,
+)
 from reprise.model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
 GIB = 1 << 30
 MIB = 1 << 20
-Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig, WeightsConfig)
+Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig, WeightsConfig, ExperimentConfig)
 
 
 class Settings(Section, BaseSettings):
@@ -42,6 +51,7 @@ class Settings(Section, BaseSettings):
     server: ServerSettings = ServerSettings()
     fleet: FleetSettings = FleetSettings()
     limits: LimitSettings = LimitSettings()
+    experiment: ExperimentSettings = ExperimentSettings()
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
@@ -95,7 +105,7 @@ class Settings(Section, BaseSettings):
             "selector.name none": self.selector.name == "none",
             "model.exact auto or off": self.model.exact != "on",
             "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-            "scheduler.chunked_prefill true": self.scheduler.chunked_prefill,
+            "experiment.chunked_prefill true": self.experiment.chunked_prefill,
         }
         missing = [setting for setting, is_met in needed.items() if not is_met]
         if self.cache.larger_than_hbm and missing:
@@ -154,7 +164,6 @@ class Settings(Section, BaseSettings):
                 CacheConfig,
                 cache,
                 dram_bytes=_bytes(cache.dram_gib),
-                staging_bytes=cache.staging_mib * MIB,
                 disk_bytes=_bytes(cache.disk_gib),
                 disk_dir=str(self.state_dir.absolute()),
                 disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
@@ -169,6 +178,7 @@ class Settings(Section, BaseSettings):
             ),
             selector=_told(SelectorConfig, self.selector),
             weights=_told(WeightsConfig, self.weights),
+            experiment=_told(ExperimentConfig, self.experiment, staging_bytes=self.experiment.staging_mib * MIB),
             device=self.engine.device,
             threads=self.engine.threads,
             step_tokens=self.engine.step_tokens,

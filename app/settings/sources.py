@@ -13,7 +13,10 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from reprise.app.settings.hints import describe, nearest
+from reprise.app.settings.removed import REMOVED, REMOVED_IN
 from reprise.app.settings.settings import ENV_PREFIX, Settings
+
+HIDDEN = "experiment"  # the section that is in no list
 
 
 class SettingsError(Exception):
@@ -21,7 +24,19 @@ class SettingsError(Exception):
 
 
 def known_settings() -> Iterator[tuple[str, FieldInfo]]:
-    """("cache.mode", its field) for every setting."""
+    """("cache.mode", its field) for every setting that people are told of."""
+    return ((name, field) for name, field in _all_settings() if name.partition(".")[0] != HIDDEN)
+
+
+def experiments(settings: Settings) -> Iterator[str]:
+    """Name the settings of `experiment` that are not at their defaults, with their values."""
+    given = settings.experiment
+    for key, field in type(given).model_fields.items():
+        if (value := getattr(given, key)) != field.default:
+            yield f"{HIDDEN}.{key} {value}"
+
+
+def _all_settings() -> Iterator[tuple[str, FieldInfo]]:
     for section, outer in Settings.model_fields.items():
         inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
         for key, field in inner.model_fields.items():
@@ -37,9 +52,11 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     origins = dict.fromkeys(_names(toml.toml_data), f"file {config}")
     origins |= {name.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1): "environment" for name in variables}
     origins |= dict.fromkeys(flags, "flag")
-    known = [name for name, _ in known_settings()]
+    known, fields = [name for name, _ in known_settings()], dict(_all_settings())
     for name, origin in origins.items():
-        if name not in known:
+        if name in REMOVED:
+            raise SettingsError(f"the setting {name} ({origin}) was removed in {REMOVED_IN}: {REMOVED[name]}")
+        if name not in fields:
             meant = " or ".join(nearest(name, known))
             hint = f"did you mean {meant}?" if meant else "`reprise serve --help` lists them"
             raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
@@ -49,7 +66,6 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"][:2])
-        fields = dict(known_settings())
         problem = describe(fields[name], first["type"], first["input"]) if name in fields else ""
         problem = problem or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None

@@ -37,7 +37,7 @@ def build_scheduler(
         config.scheduler.policy,
         cache=cache.view,
         predictor=predictor,
-        window=config.scheduler.window or _window(cache, max_context),
+        window=config.experiment.window or _window(cache, max_context),
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
@@ -58,10 +58,10 @@ def build_scheduler(
             lone_step_tokens=lone_tokens,
             itl_target_s=config.scheduler.itl_target_s,
             least_chunk_tokens=least_chunk_tokens,
-            chunked_prefill=config.scheduler.chunked_prefill,
+            chunked_prefill=config.experiment.chunked_prefill,
         ),
         fair_places=config.scheduler.policy in WINDOWED,
-        scores=config.scheduler.scores,
+        scores=config.experiment.scores,
     )
 
 

@@ -256,7 +256,7 @@ def test_help_shows_every_setting_by_section():
         ("reprise serve --cache.mo", ["--cache.mode"]),
         ("reprise serve --cache.mode ", ["attentionstore", "prefix", "recompute"]),
         ("reprise serve --cache.mode rec", ["recompute"]),
-        ("reprise serve --cache.sync_save t", ["true"]),
+        ("reprise serve --cache.recall t", ["true"]),
         ("reprise ser", ["serve"]),
     ],
 )
