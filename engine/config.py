@@ -31,12 +31,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
     dram_bytes: int | None  # KV below HBM; 0 turns the tier off, None: from free memory
-    dram_free_buffer: float  # share of DRAM kept free in the background
     disk_bytes: int | None  # 0 turns the tier off, None: from the free space of the file system
     disk_dir: str  # absolute; the engine owns `kv`, `models` (conversions) and `first_steps.json`
     disk_min_free_bytes: int  # of the file system, left alone
     verify_rate: float  # share of loads that are compared with a recompute
-    max_pinned_share: float  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
     truncation: str  # auto | disabled: what a request that says nothing gets
     truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
@@ -48,7 +46,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
     redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept
     redis_ttl_s: float = 86_400.0  # of KV there that nobody uses
-    redis_upload_gbps: float = 0.0  # GB/s, a cap of uploads; 0: none
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,7 +84,6 @@ class CacheSettings(Section):
     )
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
-    dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
     larger_than_hbm: bool = Field(
         False, description="a context may be as long as DRAM holds: what HBM has no room for is read from there, slowly"
     )
@@ -111,9 +110,6 @@ class CacheSettings(Section):
         False, description="serve histories that the client shortened from saved KV at new positions"
     )
     verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
-    max_pinned_share: float = Field(
-        0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
-    )
     codec: Literal["raw", "transform", "activation"] = Field(
         "raw",
         description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; transform is lossy, and "
@@ -137,9 +133,6 @@ class CacheSettings(Section):
         0.0, ge=0, le=1 << 20, description="KV that each Redis of redis_url keeps for all servers together; 0: none"
     )
     redis_ttl_s: float = Field(86_400.0, gt=0, le=10**9, description="how long KV stays there that nobody uses")
-    redis_upload_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s of KV written there; 0: none")
-    transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
-    answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
 
     @model_validator(mode="after")
     def _knows_the_redis_it_fills(self) -> "CacheSettings":
@@ -174,12 +167,6 @@ class EngineSettings(Section):
         le=1 << 20,
         description="most tokens of a step; 0: 512 on CPU, 4096 on CUDA, four times that while nobody decodes",
     )
-    start_timeout_s: float = Field(
-        600.0, gt=0, le=86_400, description="no sign of life of a load for this long: it is begun anew"
-    )
-    hang_timeout_s: float = Field(
-        300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
-    )
 
 
 class ServerSettings(Section):
@@ -210,8 +197,6 @@ class ServerSettings(Section):
         le=16,
         description="largest share that service_tier and priority give a request; 1: no more than others",
     )
-    ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
-    responses_mib: int = Field(64, ge=1, le=1 << 20, description="hard cap of stored responses and conversations")
     responses_ttl_s: float = Field(
         30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
     )
@@ -280,29 +265,19 @@ class FleetSettings(Section):
         pattern=r"^[A-Za-z0-9._-]*$",
         description="this server's name in the fleet, the same after a restart; empty: made once, in cache.disk_dir",
     )
-    deadline_ms: float = Field(50.0, gt=0, le=10_000, description="longest wait for the fleet's Redis before a turn")
-    commit_deadline_ms: float = Field(
-        50.0, gt=0, le=10_000, description="longest wait, at the end of an answer, until Redis has the turn"
+    deadline_ms: float = Field(
+        50.0, gt=0, le=10_000, description="longest wait for the fleet's Redis, before a turn and at its end"
     )
     transcripts: bool = Field(
         True,
         description="keep token ids and texts in the fleet's Redis, so that any server goes on with any conversation; "
         "false: routes only, and a server that takes over tokenizes the text anew",
     )
-    outbox_mib: int = Field(
-        64, ge=1, le=1 << 20, description="turns kept on disk for Redis while that does not answer; then the oldest go"
-    )
     held_mib: int = Field(
         1024,
         ge=1,
         le=1 << 20,
         description="memory of a gateway for requests under way: bodies, answers, and what is needed to resume them",
-    )
-    tenant_sessions: int = Field(
-        100_000,
-        ge=1,
-        le=100_000_000,
-        description="conversations of one key in the fleet's Redis; those used longest ago leave it",
     )
     tenant_mib: int = Field(
         1024,
@@ -320,28 +295,12 @@ class LimitSettings(Section):
     """Caps, all of them checked before any work is done. Those of a key hold for every key that says nothing else."""
 
     connections: int = Field(1000, ge=1, le=1 << 20, description="connections at once; more are answered 503")
-    header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="largest request line with its headers")
-    header_timeout_s: float = Field(15.0, gt=0, le=3600, description="longest wait for them")
     body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
-    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
-    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     request_timeout_s: float = Field(
         3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
     )
-    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
-    json_depth: int = Field(64, ge=8, le=200, description="levels of a body")
-    messages: int = Field(4096, ge=1, le=4096, description="messages of a chat, items of a response or conversation")
-    choices: int = Field(128, ge=1, le=128, description="largest n")
-    logprobs: int = Field(20, ge=0, le=20, description="likeliest tokens beside each of an answer's")
-    stop: int = Field(16, ge=0, le=16, description="stop strings")
-    tools: int = Field(128, ge=0, le=128, description="tools")
-    schema_bytes: int = Field(65_536, ge=64, le=65_536, description="largest JSON schema")
-    schema_depth: int = Field(32, ge=1, le=32, description="levels of a JSON schema")
     prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
     answer_tokens: int = Field(65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window")
-    watchers: int = Field(
-        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
-    )
     key_requests: int = Field(
         0,
         ge=0,

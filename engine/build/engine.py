@@ -19,7 +19,7 @@ from reprise.cache.requests.parking import chunk_pages
 from reprise.engine.build.first_steps import WarmModel, warm_up
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link, load, probe_model
 from reprise.engine.build.resources import memory
-from reprise.engine.build.room import Room, find_room
+from reprise.engine.build.room import DRAM_FREE_BUFFER, Room, find_room
 from reprise.engine.build.scheduler import build_scheduler
 from reprise.engine.build.selector import build_selector
 from reprise.engine.build.sizes import dram_warnings
@@ -40,6 +40,8 @@ from reprise.engine.step.parked import ParkedAttention
 from reprise.engine.step.recompute import Recompute
 from reprise.engine.step.verify import Verifier
 from reprise.kernels.attention.watched import WatchedAttention
+
+_MAX_PINNED_SHARE = 0.5  # of disk (or DRAM, without disk) that a tenant's pinned sessions may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def build_engine(
         directory=SessionDirectory(
             sessions=cache.sessions,
             has_redis=cache.tiers.redis.is_on,
-            max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
+            max_pinned_bytes=int(_MAX_PINNED_SHARE * (tiers.disk_bytes or info.memory_plan["dram"])),
             session_ttl_s=config.cache.ttl_s,
             unix_offset_s=unix_offset_s,
         ),
@@ -177,7 +179,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             head_key=_head_key(config.tenant_secret, probed.fingerprint) if tiers.has_redis else b"",
             hbm_high_water=config.experiment.hbm_high_water,
             hbm_low_water=min(config.experiment.hbm_low_water, config.experiment.hbm_high_water),
-            dram_free_buffer=settings.dram_free_buffer,
+            dram_free_buffer=DRAM_FREE_BUFFER,
             reuse=settings.mode != "recompute",
             only_as_computed=config.model.exact == "on"
             or probed.codec.projection is not None

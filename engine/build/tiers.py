@@ -232,7 +232,6 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
             key=record_key(config.tenant_secret),
             capacity_bytes=cache.redis_bytes,
             ttl_s=cache.redis_ttl_s,
-            upload_bytes_per_s=cache.redis_upload_gbps * _GB,
             deadline_s=config.experiment.io_deadline_s,
         )
     except ValueError as error:

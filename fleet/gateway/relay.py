@@ -86,7 +86,6 @@ class Relay:
         admission: Admission,
         metrics: Metrics,
         silence_s: float,
-        send_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """lease: what the turn holds of the gateway's memory. admission: what it holds of its key's limits, given back
@@ -100,7 +99,6 @@ class Relay:
         self._admission = admission
         self._metrics = metrics
         self._silence_s = silence_s
-        self._send_timeout_s = send_timeout_s
         self._clock = clock
         self._journal = Journal()
         self._is_noted = True  # the journal has all that the client has
@@ -259,7 +257,7 @@ class Relay:
         await self._pass(data)
 
     async def _pass(self, data: bytes) -> None:
-        await send_within(self._send, data, self._send_timeout_s)
+        await send_within(self._send, data)
 
     async def _end(self) -> None:
         await self._admission.leave()

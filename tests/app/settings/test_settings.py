@@ -236,8 +236,8 @@ def test_the_engine_is_told_what_was_set():
     )
     assert config.model.source == source_of("")
     cache = {
-        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "truncation": "disabled",
-        "truncation_ratio": 0.25, "verify_rate": 0.125, "max_pinned_share": 0.75, "disk_dir": "some/where",
+        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "truncation": "disabled",
+        "truncation_ratio": 0.25, "verify_rate": 0.125, "disk_dir": "some/where",
         "policy": "fifo", "block_scorer": "attended", "recall": "true",
     }  # fmt: skip
     told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
@@ -245,7 +245,7 @@ def test_the_engine_is_told_what_was_set():
     assert (told.disk_dir, told.recall) == (str(Path.cwd() / "some/where"), True)
     told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {"disk_dir", "recall"}
     assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
-    assert len(told_as_set) == 7
+    assert len(told_as_set) == 5
     assert load(model__source="org/name").engine_config(b"").model.source == "org/name"
 
 

@@ -60,7 +60,6 @@ def store(
         key=KEY,
         capacity_bytes=capacity_bytes,
         ttl_s=ttl_s,
-        upload_bytes_per_s=0,
         deadline_s=deadline_s,
     )
 
