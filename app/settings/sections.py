@@ -134,12 +134,6 @@ class CacheSettings(Section):
     )
     redis_ttl_s: float = Field(86_400.0, gt=0, le=10**9, description="how long KV stays there that nobody uses")
 
-    @model_validator(mode="after")
-    def _knows_the_redis_it_fills(self) -> "CacheSettings":
-        if self.redis_gib and not self.redis_url:
-            raise ValueError("cache.redis_gib: keeps KV in Redis, and cache.redis_url says in which; it is empty")
-        return self
-
 
 class SchedulerSettings(Section):
     policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
@@ -218,7 +212,7 @@ class ServerSettings(Section):
     )
 
     @model_validator(mode="after")
-    def _lets_in_whom_it_should(self) -> "ServerSettings":
+    def _check_keys_and_origins(self) -> "ServerSettings":
         for key in (*self.api_keys, *self.admin_keys):
             if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
                 raise ValueError(

@@ -7,6 +7,7 @@ import msgspec
 from pydantic import model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from reprise.app.settings.exclusions import clashes
 from reprise.app.settings.experiment import ExperimentSettings
 from reprise.app.settings.sections import (
     CacheSettings,
@@ -58,80 +59,9 @@ class Settings(Section, BaseSettings):
         return (sources["init_settings"],)
 
     @model_validator(mode="after")
-    def _codes_nothing_that_has_to_be_exact(self) -> "Settings":
-        if self.cache.codec != "raw" and self.model.exact == "on":
-            raise ValueError(
-                "cache.codec: model.exact on excludes lossy codecs, and activation, which computes K and V anew; "
-                "set codec to raw"
-            )
-        if self.cache.codec != "raw" and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "cache.codec: KV that is split among processes cannot be coded yet; set model.tensor_parallel to 1, or "
-                "cache.codec to raw"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _packs_pages_that_are_read_whole(self) -> "Settings":
-        needed = {
-            "engine.device auto or cpu": self.engine.device != "cuda",
-            "model.dtype auto or bfloat16": self.model.dtype in ("auto", "bfloat16"),
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-            "selector.name none": self.selector.name == "none",
-            "cache.larger_than_hbm false": not self.cache.larger_than_hbm,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.cache.hbm_dtype == "int8" and missing:
-            raise ValueError(f"cache.hbm_dtype int8: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _reads_in_part_only_what_may_differ(self) -> "Settings":
-        if self.selector.name != "none" and self.model.exact == "on":
-            raise ValueError("selector.name: reading in part and model.exact on exclude each other; set it to none")
-        if self.selector.name != "none" and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "selector.name: heads that are split among processes are read whole; set model.tensor_parallel to 1, "
-                "or selector.name to none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _reads_dram_as_it_can(self) -> "Settings":
-        needed = {
-            "cache.mode attentionstore": self.cache.mode == "attentionstore",
-            "cache.dram_gib above 0": self.cache.dram_gib != 0,
-            "cache.codec raw": self.cache.codec == "raw",
-            "selector.name none": self.selector.name == "none",
-            "model.exact auto or off": self.model.exact != "on",
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-            "experiment.chunked_prefill true": self.experiment.chunked_prefill,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.cache.larger_than_hbm and missing:
-            raise ValueError(f"cache.larger_than_hbm: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _offloads_weights_that_nobody_else_needs(self) -> "Settings":
-        needed = {
-            "cache.codec other than activation": self.cache.codec != "activation",
-            "selector.name other than infinigen": self.selector.name != "infinigen",
-            "model.exact auto or off": self.model.exact != "on",
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.weights.offload != "none" and missing:
-            raise ValueError(f"weights.offload: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_no_parts_of_heads_in_redis(self) -> "Settings":
-        if self.cache.redis_gib and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "model.tensor_parallel: more than one process cannot keep KV in Redis yet; set it to 1, or "
-                "cache.redis_gib to 0"
-            )
+    def _check_exclusions(self) -> "Settings":
+        if found := "; ".join(clashes(self)):
+            raise ValueError(found)
         return self
 
     @property

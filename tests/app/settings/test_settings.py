@@ -71,35 +71,9 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
         ({"cache.dram_gib": "automatic"}, {}, ["cache.dram_gib (flag): must be a number between 0 and 65536, or auto"]),
         (
-            {"model.tensor_parallel": "2", "cache.redis_gib": "1", "cache.redis_url": "redis://h:1/0"},
+            {"model.exact": "on", "selector.name": "pairs", "weights.offload": "dram"},
             {},
-            ["model.tensor_parallel", "cannot keep KV in Redis yet", "cache.redis_gib to 0"],
-        ),
-        ({"cache.codec": "activation", "model.exact": "on"}, {}, ["computes K and V anew", "set codec to raw"]),
-        (
-            {"model.exact": "on", "selector.name": "pairs"},
-            {},
-            ["selector.name", "model.exact on exclude each other", "set it to none"],
-        ),
-        (
-            {"model.tensor_parallel": "2", "selector.name": "infinigen"},
-            {},
-            ["selector.name", "set model.tensor_parallel to 1", "selector.name to none"],
-        ),
-        (
-            {"cache.larger_than_hbm": "true", "cache.dram_gib": "0", "model.exact": "on", "cache.mode": "prefix"},
-            {},
-            ["cache.larger_than_hbm: needs cache.mode attentionstore, cache.dram_gib above 0, model.exact auto or off"],
-        ),
-        (
-            {"cache.hbm_dtype": "int8", "engine.device": "cuda", "model.dtype": "float32", "selector.name": "pairs"},
-            {},
-            ["cache.hbm_dtype int8: needs engine.device auto or cpu, model.dtype auto or bfloat16, selector.name none"],
-        ),
-        (
-            {"weights.offload": "dram", "cache.codec": "activation", "selector.name": "infinigen"},
-            {},
-            ["weights.offload: needs cache.codec other than activation, selector.name other than infinigen"],
+            ["selector.name pairs and model.exact on exclude each other", "weights.offload dram and model.exact on"],
         ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
