@@ -1,8 +1,8 @@
 """What the engine is told at its start: the sections of the settings that it needs, under the settings' own names.
 
-`reprise.app.settings` makes it, and has every default. Sizes are bytes and times are seconds here, so those fields have
-other units, and names, than their settings. Zero and None mean automatic: `reprise.engine.build.engine` resolves them,
-once.
+`reprise.app.settings` makes it, and has every default; here is none. Sizes are bytes and times are seconds here, so
+those fields have other units, and names, than their settings. Zero and None mean automatic:
+`reprise.engine.build.engine` resolves them, once.
 """
 
 import msgspec
@@ -15,7 +15,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int  # tokens; 0: what the model was trained for
     dtype: str  # auto | float32 | bfloat16 | float16
     tensor_parallel: int  # processes that share the model out, each with its heads
-    weights: str = "auto"  # auto | bf16 | q8 | q4: how they are kept in memory
+    weights: str  # auto | bf16 | q8 | q4: how they are kept in memory
     exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
 
 
@@ -37,15 +37,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify_rate: float  # share of loads that are compared with a recompute
     truncation: str  # auto | disabled: what a request that says nothing gets
     truncation_ratio: float  # of the window, dropped at an overflow
-    block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
-    recall: bool = False  # bring back what was dropped where the newest message is about it
-    codec: str = "raw"  # of KV below DRAM: raw | transform; or below HBM: activation
-    codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
-    hbm_dtype: str = "auto"  # of KV in HBM: auto | int8
-    larger_than_hbm: bool = False  # a context may be as long as DRAM holds
-    redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
-    redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept
-    redis_ttl_s: float = 86_400.0  # of KV there that nobody uses
+    block_scorer: str  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
+    recall: bool  # bring back what was dropped where the newest message is about it
+    codec: str  # of KV below DRAM: raw | transform; or below HBM: activation
+    codec_budget: float  # nats a token that `transform`, or int8 in HBM, may change answers by
+    hbm_dtype: str  # of KV in HBM: auto | int8
+    larger_than_hbm: bool  # a context may be as long as DRAM holds
+    redis_urls: tuple[str, ...]  # servers that keep KV which other servers may load; empty: none
+    redis_bytes: int  # KV on each of them, whoever wrote it; 0: none is kept
+    redis_ttl_s: float  # of KV there that nobody uses
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,22 +53,22 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     itl_target_s: float | None  # of a step in which somebody decodes; 0: no target; None: what suits all who wait
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
-    draft_tokens: int = 7  # most that are drafted for a choice in a step; 0: none
+    draft_tokens: int  # most that are drafted for a choice in a step; 0: none
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decoding reads of long contexts."""
 
-    name: str = "none"  # a key of reprise.kernels.selectors.SELECTORS
-    min_context: int = 2048  # tokens; shorter contexts are read whole
-    share: float = 0.1  # of a context's rows that are read
+    name: str  # a key of reprise.kernels.selectors.SELECTORS
+    min_context: int  # tokens; shorter contexts are read whole
+    share: float  # of a context's rows that are read
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model's weights lie."""
 
-    offload: str = "none"  # none | dram: the layers' weights pass through HBM while the model runs
-    hbm_layers: int = 0  # layers whose weights stay in HBM all the same
+    offload: str  # none | dram: the layers' weights pass through HBM while the model runs
+    hbm_layers: int  # layers whose weights stay in HBM all the same
 
 
 class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,5 +97,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # 0: all cores
     step_tokens: int  # most of one step; 0: automatic
     tenant_secret: bytes  # keys every block hash
-    selector: SelectorConfig = SelectorConfig()
-    weights: WeightsConfig = WeightsConfig()
+    selector: SelectorConfig
+    weights: WeightsConfig

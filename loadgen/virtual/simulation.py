@@ -425,6 +425,8 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             num_pages=machine.hbm_blocks,
             page_size=BLOCK_TOKENS,
             bytes_per_token=machine.bytes_per_token,
+            hbm_bytes_per_token=None,
+            most_pages=0,
             prefer_contiguous=machine.prefer_contiguous,
             num_slots=dram_slots + machine.dram_blocks // 4,
             dram_slots=dram_slots,

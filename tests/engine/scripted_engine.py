@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 
 import reprise.engine.process.loop
-from reprise.engine.config import CacheConfig, EngineConfig, ExperimentConfig, ModelConfig, SchedulerConfig
+from reprise.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SelectorConfig,
+    WeightsConfig,
+)
 from reprise.engine.messages import (
     Adopt,
     Head,
@@ -74,7 +82,9 @@ MODEL = ModelInfo(
 def config(model: str = "") -> EngineConfig:
     """`model` is the load script: see `build`."""
     return EngineConfig(
-        model=ModelConfig(source=model, max_context=0, dtype="float32", tensor_parallel=1, exact="auto"),
+        model=ModelConfig(
+            source=model, max_context=0, dtype="float32", tensor_parallel=1, weights="auto", exact="auto"
+        ),
         cache=CacheConfig(
             mode="prefix",
             policy="lru",
@@ -88,12 +98,22 @@ def config(model: str = "") -> EngineConfig:
             verify_rate=0.0,
             truncation="auto",
             truncation_ratio=0.5,
+            block_scorer="oldest",
+            recall=False,
+            codec="raw",
+            codec_budget=0.001,
+            hbm_dtype="auto",
+            larger_than_hbm=False,
+            redis_urls=(),
+            redis_bytes=0,
+            redis_ttl_s=86_400.0,
         ),
         scheduler=SchedulerConfig(
             policy="fcfs",
             itl_target_s=0.0,
             max_seqs=8,
             max_queued=8,
+            draft_tokens=7,
         ),
         experiment=ExperimentConfig(
             hbm_high_water=1.0,
@@ -113,6 +133,8 @@ def config(model: str = "") -> EngineConfig:
         threads=1,
         step_tokens=0,
         tenant_secret=b"secret",
+        selector=SelectorConfig(name="none", min_context=2048, share=0.1),
+        weights=WeightsConfig(offload="none", hbm_layers=0),
     )
 
 
