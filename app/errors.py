@@ -121,7 +121,7 @@ def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[st
 
 
 def too_many_watchers(*, retry_after_s: float) -> ApiError:
-    message = "Too many pages watch the server, or too many with your key; limits.watchers bounds both."
+    message = "Too many pages watch the server, or too many with your key."
     return ApiError(429, message, code="rate_limit_exceeded", headers=_retry_after(retry_after_s))
 
 

@@ -21,7 +21,7 @@ from reprise.app.errors import install_handlers
 from reprise.app.http.cors import cors_options
 from reprise.app.http.middleware import Authentication, RequestContext
 from reprise.app.observe.answer_log import AnswerLog
-from reprise.app.observe.live import Live
+from reprise.app.observe.live import MAX_WATCHERS, Live
 from reprise.app.observe.logs import EngineOutput
 from reprise.app.observe.metrics import Metrics, RedisCollector
 from reprise.app.observe.tracing import NoTracer, OtelTracer, make_tracer
@@ -41,6 +41,12 @@ from reprise.app.version import version
 from reprise.engine.process.client import EngineClient
 
 log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0  # without a sign of life of a load: it is begun anew
+HANG_TIMEOUT_S = 300.0  # without a heartbeat: the engine is restarted
+MAX_TRANSCRIPT_BYTES = 256 << 20  # of the file of transcripts
+MAX_ANSWERS_PER_PROMPT = 8  # remembered (n, regenerate)
+MAX_STORED_BYTES = 64 << 20  # of responses and conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +96,12 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         engine = make_engine(settings, secret)
     text_thread = TextThread(make_transcripts(settings))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
-    live = Live(engine=engine, places=settings.limits.watchers)
+    live = Live(engine=engine, places=MAX_WATCHERS)
     observers: list[TurnObserver] = [metrics, live, tracer]
     if settings.server.access_log:
         observers.append(AnswerLog())
     readiness = Readiness(engine=engine, aliases=settings.model.aliases)
-    sessions = SessionCommands(
-        engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
-    )
+    sessions = SessionCommands(engine=engine, readiness=readiness, transcripts=text_thread)
     store = make_store(settings)
     if isinstance(store, RedisStore):
         metrics.add(RedisCollector(store))
@@ -197,8 +201,8 @@ def make_engine(settings: Settings, secret: bytes) -> EngineClient:
     json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
     return EngineClient(
         config=settings.engine_config(secret),
-        start_timeout_s=settings.engine.start_timeout_s,
-        hang_timeout_s=settings.engine.hang_timeout_s,
+        start_timeout_s=START_TIMEOUT_S,
+        hang_timeout_s=HANG_TIMEOUT_S,
         **json_lines,
     )
 
@@ -206,9 +210,9 @@ def make_engine(settings: Settings, secret: bytes) -> EngineClient:
 def make_transcripts(settings: Settings) -> Transcripts:
     return Transcripts(
         path=settings.state_dir / "transcripts.sqlite3",
-        max_bytes=settings.cache.transcript_mib << 20,
+        max_bytes=MAX_TRANSCRIPT_BYTES,
         ttl_s=settings.cache.ttl_s,
-        max_answers_per_prompt=settings.cache.answers_per_prompt,
+        max_answers_per_prompt=MAX_ANSWERS_PER_PROMPT,
     )
 
 
@@ -255,10 +259,10 @@ def join_fleet(
 
 def make_store(settings: Settings) -> Store:
     """Make the store of responses and conversations. Raises RedisStoreUnavailable."""
-    max_bytes, ttl_s = settings.server.responses_mib << 20, settings.server.responses_ttl_s
+    ttl_s = settings.server.responses_ttl_s
     if settings.responses_redis_url:
-        return RedisStore(url=settings.responses_redis_url, max_bytes=max_bytes, ttl_s=ttl_s)
-    return ResponseStore(path=settings.state_dir / "responses.sqlite3", max_bytes=max_bytes, ttl_s=ttl_s)
+        return RedisStore(url=settings.responses_redis_url, max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
+    return ResponseStore(path=settings.state_dir / "responses.sqlite3", max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
 
 
 def _write(text: str) -> None:

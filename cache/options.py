@@ -10,8 +10,8 @@ class Truncation:
     window: int  # tokens a context may have
     ratio: float  # of the window, dropped at an overflow
     mode: str  # decoupled | recompute
-    block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
-    recall: bool = False  # whether what was dropped comes back where a new message is about it
+    block_scorer: str  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
+    recall: bool  # whether what was dropped comes back where a new message is about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,16 @@ class CacheOptions:
     num_pages: int  # of HBM
     page_size: int  # tokens of a page, a multiple of the block
     bytes_per_token: int  # of rows below HBM
-    hbm_bytes_per_token: int | None = None  # of rows in HBM; None: the same
+    hbm_bytes_per_token: int | None  # of rows in HBM; None: the same
     prefer_contiguous: bool  # a context's pages lie in a row where that can be
-    most_pages: int = 0  # of a context that HBM cannot hold, which parks the rest in DRAM; 0: every context has to fit
+    most_pages: int  # of a context that HBM cannot hold, which parks the rest in DRAM; 0: every context has to fit
     num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
     dram_slots: int  # how many of these keep blocks; the others are for what passes through
     disk_bytes: int  # 0: no disk
-    coded_block_bytes: int = 0  # of a block that a codec has made smaller; 0: nothing is coded
-    coded_slots: int = 0  # of DRAM, for such blocks
-    redis_bytes: int = 0  # that Redis may keep for all servers together
-    head_key: bytes = b""  # signs heads of sessions (`reprise.cache.blocks.head`); empty: no KV is kept in Redis
+    coded_block_bytes: int  # of a block that a codec has made smaller; 0: nothing is coded
+    coded_slots: int  # of DRAM, for such blocks
+    redis_bytes: int  # that Redis may keep for all servers together
+    head_key: bytes  # signs heads of sessions (`reprise.cache.blocks.head`); empty: no KV is kept in Redis
     hbm_high_water: float  # the share of the pages above which what nobody needs leaves,
     hbm_low_water: float  # and the share down to which it does
     dram_free_buffer: float  # the share of `dram_slots` kept free where a disk has the blocks too

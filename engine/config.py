@@ -1,8 +1,8 @@
 """What the engine is told at its start: the sections of the settings that it needs, under the settings' own names.
 
-`reprise.app.settings` makes it, and has every default. Sizes are bytes and times are seconds here, so those fields have
-other units, and names, than their settings. Zero and None mean automatic: `reprise.engine.build.engine` resolves them,
-once.
+`reprise.app.settings` makes it, and has every default; here is none. Sizes are bytes and times are seconds here, so
+those fields have other units, and names, than their settings. Zero and None mean automatic:
+`reprise.engine.build.engine` resolves them, once.
 """
 
 import msgspec
@@ -15,7 +15,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int  # tokens; 0: what the model was trained for
     dtype: str  # auto | float32 | bfloat16 | float16
     tensor_parallel: int  # processes that share the model out, each with its heads
-    weights: str = "auto"  # auto | bf16 | q8 | q4: how they are kept in memory
+    weights: str  # auto | bf16 | q8 | q4: how they are kept in memory
     exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
 
 
@@ -30,71 +30,72 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
     max_sessions: int
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
-    hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
-    hbm_low_water: float  # until no more than this is in use
     dram_bytes: int | None  # KV below HBM; 0 turns the tier off, None: from free memory
-    dram_free_buffer: float  # share of DRAM kept free in the background
-    staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
     disk_bytes: int | None  # 0 turns the tier off, None: from the free space of the file system
     disk_dir: str  # absolute; the engine owns `kv`, `models` (conversions) and `first_steps.json`
     disk_min_free_bytes: int  # of the file system, left alone
-    read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
-    sync_save: bool  # save before the next step instead of during it: for comparison
-    io_deadline_s: float  # of one read or write
-    dram_gbps: float  # GB/s, a cap that stands in for a slower link; 0: none
-    disk_gbps: float  # GB/s, read and write each; 0: none
     verify_rate: float  # share of loads that are compared with a recompute
-    max_pinned_share: float  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
     truncation: str  # auto | disabled: what a request that says nothing gets
-    truncation_mode: str  # decoupled | recompute
     truncation_ratio: float  # of the window, dropped at an overflow
-    block_scorer: str = "oldest"  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
-    recall: bool = False  # bring back what was dropped where the newest message is about it
-    codec: str = "raw"  # of KV below DRAM: raw | transform | fp8 | kivi4 | kivi2; or below HBM: activation
-    codec_budget: float = 0.001  # nats a token that `transform`, or int8 in HBM, may change answers by
-    hbm_dtype: str = "auto"  # of KV in HBM: auto | int8
-    larger_than_hbm: bool = False  # a context may be as long as DRAM holds
-    redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
-    redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept
-    redis_ttl_s: float = 86_400.0  # of KV there that nobody uses
-    redis_upload_gbps: float = 0.0  # GB/s, a cap of uploads; 0: none
+    block_scorer: str  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
+    recall: bool  # bring back what was dropped where the newest message is about it
+    codec: str  # of KV below DRAM: raw | transform; or below HBM: activation
+    codec_budget: float  # nats a token that `transform`, or int8 in HBM, may change answers by
+    hbm_dtype: str  # of KV in HBM: auto | int8
+    larger_than_hbm: bool  # a context may be as long as DRAM holds
+    redis_urls: tuple[str, ...]  # servers that keep KV which other servers may load; empty: none
+    redis_bytes: int  # KV on each of them, whoever wrote it; 0: none is kept
+    redis_ttl_s: float  # of KV there that nobody uses
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # car | car-hidden | priority | fcfs
-    window: int  # places of the shuffled window; 0: from HBM and the mean session
-    class_ordered_entry: bool  # requests enter the window by class, not by fair share and arrival
-    scores: bool  # CaR's, of blocks that somebody who waits in the window or runs needs
     itl_target_s: float | None  # of a step in which somebody decodes; 0: no target; None: what suits all who wait
-    length_predictor: str  # quantile | max_tokens
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
-    chunked_prefill: bool
-    draft_tokens: int = 7  # most that are drafted for a choice in a step; 0: none
+    draft_tokens: int  # most that are drafted for a choice in a step; 0: none
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decoding reads of long contexts."""
 
-    name: str = "none"  # a key of reprise.kernels.selectors.SELECTORS
-    min_context: int = 2048  # tokens; shorter contexts are read whole
-    share: float = 0.1  # of a context's rows that are read
+    name: str  # a key of reprise.kernels.selectors.SELECTORS
+    min_context: int  # tokens; shorter contexts are read whole
+    share: float  # of a context's rows that are read
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model's weights lie."""
 
-    offload: str = "none"  # none | dram: the layers' weights pass through HBM while the model runs
-    hbm_layers: int = 0  # layers whose weights stay in HBM all the same
+    offload: str  # none | dram: the layers' weights pass through HBM while the model runs
+    hbm_layers: int  # layers whose weights stay in HBM all the same
+
+
+class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What benchmarks compare, and what stands in for hardware that is not there."""
+
+    hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
+    hbm_low_water: float  # until no more than this is in use
+    scores: bool  # CaR's, of blocks that requests in the window or running need
+    window: int  # places of the shuffled window; 0: from HBM and the mean session
+    chunked_prefill: bool
+    truncation_mode: str  # decoupled | recompute
+    read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
+    sync_save: bool  # save before the next step instead of during it
+    staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
+    dram_gbps: float  # GB/s, a cap that stands in for a slower link; 0: none
+    disk_gbps: float  # GB/s, read and write each; 0: none
+    io_deadline_s: float  # of one read or write
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    experiment: ExperimentConfig
     device: str  # auto | cpu | cuda
     threads: int  # 0: all cores
     step_tokens: int  # most of one step; 0: automatic
     tenant_secret: bytes  # keys every block hash
-    selector: SelectorConfig = SelectorConfig()
-    weights: WeightsConfig = WeightsConfig()
+    selector: SelectorConfig
+    weights: WeightsConfig

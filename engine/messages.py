@@ -306,7 +306,7 @@ class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
     counts: list[int]  # of checks, by bucket (`DIVERGENCE_BOUNDS`); the last: of those above
     total: float  # divergence of all checks
     recent: float | None  # mean of the last checks
-    limit: float | None  # of that mean, above which the codec is used no more; None: no budget was given
+    limit: float  # of that mean, above which the codec is used no more
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -21,7 +21,8 @@ from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from reprise.app.settings.settings import Settings, load_settings
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import load_settings
 from reprise.fleet.scaling import WINDOW_S
 from reprise.fleet.supervise.owned_server import OwnedServer, drain_s
 

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from reprise.app.api.openapi import describe
 from reprise.app.settings.help import SECTIONS, choices, default
-from reprise.app.settings.settings import known_settings
+from reprise.app.settings.sources import known_settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (DOCS / "api.md", DOCS / "settings.md")

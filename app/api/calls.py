@@ -77,8 +77,8 @@ async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     readiness_of(request).require()
     limits, arrival = settings_of(request).limits, arrive(request)
     max_bytes = limits.body_bytes + arrival.added_bytes
-    data = await read_body(request, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)
-    return parse_data(arrival.open_body(data), model, limits)
+    data = await read_body(request, max_bytes=max_bytes)
+    return parse_data(arrival.open_body(data), model)
 
 
 def caller_of(request: Request, place: int = 0) -> Caller:
@@ -96,12 +96,10 @@ def caller_of(request: Request, place: int = 0) -> Caller:
 
 
 def stream(request: Request, generation: Deltas, frames: Frames, headers: Mapping[str, str]) -> EventStream:
-    settings, arrival = settings_of(request), request.state.arrival
+    arrival = request.state.arrival
     deltas, frames = arrival.stream(generation, frames)
     return EventStream(
         deltas,
         frames,
         headers={**headers, **arrival.stream_headers},
-        ping_s=settings.server.ping_s,
-        send_timeout_s=settings.limits.send_timeout_s,
     )

@@ -209,7 +209,7 @@ def _cpu_flags() -> set[str]:
 def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Iterator[Finding]:
     found = f"{has.total / GIB:.1f} GiB, {has.available / GIB:.1f} available"
     if expected is None:
-        wanted = _bytes(settings.cache.dram_gib) + settings.cache.staging_mib * MIB
+        wanted = _bytes(settings.cache.dram_gib) + settings.experiment.staging_mib * MIB
         warnings = []
     else:
         sizes = expected.sizes

@@ -60,7 +60,7 @@ def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device
         return Expected(shape, Sizes(hbm=automatic.hbm, dram=0, staging=0, disk=0), device_memory is None)
     dram = automatic.dram if cache.dram_gib == "auto" else int(cache.dram_gib * GIB)
     disk = automatic.disk if cache.disk_gib == "auto" else int(cache.disk_gib * GIB)
-    staging = (cache.staging_mib * MIB or automatic.staging) if dram or disk else 0
+    staging = (settings.experiment.staging_mib * MIB or automatic.staging) if dram or disk else 0
     return Expected(shape, Sizes(hbm=automatic.hbm, dram=dram, staging=staging, disk=disk), device_memory is None)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reprise.app.settings.help import ServeCommand, settings_of
-from reprise.app.settings.settings import parse_flags, variable_of
+from reprise.app.settings.sources import parse_flags, variable_of
 
 TIMEOUT_S = 10.0
 KEY_VARIABLE = "REPRISE_KEY"

@@ -26,6 +26,7 @@ from reprise.app.observe import logs
 from reprise.app.observe.tracing import TracingUnavailable
 from reprise.app.settings.help import ServeCommand, settings_of, tables
 from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import experiments
 from reprise.app.state_dir import DamagedSecret, read_tenant_secret
 from reprise.app.tenancy.key_file import KeyFileError
 from reprise.app.version import version
@@ -75,6 +76,8 @@ def serve(
     """Serve the OpenAI API."""
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     logs.configure(settings.server.log_format)
+    if given := ", ".join(experiments(settings)):
+        log.warning("this server is an experiment: %s", given)
     app = _prepare(settings)
     as_panel = settings.server.log_format == "text"
 
@@ -243,7 +246,7 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
                 min_free_bytes=0,
                 read_bytes_per_s=0.0,
                 write_bytes_per_s=0.0,
-                deadline_s=settings.cache.io_deadline_s,
+                deadline_s=settings.experiment.io_deadline_s,
                 owner=f"`reprise cache` (pid {os.getpid()})",
             )
             extents, sessions = tier.open()

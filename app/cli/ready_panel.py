@@ -41,7 +41,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
         "sampling": f"{_differing(sampling)} where a request says nothing",
         "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {kept}",
         "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
-        "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
+        "state": str(settings.state_dir),
         "keys": f"{keys} accepted" if keys else "none needed",
     }
     if not model.decouplable:

@@ -11,20 +11,22 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
-from reprise.app.settings.settings import LimitSettings
+from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
-# field -> the setting that limits its number, or the number of its items
-_NUMBERS = {"n": "choices", "logprobs": "logprobs", "top_logprobs": "logprobs"}
-_COUNTS = {
-    "messages": "messages",
-    "input": "messages",
-    "items": "messages",
-    "stop": "stop",
-    "stop_sequences": "stop",
-    "tools": "tools",
+BODY_TIMEOUT_S = 30.0  # for a client to send its body
+MAX_LEVELS = 64  # of a body
+MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # of a JSON schema in it
+MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 128
+MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
+"""Field -> the largest number it may be."""
+MAX_ITEMS = {
+    **dict.fromkeys(("messages", "input", "items"), _MAX_MESSAGES),
+    **dict.fromkeys(("stop", "stop_sequences"), _MAX_STOPS),
+    "tools": _MAX_TOOLS,
 }
+"""Field -> the most items that it may have."""
 
 
 class RequestModel(Protocol):
@@ -40,14 +42,13 @@ T = TypeVar("T", bound=RequestModel)
 
 async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
     """Return the parsed request and the headers that its answer must carry. Raises ApiError or ClientGone."""
-    data = await read_body(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s)
-    return parse_data(data, model, limits)
+    return parse_data(await read_body(request, max_bytes=limits.body_bytes), model)
 
 
-def parse_data(data: bytes, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
+def parse_data(data: bytes, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return what `parse_body` does of a body that has been read. Raises ApiError."""
     body = parse_json(data)
-    check_body(body, limits)
+    check_body(body)
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
@@ -56,28 +57,28 @@ def parse_data(data: bytes, model: type[T], limits: LimitSettings) -> tuple[T, d
     return parsed, {"warning": _warning(ignored)} if ignored else {}
 
 
-async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """Read a body that says it is JSON. Raises ApiError or ClientGone."""
     # Web pages may send other content types to a loopback port without permission, but not JSON.
     if not _JSON_TYPE.match(request.headers.get("content-type", "")):
         raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
-    return await read_bytes(request, max_bytes=max_bytes, timeout_s=timeout_s)
+    return await read_bytes(request, max_bytes=max_bytes)
 
 
-async def read_bytes(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
     """Read a body of any type. Raises ApiError or ClientGone."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:  # counted while reading, because a chunked body declares no length
                     raise _too_large(max_bytes)
     except TimeoutError:
-        raise ApiError(408, f"No complete request body within {timeout_s:g} s.", code="request_timeout") from None
+        raise ApiError(408, f"No complete request body within {BODY_TIMEOUT_S:g} s.", code="request_timeout") from None
     except ClientDisconnect:
         raise ClientGone from None
     return bytes(body)
@@ -99,28 +100,28 @@ def parse_json(data: bytes) -> dict[str, object]:
     return body
 
 
-def check_body(body: dict[str, object], limits: LimitSettings) -> None:
+def check_body(body: dict[str, object]) -> None:
     """Check what the types and ranges of a schema cannot, before anything is built from the body. Raises ApiError 400.
     Wrong types are left to the schema."""
-    if _is_deeper(body, limits.json_depth):
-        raise invalid(f"The body has more than {limits.json_depth} levels.", code="invalid_json")
-    for name, limit in _NUMBERS.items():
+    if _is_deeper(body, MAX_LEVELS):
+        raise invalid(f"The body has more than {MAX_LEVELS} levels.", code="invalid_json")
+    for name, most in MAX_NUMBERS.items():
         value = body.get(name)
-        if type(value) is int and value > getattr(limits, limit):
-            raise _too_much(name, f"at most {getattr(limits, limit)}", limit)
-    for name, limit in _COUNTS.items():
+        if type(value) is int and value > most:
+            raise _too_much(name, f"at most {most}")
+    for name, most in MAX_ITEMS.items():
         value = body.get(name)
-        if isinstance(value, list) and len(value) > getattr(limits, limit):
-            raise _too_much(name, f"at most {getattr(limits, limit)} items", limit)
+        if isinstance(value, list) and len(value) > most:
+            raise _too_much(name, f"at most {most} items")
     for name, schema in _schemas(body):
-        if _is_deeper(schema, limits.schema_depth):
-            raise _too_much(name, f"schemas of at most {limits.schema_depth} levels", "schema_depth")
-        if len(msgspec.json.encode(schema)) > limits.schema_bytes:
-            raise _too_much(name, f"schemas of at most {limits.schema_bytes} bytes", "schema_bytes")
+        if _is_deeper(schema, MAX_SCHEMA_LEVELS):
+            raise _too_much(name, f"schemas of at most {MAX_SCHEMA_LEVELS} levels")
+        if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
+            raise _too_much(name, f"schemas of at most {MAX_SCHEMA_BYTES} bytes")
 
 
-def _too_much(param: str, allowed: str, limit: str) -> ApiError:
-    return invalid(f"Invalid '{param}': this server takes {allowed} (limits.{limit}).", param)
+def _too_much(param: str, allowed: str) -> ApiError:
+    return invalid(f"Invalid '{param}': this server takes {allowed}.", param)
 
 
 def _schemas(body: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:

@@ -10,6 +10,8 @@ from reprise.app.http.connections import BoundedConnection, raise_file_limit
 from reprise.app.settings.settings import Settings
 
 LAST_WORDS_S = 5.0  # after server.drain_s, for answers that are ended early and for the last bytes to be sent
+HEADER_TIMEOUT_S = 15.0  # for a client to send its request line with its headers
+MAX_HEADER_BYTES = 65_536  # of both
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
 
 
@@ -24,9 +26,9 @@ class BoundedServer(uvicorn.Server):
             http=partial(  # type: ignore[arg-type]  # it asks for a class, and calls it
                 BoundedConnection,
                 most=settings.limits.connections,
-                header_timeout_s=settings.limits.header_timeout_s,
+                header_timeout_s=HEADER_TIMEOUT_S,
             ),
-            h11_max_incomplete_event_size=settings.limits.header_bytes,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -14,6 +14,8 @@ from reprise.app.errors import ApiError, ClientGone
 from reprise.app.turn.ports import Deltas, Frames
 
 PING = b": ping\n\n"
+PING_S = 15.0  # silence in a stream after which one is sent
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -55,10 +57,10 @@ def event(data: object, name: str | None = None) -> bytes:
     return head + b"data: " + _encode(data) + b"\n\n"
 
 
-async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
+async def send_within(send: Send, data: bytes) -> None:
     """Send a part of a body. Raises ClientGone if the client does not take it in time."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(SEND_TIMEOUT_S):
             await send({"type": "http.response.body", "body": data, "more_body": True})
     except TimeoutError:
         raise ClientGone from None
@@ -77,15 +79,11 @@ class EventStream(Response):
         frames: Frames,
         *,
         headers: Mapping[str, str],
-        ping_s: float,
-        send_timeout_s: float,
     ) -> None:
         super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._generation = generation
         self._frames = frames
-        self._ping_s = ping_s
-        self._send_timeout_s = send_timeout_s
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +91,7 @@ class EventStream(Response):
 
     async def _run(self, send: Send) -> None:
         async with aclosing(self._generation):
-            await self._generation.wait_first(self._ping_s)
+            await self._generation.wait_first(PING_S)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._sent_s = time.monotonic()
             pings = asyncio.create_task(self._keep_alive(send))
@@ -115,11 +113,11 @@ class EventStream(Response):
     async def _send(self, send: Send, events: bytes) -> None:
         if events:
             self._sent_s = time.monotonic()
-            await send_within(send, events, self._send_timeout_s)
+            await send_within(send, events)
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a ping whenever nothing was sent for a while, because proxies cut silent connections."""
         while True:
-            await asyncio.sleep(self._sent_s + self._ping_s - time.monotonic())
-            if time.monotonic() - self._sent_s >= self._ping_s:
+            await asyncio.sleep(self._sent_s + PING_S - time.monotonic())
+            if time.monotonic() - self._sent_s >= PING_S:
                 await self._send(send, self._frames.ping)

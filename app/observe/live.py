@@ -29,6 +29,7 @@ PERIOD_S = 1.0  # as often as the engine reports
 IDLE_S = 15.0  # between two states where nothing happens
 LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved, and then that nothing does
 GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
+MAX_WATCHERS = 32  # pages that watch at once
 MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
 MAX_WAITING = 64  # of the front of the queue
 MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly

@@ -13,14 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from typer.core import TyperCommand
 
-from reprise.app.settings.settings import (
-    Settings,
-    SettingsError,
-    known_settings,
-    load_settings,
-    parse_flags,
-    stray_variables,
-)
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import SettingsError, known_settings, load_settings, parse_flags, stray_variables
 
 try:  # newer typers bring their own click
     from typer._click.shell_completion import CompletionItem

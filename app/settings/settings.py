@@ -1,442 +1,44 @@
-"""Settings: one frozen object, read once at start. Every default of the project lives here.
+"""Settings: one frozen object, read once at start."""
 
-Sources, weakest first: the defaults below, a TOML file (`--config`), the environment (`REPRISE_SECTION__KEY`), flags
-(`--section.key VALUE`). A name or value nobody knows is refused, naming the setting and where it came from.
-"""
-
-import ipaddress
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from reprise.app.settings.hints import describe, nearest
-from reprise.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SelectorConfig, WeightsConfig
+from reprise.app.settings.exclusions import clashes
+from reprise.app.settings.experiment import ExperimentSettings
+from reprise.app.settings.sections import (
+    CacheSettings,
+    EngineSettings,
+    FleetSettings,
+    LimitSettings,
+    ModelSettings,
+    SchedulerSettings,
+    Section,
+    SelectorSettings,
+    ServerSettings,
+    WeightSettings,
+)
+from reprise.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SelectorConfig,
+    WeightsConfig,
+)
 from reprise.model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
-ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
-REDIS_URL = r"^((rediss?|unix)://\S+)?$"
 GIB = 1 << 30
 MIB = 1 << 20
-Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig, WeightsConfig)
+Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorConfig, WeightsConfig, ExperimentConfig)
 
 
-class SettingsError(Exception):
-    """A setting that cannot be used. The message names the setting, its source and what is allowed."""
-
-
-def _comma_separated(value: object) -> object:
-    """`a,b` from a flag or the environment, a list from TOML."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-NameList = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class ModelSettings(_Section):
-    source: str = Field(
-        "",
-        max_length=4096,
-        description="directory, .gguf file, hub id or `bundled`; empty: SmolLM2-135M-Instruct if `make setup` has "
-        "brought it, else the bundled demonstration",
-    )
-    aliases: NameList = Field((), description="further names under which requests may ask for the model")
-    max_context: int = Field(
-        0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
-    weights: Literal["auto", "bf16", "q8", "q4"] = Field(
-        "auto",
-        description="how weights are kept in memory; auto: a GGUF file's as packed as they are in it, others as "
-        "they are; bf16: unpacked; q8, q4: packed to 8 or 4 bits at the first start, which changes answers a little",
-    )
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes of one machine that share the model out, each with its part of the heads; on CUDA one "
-        "for each device",
-    )
-    exact: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="on: bits of an answer depend on its own tokens alone, proven at start, whatever that costs; auto: "
-        "the fastest kernels, and what they prove; off: no proof",
-    )
-
-
-class CacheSettings(_Section):
-    mode: Literal["attentionstore", "prefix", "recompute"] = Field(
-        "attentionstore", description="keep KV in HBM, DRAM and on disk; in HBM only; or compute it anew"
-    )
-    policy: Literal["lookahead", "lru", "fifo"] = Field("lookahead", description="what leaves a full tier first")
-    hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
-    ttl_s: float = Field(
-        86_400.0,
-        gt=0,
-        le=1e9,
-        description="KV and transcript of a session are deleted this long after its last use; pinned ones stay",
-    )
-    max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
-    dram_gib: Annotated[float, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
-        "auto", description="KV in DRAM; auto: a share of free memory; 0 turns the tier off"
-    )
-    disk_gib: Annotated[float, Field(ge=0, le=1 << 20)] | Literal["auto"] = Field(
-        "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
-    )
-    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
-    disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
-    dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
-    larger_than_hbm: bool = Field(
-        False, description="a context may be as long as DRAM holds: what HBM has no room for is read from there, slowly"
-    )
-    hbm_dtype: Literal["auto", "int8"] = Field(
-        "auto",
-        description="numbers of KV in HBM on CPU; auto: as they are computed; int8: half the bytes, lossy within "
-        "codec_budget",
-    )
-    hbm_high_water: float = Field(
-        1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
-    )
-    hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
-    staging_mib: int = Field(
-        0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
-    )
-    read_buffer_layers: int = Field(
-        -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
-    )
-    truncation: Literal["auto", "disabled"] = Field(
-        "auto", description="a full window: drop the earliest history, or answer 400"
-    )
-    truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
-    truncation_mode: Literal["decoupled", "recompute"] = Field(
-        "decoupled", description="what stays: its KV at new positions; recomputed"
-    )
-    block_scorer: Literal["oldest", "attended"] = Field(
-        "oldest",
-        description="what a full window drops first: the oldest; what later text attended to least",
-    )
-    recall: bool = Field(
-        False, description="bring back what a full window dropped, where the newest message is about it"
-    )
-    keep_first_tokens: int = Field(
-        -1, ge=-1, le=1 << 24, description="leading tokens that are never dropped; -1: the system prompt"
-    )
-    client_shift: bool = Field(
-        False, description="serve histories that the client shortened from saved KV at new positions"
-    )
-    verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
-    dram_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s that stands in for a slower link; 0: none")
-    disk_gbps: float = Field(0.0, ge=0, le=1e6, description="the same for reads and writes of the disk; 0: none")
-    io_deadline_s: float = Field(5.0, gt=0, le=3600, description="a read or write that takes longer has failed")
-    sync_save: bool = Field(False, description="save KV before the next step, not during it (for comparison)")
-    max_pinned_share: float = Field(
-        0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
-    )
-    codec: Literal["raw", "transform", "activation", "fp8", "kivi4", "kivi2"] = Field(
-        "raw",
-        description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; lossy ones: transform is "
-        "calibrated to codec_budget, fp8 and kivi are there for comparison; activation keeps what KV is computed of "
-        "instead, for models where that is smaller",
-    )
-    codec_budget: float = Field(
-        0.001,
-        ge=1e-6,
-        le=1.0,
-        description="nats a token by which transform may change what the model would say, and hbm_dtype int8 too",
-    )
-    redis_url: str = Field(
-        "",
-        max_length=2048,
-        repr=False,
-        pattern=REDIS_URL,
-        description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file; "
-        "with fleet.redis_url, that one keeps them; with redis_gib, KV too, and then several may be named, with commas",
-    )
-    redis_gib: float = Field(
-        0.0, ge=0, le=1 << 20, description="KV that each Redis of redis_url keeps for all servers together; 0: none"
-    )
-    redis_ttl_s: float = Field(86_400.0, gt=0, le=10**9, description="how long KV stays there that nobody uses")
-    redis_upload_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s of KV written there; 0: none")
-    transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
-    answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
-
-    @model_validator(mode="after")
-    def _knows_the_redis_it_fills(self) -> "CacheSettings":
-        if self.redis_gib and not self.redis_url:
-            raise ValueError("cache.redis_gib: keeps KV in Redis, and cache.redis_url says in which; it is empty")
-        return self
-
-
-class SchedulerSettings(_Section):
-    policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
-        "car-hidden",
-        description="who starts next; car: by KV to load inside a window; car-hidden: the same, but loads that hold "
-        "nobody up count as none; priority: by KV to load; fcfs: who came first",
-    )
-    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
-    class_ordered_entry: bool = Field(
-        False, description="who needs no load enters the window first, instead of by fair share and arrival"
-    )
-    scores: bool = Field(
-        False, description="what who waits in the window or runs needs leaves HBM last, before what the policy says"
-    )
-    itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
-        "auto",
-        description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
-    )
-    length_predictor: Literal["quantile", "max_tokens"] = Field(
-        "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
-    )
-    max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
-    max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
-    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
-    draft_tokens: int = Field(
-        7, ge=0, le=31, description="most tokens drafted from the past for a step on CPU, while that pays; 0: none"
-    )
-
-
-class EngineSettings(_Section):
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
-    step_tokens: int = Field(
-        0,
-        ge=0,
-        le=1 << 20,
-        description="most tokens of a step; 0: 512 on CPU, 4096 on CUDA, four times that while nobody decodes",
-    )
-    start_timeout_s: float = Field(
-        600.0, gt=0, le=86_400, description="no sign of life of a load for this long: it is begun anew"
-    )
-    hang_timeout_s: float = Field(
-        300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
-    )
-
-
-class ServerSettings(_Section):
-    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to listen on")
-    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0: any free one")
-    api_keys: NameList = Field(
-        (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
-    )
-    admin_keys: NameList = Field(
-        (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
-    )
-    keys_file: Path | None = Field(
-        None,
-        description="further keys, hashed, each with its own limits; `reprise keys` writes it; nobody else's to read",
-    )
-    hostnames: NameList = Field(
-        (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
-    )
-    cors_origins: NameList = Field(
-        (),
-        description="pages elsewhere whose scripts may ask, as https://chat.example.org; *: any, where keys are needed",
-    )
-    allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
-    drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
-    max_weight: float = Field(
-        4.0,
-        ge=1,
-        le=16,
-        description="largest share that service_tier and priority give a request; 1: no more than others",
-    )
-    ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
-    responses_mib: int = Field(64, ge=1, le=1 << 20, description="hard cap of stored responses and conversations")
-    responses_ttl_s: float = Field(
-        30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
-    )
-    access_log: bool = Field(
-        False, description="one log line per request, and one per answer with its tokens by tier; never its text"
-    )
-    log_format: Literal["text", "json"] = Field("text", description="log lines for people, or JSON objects")
-    traces_endpoint: str = Field(
-        "",
-        max_length=2048,
-        pattern=r"^(https?://\S+)?$",
-        description="where OpenTelemetry traces go, as http://127.0.0.1:4318/v1/traces; empty: nowhere",
-    )
-
-    tenant_secret_file: Path | None = Field(
-        None,
-        description="32 bytes or 64 hex digits that keep tenants' KV apart; the same file on every server of a "
-        "fleet; empty: made once, in cache.disk_dir",
-    )
-
-    @model_validator(mode="after")
-    def _lets_in_whom_it_should(self) -> "ServerSettings":
-        for key in (*self.api_keys, *self.admin_keys):
-            if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
-                raise ValueError(
-                    "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
-                )
-        for origin in self.cors_origins:
-            if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError("server.cors_origins: each is a scheme, a host and perhaps a port, or *")
-        has_keys = bool(self.api_keys or self.admin_keys or self.keys_file is not None)
-        if "*" in self.cors_origins and not has_keys:
-            raise ValueError(
-                "server.cors_origins: where no keys are needed, * would let every page that somebody here opens use "
-                "the server; name the pages, or set server.api_keys"
-            )
-        if not (has_keys or self.allow_unauthenticated or _is_loopback(self.host)):
-            raise ValueError(
-                f"server.host: listening on {self.host} lets others in; set server.api_keys or "
-                "server.keys_file, or server.allow_unauthenticated=true to let anybody in"
-            )
-        return self
-
-
-class FleetSettings(_Section):
-    """Settings of a server that is one replica of several, and of the gateway before them."""
-
-    redis_url: str = Field(
-        "",
-        max_length=2048,
-        repr=False,
-        pattern=REDIS_URL,
-        description="redis://HOST:PORT/DB that says which server has which conversation; it keeps responses and "
-        "conversations too, and needs maxmemory-policy noeviction; empty: this server is alone",
-    )
-    advertise: str = Field(
-        "",
-        max_length=2048,
-        pattern=r"^(https?://[^\s/]+)?$",
-        description="http://HOST:PORT under which gateways reach this server; empty: the address it listens on, or the "
-        "machine's name where it listens on all",
-    )
-    replica: str = Field(
-        "",
-        max_length=64,
-        pattern=r"^[A-Za-z0-9._-]*$",
-        description="this server's name in the fleet, the same after a restart; empty: made once, in cache.disk_dir",
-    )
-    deadline_ms: float = Field(50.0, gt=0, le=10_000, description="longest wait for the fleet's Redis before a turn")
-    commit_deadline_ms: float = Field(
-        50.0, gt=0, le=10_000, description="longest wait, at the end of an answer, until Redis has the turn"
-    )
-    transcripts: bool = Field(
-        True,
-        description="keep token ids and texts in the fleet's Redis, so that any server goes on with any conversation; "
-        "false: routes only, and a server that takes over tokenizes the text anew",
-    )
-    outbox_mib: int = Field(
-        64, ge=1, le=1 << 20, description="turns kept on disk for Redis while that does not answer; then the oldest go"
-    )
-    held_mib: int = Field(
-        1024,
-        ge=1,
-        le=1 << 20,
-        description="memory of a gateway for requests under way: bodies, answers, and what is needed to resume them",
-    )
-    tenant_sessions: int = Field(
-        100_000,
-        ge=1,
-        le=100_000_000,
-        description="conversations of one key in the fleet's Redis; those used longest ago leave it",
-    )
-    tenant_mib: int = Field(
-        1024,
-        ge=1,
-        le=1 << 20,
-        description="transcripts of one key in the fleet's Redis; those used longest ago leave it",
-    )
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.redis_url)
-
-
-class LimitSettings(_Section):
-    """Caps, all of them checked before any work is done. Those of a key hold for every key that says nothing else."""
-
-    connections: int = Field(1000, ge=1, le=1 << 20, description="connections at once; more are answered 503")
-    header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="largest request line with its headers")
-    header_timeout_s: float = Field(15.0, gt=0, le=3600, description="longest wait for them")
-    body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
-    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
-    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
-    request_timeout_s: float = Field(
-        3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
-    )
-    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
-    json_depth: int = Field(64, ge=8, le=200, description="levels of a body")
-    messages: int = Field(4096, ge=1, le=4096, description="messages of a chat, items of a response or conversation")
-    choices: int = Field(128, ge=1, le=128, description="largest n")
-    logprobs: int = Field(20, ge=0, le=20, description="likeliest tokens beside each of an answer's")
-    stop: int = Field(16, ge=0, le=16, description="stop strings")
-    tools: int = Field(128, ge=0, le=128, description="tools")
-    schema_bytes: int = Field(65_536, ge=64, le=65_536, description="largest JSON schema")
-    schema_depth: int = Field(32, ge=1, le=32, description="levels of a JSON schema")
-    prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
-    answer_tokens: int = Field(65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window")
-    watchers: int = Field(
-        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
-    )
-    key_requests: int = Field(
-        0,
-        ge=0,
-        le=1 << 20,
-        description="answers that one key may have under way; 0: half of all where there are several keys, else all",
-    )
-    key_requests_per_minute: int = Field(
-        0, ge=0, le=1 << 30, description="requests with a body that one key may send; 0: any number"
-    )
-    key_tokens_per_minute: int = Field(
-        0, ge=0, le=1 << 40, description="tokens of its prompts and answers; 0: any number"
-    )
-    key_sessions: int = Field(
-        0, ge=0, le=1 << 30, description="conversations kept for one key, the longest unused leave first; 0: any number"
-    )
-    key_cache_gib: float = Field(
-        0.0, ge=0, le=1 << 20, description="KV kept for one key in all tiers, likewise; 0: any amount"
-    )
-
-
-class SelectorSettings(_Section):
-    """What a decoding sequence reads of its context. Nothing is dropped: the next token may read other parts."""
-
-    name: Literal["none", "pairs", "infinigen"] = Field(
-        "none",
-        description="chooses the tokens that are read; all but none are lossy: pairs by a few dims of each key; for "
-        "comparison infinigen, by a guess made one layer ahead",
-    )
-    min_context: int = Field(2048, ge=128, le=1 << 24, description="contexts of fewer tokens are read whole")
-    share: float = Field(0.1, gt=0, le=1, description="of a context's tokens that are read, in each layer and KV head")
-
-
-class WeightSettings(_Section):
-    """Where the model's weights lie: for models that do not fit into HBM."""
-
-    offload: Literal["none", "dram"] = Field(
-        "none",
-        description="dram: the layers' weights stay in memory, and pass through HBM in every step, each while the "
-        "layers before it compute",
-    )
-    hbm_layers: int = Field(
-        0, ge=0, le=4096, description="of the layers, how many have their weights in HBM all the same"
-    )
-
-
-class Settings(_Section, BaseSettings):
+class Settings(Section, BaseSettings):
     """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", enable_decoding=False)
@@ -450,86 +52,16 @@ class Settings(_Section, BaseSettings):
     server: ServerSettings = ServerSettings()
     fleet: FleetSettings = FleetSettings()
     limits: LimitSettings = LimitSettings()
+    experiment: ExperimentSettings = ExperimentSettings()
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
         return (sources["init_settings"],)
 
     @model_validator(mode="after")
-    def _codes_nothing_that_has_to_be_exact(self) -> "Settings":
-        if self.cache.codec != "raw" and self.model.exact == "on":
-            raise ValueError(
-                "cache.codec: model.exact on excludes lossy codecs, and activation, which computes K and V anew; "
-                "set codec to raw"
-            )
-        if self.cache.codec != "raw" and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "cache.codec: KV that is split among processes cannot be coded yet; set model.tensor_parallel to 1, or "
-                "cache.codec to raw"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _packs_pages_that_are_read_whole(self) -> "Settings":
-        needed = {
-            "engine.device auto or cpu": self.engine.device != "cuda",
-            "model.dtype auto or bfloat16": self.model.dtype in ("auto", "bfloat16"),
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-            "selector.name none": self.selector.name == "none",
-            "cache.larger_than_hbm false": not self.cache.larger_than_hbm,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.cache.hbm_dtype == "int8" and missing:
-            raise ValueError(f"cache.hbm_dtype int8: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _reads_in_part_only_what_may_differ(self) -> "Settings":
-        if self.selector.name != "none" and self.model.exact == "on":
-            raise ValueError("selector.name: reading in part and model.exact on exclude each other; set it to none")
-        if self.selector.name != "none" and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "selector.name: heads that are split among processes are read whole; set model.tensor_parallel to 1, "
-                "or selector.name to none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _reads_dram_as_it_can(self) -> "Settings":
-        needed = {
-            "cache.mode attentionstore": self.cache.mode == "attentionstore",
-            "cache.dram_gib above 0": self.cache.dram_gib != 0,
-            "cache.codec raw": self.cache.codec == "raw",
-            "selector.name none": self.selector.name == "none",
-            "model.exact auto or off": self.model.exact != "on",
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-            "scheduler.chunked_prefill true": self.scheduler.chunked_prefill,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.cache.larger_than_hbm and missing:
-            raise ValueError(f"cache.larger_than_hbm: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _offloads_weights_that_nobody_else_needs(self) -> "Settings":
-        needed = {
-            "cache.codec other than activation": self.cache.codec != "activation",
-            "selector.name other than infinigen": self.selector.name != "infinigen",
-            "model.exact auto or off": self.model.exact != "on",
-            "model.tensor_parallel 1": self.model.tensor_parallel == 1,
-        }
-        missing = [setting for setting, is_met in needed.items() if not is_met]
-        if self.weights.offload != "none" and missing:
-            raise ValueError(f"weights.offload: needs {', '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_no_parts_of_heads_in_redis(self) -> "Settings":
-        if self.cache.redis_gib and self.model.tensor_parallel > 1:
-            raise ValueError(
-                "model.tensor_parallel: more than one process cannot keep KV in Redis yet; set it to 1, or "
-                "cache.redis_gib to 0"
-            )
+    def _check_exclusions(self) -> "Settings":
+        if found := "; ".join(clashes(self)):
+            raise ValueError(found)
         return self
 
     @property
@@ -562,7 +94,6 @@ class Settings(_Section, BaseSettings):
                 CacheConfig,
                 cache,
                 dram_bytes=_bytes(cache.dram_gib),
-                staging_bytes=cache.staging_mib * MIB,
                 disk_bytes=_bytes(cache.disk_gib),
                 disk_dir=str(self.state_dir.absolute()),
                 disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
@@ -577,6 +108,7 @@ class Settings(_Section, BaseSettings):
             ),
             selector=_told(SelectorConfig, self.selector),
             weights=_told(WeightsConfig, self.weights),
+            experiment=_told(ExperimentConfig, self.experiment, staging_bytes=self.experiment.staging_mib * MIB),
             device=self.engine.device,
             threads=self.engine.threads,
             step_tokens=self.engine.step_tokens,
@@ -584,107 +116,10 @@ class Settings(_Section, BaseSettings):
         )
 
 
-def _told(config: type[Config], section: _Section, **others: Any) -> Config:
+def _told(config: type[Config], section: Section, **others: Any) -> Config:
     """The fields that `config` shares with a section of the settings, and `others` in place of or besides these."""
     return msgspec.convert({**section.model_dump(), **others}, config)
 
 
 def _bytes(gib: float | Literal["auto"]) -> int | None:
     return None if gib == "auto" else int(gib * GIB)
-
-
-def known_settings() -> Iterator[tuple[str, FieldInfo]]:
-    """("cache.mode", its field) for every setting."""
-    for section, outer in Settings.model_fields.items():
-        inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
-        for key, field in inner.model_fields.items():
-            yield f"{section}.{key}", field
-
-
-def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
-    """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
-    # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script. `stray_variables` names it.
-    variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
-    toml = _toml_source(config)
-    # Own code, as the library passes over variables of unknown sections, and its errors do not name the source.
-    origins = dict.fromkeys(_names(toml.toml_data), f"file {config}")
-    origins |= {name.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1): "environment" for name in variables}
-    origins |= dict.fromkeys(flags, "flag")
-    known = [name for name, _ in known_settings()]
-    for name, origin in origins.items():
-        if name not in known:
-            meant = " or ".join(nearest(name, known))
-            hint = f"did you mean {meant}?" if meant else "`reprise serve --help` lists them"
-            raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
-    strongest_first = (_TextSource(flags, prefix="", delimiter="."), _TextSource(variables), toml)
-    try:
-        return Settings(_build_sources=(strongest_first, {}))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(str(part) for part in first["loc"][:2])
-        fields = dict(known_settings())
-        problem = describe(fields[name], first["type"], first["input"]) if name in fields else ""
-        problem = problem or first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
-
-
-def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """What to tell about variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
-    known = [name for name, _ in known_settings()]
-    for variable in environ:
-        if variable.startswith(ENV_PREFIX) and "__" not in variable:
-            meant = " or ".join(map(variable_of, nearest(variable.removeprefix(ENV_PREFIX).lower(), known)))
-            hint = f"did you mean {meant}?" if meant else f"one is named {variable_of('section.key')}"
-            yield f"the environment variable {variable} is no setting and changes nothing; {hint}"
-
-
-def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
-    return ENV_PREFIX + name.replace(".", "__").upper()
-
-
-def parse_flags(arguments: list[str]) -> dict[str, str]:
-    """`--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
-    flags: dict[str, str] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("--"):
-            raise SettingsError(f"unexpected argument {argument!r}")
-        name, equals, value = argument[2:].partition("=")
-        if not equals:
-            following = next(rest, None)
-            if following is None or following.startswith("--"):
-                raise SettingsError(f"the flag --{name} needs a value")
-            value = following
-        flags[name.replace("-", "_")] = value
-    return flags
-
-
-class _TextSource(EnvSettingsSource):
-    """Settings as text under their full names: the given variables, or flags. Never reads the real environment."""
-
-    def __init__(self, texts: Mapping[str, str], *, prefix: str | None = None, delimiter: str | None = None) -> None:
-        self._texts = texts
-        super().__init__(Settings, env_prefix=prefix, env_nested_delimiter=delimiter)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return {name.lower(): text for name, text in self._texts.items()}
-
-
-def _toml_source(path: Path | None) -> TomlConfigSettingsSource:
-    try:
-        if path is not None and not path.is_file():  # the library passes over such a path
-            raise SettingsError(f"cannot read {path}: no such file")
-        return TomlConfigSettingsSource(Settings, path)
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SettingsError(f"{path} is not TOML: {error}") from None
-
-
-def _names(tables: Mapping[str, Any]) -> Iterator[str]:
-    for section, table in tables.items():
-        if isinstance(table, dict) and (table or section in Settings.model_fields):
-            yield from (f"{section}.{key}" for key in table)
-        else:
-            yield section

@@ -15,7 +15,7 @@ from reprise.app.errors import cannot_be_shortened, invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
-from reprise.app.settings.settings import CacheSettings
+from reprise.app.settings.sections import CacheSettings
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.answer_parser import THINK, AnswerParser
 from reprise.app.text.grammars import grammar_of, param_of

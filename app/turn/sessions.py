@@ -13,6 +13,8 @@ from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import SessionReply, SessionRequest
 from reprise.engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
+REPLY_TIMEOUT_S = 30.0  # for the engine to reply to a command
+
 
 class Question(TypedDict, total=False):
     """The fields of `reprise.engine.messages.SessionRequest` beside its action and tenant."""
@@ -27,13 +29,11 @@ class Question(TypedDict, total=False):
 class SessionCommands:
     """Asks, changes and deletes sessions. One per app, on its event loop."""
 
-    def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread, timeout_s: float) -> None:
-        """timeout_s: how long the engine may take to reply."""
+    def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread) -> None:
         self.hooks: ServerHooks = LoneServer(self.delete_here)
         self._engine = engine
         self._readiness = readiness
         self._transcripts = transcripts
-        self._timeout_s = timeout_s
         self._under_way: set[asyncio.Task[None]] = set()  # tasks of `keep`
 
     async def ask(self, action: str, *, tenant: str = "", **fields: Unpack[Question]) -> SessionReply:
@@ -42,7 +42,7 @@ class SessionCommands:
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
         self._readiness.require_engine()
         try:
-            reply = await self._engine.sessions(request, timeout_s=self._timeout_s)
+            reply = await self._engine.sessions(request, timeout_s=REPLY_TIMEOUT_S)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self._engine.state)) from None
         except EngineTimeout:

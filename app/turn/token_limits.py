@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from reprise.app.errors import ApiError, context_length_exceeded, prompt_too_long
-from reprise.app.settings.settings import LimitSettings
+from reprise.app.settings.sections import LimitSettings
 from reprise.engine.messages import ModelInfo
 
 

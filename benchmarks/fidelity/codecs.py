@@ -27,6 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.fidelity.quantised import Fp8Codec, KiviCodec
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
@@ -38,7 +39,6 @@ from reprise.engine.model.loading import load_model
 from reprise.engine.model.probe import ProbeResult
 from reprise.engine.model.rotations import ModelRotations
 from reprise.kernels.codecs.codec import Codec
-from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
 from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
 BUDGETS = 0.001, 0.004

@@ -259,7 +259,7 @@ def tier_settings(model: str) -> dict[str, str | int | float]:
     return {
         "cache.mode": "attentionstore",
         "cache.dram_gib": DRAM_TOKENS * per_token / GIB,
-        "cache.staging_mib": STAGING_TOKENS * per_token // MIB,
+        "experiment.staging_mib": STAGING_TOKENS * per_token // MIB,
         "cache.disk_gib": DISK_TOKENS * per_token / GIB,
     }
 

@@ -28,6 +28,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.fidelity.quantised import KiviCodec
 from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
@@ -39,7 +40,6 @@ from reprise.engine.codec.text import calibration_text
 from reprise.engine.model.loading import load_model
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, AttentionUnsupported, KvPages
 from reprise.kernels.codecs.codec import Codec
-from reprise.kernels.codecs.quantised import KiviCodec
 
 BUDGET = 0.001  # nats a token, of the transform codec
 ZERO = 0.01  # of a row's largest weight: less counts as zero

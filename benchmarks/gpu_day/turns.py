@@ -63,7 +63,7 @@ class Day:
             "engine.device": asked.device.type,
             "cache.mode": self.mode,
             "cache.dram_gib": dram if saves else 0,
-            "cache.staging_mib": (2048 if self.on_gpu else 8) if saves else 0,
+            "experiment.staging_mib": (2048 if self.on_gpu else 8) if saves else 0,
             "cache.hbm_tokens": hbm,
             "cache.disk_dir": tempfile.mkdtemp(),
             "model.max_context": 32_768 if self.on_gpu else 512,

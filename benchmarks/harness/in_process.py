@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.engine.build.engine import build_engine
 from reprise.engine.config import EngineConfig
 from reprise.engine.messages import (

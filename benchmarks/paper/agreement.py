@@ -67,7 +67,7 @@ def settings_of(hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> dict[str
     gib = KV_BYTES / (1 << 30)
     return {
         "model.dtype": "bfloat16", "cache.hbm_tokens": hbm_tokens, "cache.dram_gib": dram_tokens * gib,
-        "cache.disk_gib": disk_tokens * gib, "scheduler.window": WINDOW, "scheduler.max_seqs": MAX_SEQS,
+        "cache.disk_gib": disk_tokens * gib, "experiment.window": WINDOW, "scheduler.max_seqs": MAX_SEQS,
         "scheduler.itl_target_ms": ITL_TARGET_MS, "engine.step_tokens": STEP_TOKENS,
     }  # fmt: skip
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.scheduling.ablation
 
-The real scheduler and cache manager (`reprise.loadgen.virtual.simulation`), `cache.hbm_high_water` at 0.9 and off, and
-victims chosen by scores first or by the eviction policy alone. Two loads: turns that come one by one, and a queue. HBM
-holds five conversations, DRAM six; the rest is on disk. Arms share arrivals. Shown: TTFT of an arm in units of the arm
-without either, all turns of all seeds together, with a bootstrap interval over seeds. A gain is a ratio whose interval
-lies below 1.
+The real scheduler and cache manager (`reprise.loadgen.virtual.simulation`), `experiment.hbm_high_water` at 0.9 and off,
+and victims chosen by scores first or by the eviction policy alone. Two loads: turns that come one by one, and a queue.
+HBM holds five conversations, DRAM six; the rest is on disk. Arms share arrivals. Shown: TTFT of an arm in units of the
+arm without either, all turns of all seeds together, with a bootstrap interval over seeds. A gain is a ratio whose
+interval lies below 1.
 """
 
 import random

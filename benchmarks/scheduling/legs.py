@@ -126,10 +126,10 @@ def settings_of(
         "model.max_context": most,
         "cache.hbm_tokens": max(in_hbm * size, most) + BLOCK,
         "cache.dram_gib": in_dram * size * kv_bytes_per_token(model) / GIB,
-        "cache.disk_gbps": gbps,
+        "experiment.disk_gbps": gbps,
         "cache.disk_dir": directory,
         "scheduler.policy": policy.removesuffix("-again"),
-        "scheduler.window": window,
+        "experiment.window": window,
         # One place of HBM is left for KV that comes while all others run.
         "scheduler.max_seqs": max(1, in_hbm - 1),
     }

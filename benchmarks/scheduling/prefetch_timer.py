@@ -10,8 +10,8 @@ comes; `at_once` came late though it was started as soon as it was known, and is
 
     python -m benchmarks.scheduling.prefetch_timer --arms neither offloader scores
 
-plays all of it on three servers in turn, without and with the background offloader (`cache.hbm_high_water` at 0.9) and
-CaR's scores, and shows TTFT beside: what each gains.
+plays all of it on three servers in turn, without and with the background offloader (`experiment.hbm_high_water` at 0.9)
+and CaR's scores, and shows TTFT beside: what each gains.
 
 Expected: at least 70 % on time where all answers are as long.
 """
@@ -44,8 +44,8 @@ FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, SPREAD = 800, 100, 32, 0.4
 LEAST_ON_TIME = 0.7
 ARMS: dict[str, dict[str, Any]] = {
     "neither": {},
-    "offloader": {"cache.hbm_high_water": 0.9, "cache.hbm_low_water": 0.85},
-    "scores": {"scheduler.scores": "true"},
+    "offloader": {"experiment.hbm_high_water": 0.9, "experiment.hbm_low_water": 0.85},
+    "scores": {"experiment.scores": "true"},
 }
 
 
@@ -81,7 +81,7 @@ def settings_of(model: str, arm: str, directory: Path) -> dict[str, Any]:
         "model.max_context": 2 * MEAN_TOKENS,
         "cache.hbm_tokens": IN_HBM * MEAN_TOKENS,
         "cache.dram_gib": IN_DRAM * MEAN_TOKENS * kv_bytes_per_token(model) / GIB,
-        "cache.disk_gbps": DISK_GBPS,
+        "experiment.disk_gbps": DISK_GBPS,
         "cache.disk_dir": directory,
         "scheduler.max_seqs": PLACES,
         **ARMS[arm],

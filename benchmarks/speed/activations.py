@@ -49,7 +49,7 @@ class Arm:
             "cache.hbm_tokens": (4 if tier == "hbm" else 1) * longest + 32,
             "cache.dram_gib": room if tier == "dram" else 0,
             "cache.disk_gib": room if tier == "disk" else 0,
-            "cache.disk_gbps": DISK_GBPS,
+            "experiment.disk_gbps": DISK_GBPS,
             "cache.disk_dir": str(directory / name.replace(" ", "-")),
             "cache.codec": codec or "raw",
         }

@@ -126,7 +126,7 @@ def settings_of(arm: str, disk: str, directory: Path) -> dict[str, str | int | f
     """Every arm keeps a directory of its own over the rounds, and so its calibration."""
     return {
         "cache.dram_gib": 0.25, "cache.disk_gib": 8, "cache.disk_dir": str(directory / arm),
-        "cache.disk_gbps": DISKS[disk], "cache.hbm_tokens": 4096, "scheduler.policy": "fcfs", **ARMS[arm],
+        "experiment.disk_gbps": DISKS[disk], "cache.hbm_tokens": 4096, "scheduler.policy": "fcfs", **ARMS[arm],
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.models import NAMES, model_directory
 from benchmarks.speed.raw_speed import Measure, Worker, engine_measure, read_rate, transformers_arm
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.engine.config import EngineConfig
 from reprise.engine.process.child import engine_environment
 

@@ -34,7 +34,7 @@ from benchmarks.harness.documents import documents
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
-from reprise.app.settings.settings import CacheSettings
+from reprise.app.settings.sections import CacheSettings
 from reprise.engine.build.model import find_attention
 from reprise.engine.codec.quality import Quality, Subject, packed_pages_quality
 from reprise.engine.model.loading import load_model

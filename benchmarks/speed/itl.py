@@ -9,7 +9,7 @@ arrive, the next when the one before has its first token and a pause is over. Th
     target   chunks as large as a target of `--target-ms` has room for (`scheduler.itl_target_ms`)
     auto     the default: what costs least over all who wait (`scheduler.itl_target_ms=auto`)
     tokens   chunks of a fixed number of tokens (`scheduler.itl_target_ms=0`)
-    whole    prompts in one piece (`scheduler.chunked_prefill=false`)
+    whole    prompts in one piece (`experiment.chunked_prefill=false`)
 
 They take turns round by round, in an order that moves on; only one works at a time. What a newcomer's first token takes
 with nobody else running is measured in every round too. Gaps count between the arrival of a newcomer and its first
@@ -75,7 +75,7 @@ def settings_of(arm: str, model: str, workload: Workload, target_ms: float) -> d
         "model.dtype": "bfloat16",
         "cache.hbm_tokens": 3 * WINDOW,
         "scheduler.itl_target_ms": {"target": target_ms, "auto": "auto"}.get(arm, 0),
-        "scheduler.chunked_prefill": str(arm != "whole").lower(),
+        "experiment.chunked_prefill": str(arm != "whole").lower(),
         "scheduler.max_seqs": workload.streams + 2,
     }
 

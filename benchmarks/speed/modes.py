@@ -108,7 +108,7 @@ def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, flo
     return {
         "cache.hbm_tokens": IN_HBM * most_tokens,
         "cache.dram_gib": IN_DRAM * conversation / GIB,
-        "cache.staging_mib": int(IN_STAGING * conversation) // MIB,
+        "experiment.staging_mib": int(IN_STAGING * conversation) // MIB,
     }
 
 

@@ -81,9 +81,9 @@ class Loading:
                 self._model,
                 {
                     **self._settings,
-                    "cache.staging_mib": STAGING_MIB,
-                    "cache.disk_gbps": gbps,
-                    "cache.read_buffer_layers": buffer,
+                    "experiment.staging_mib": STAGING_MIB,
+                    "experiment.disk_gbps": gbps,
+                    "experiment.read_buffer_layers": buffer,
                 },
             )
         )
@@ -135,9 +135,9 @@ class Saving:
                     "model.dtype": "float32",
                     "model.max_context": longest,
                     "cache.hbm_tokens": 4 * longest,
-                    "cache.sync_save": way == "synchronous",
+                    "experiment.sync_save": way == "synchronous",
                     "cache.dram_gib": 0 if way == "not saved" else everything / GIB,
-                    "cache.dram_gbps": gbps,
+                    "experiment.dram_gbps": gbps,
                 },
             )
         )

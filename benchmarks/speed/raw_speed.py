@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
 from benchmarks.harness.result_files import ROOT
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.engine.config import EngineConfig
 from reprise.engine.messages import Submit
 from reprise.engine.process.child import MALLOC, engine_environment

@@ -142,7 +142,7 @@ def measure(run: Run) -> dict[str, Any]:
         bare = Bare(path)
         tier = RedisExtents(
             urls=[f"unix://{path}"], form=ExtentForm(b"model", SegmentSizes((SEGMENT_BYTES,) * LAYERS), bytes(32)),
-            capacity_bytes=0, ttl_s=3600, upload_bytes_per_s=0, deadline_s=30.0,
+            capacity_bytes=0, ttl_s=3600, deadline_s=30.0,
         )  # fmt: skip
         seconds: dict[str, dict[str, list[float]]] = {arm: {"write": [], "read": []} for arm in ARMS}
         rounds = run.track(range(1, run.arguments.rounds + 1), "rounds")

@@ -58,7 +58,11 @@ class Arm:
         }
         self._gbps, hbm_layers = ARMS[name] or (0.0, LAYERS)
         if ARMS[name] is not None:
-            settings |= {"weights.offload": "dram", "weights.hbm_layers": hbm_layers, "cache.dram_gbps": self._gbps}
+            settings |= {
+                "weights.offload": "dram",
+                "weights.hbm_layers": hbm_layers,
+                "experiment.dram_gbps": self._gbps,
+            }
         self._engine = InProcess(config(model, settings))
         self.prefill, self.decode = Steps(), Steps()
 

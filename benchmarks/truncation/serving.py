@@ -1,7 +1,7 @@
 """Conversations that outgrow the window, on real servers that differ in one setting, turn about.
 
-`endless`   the server truncates: cache.truncation_mode decoupled (saved KV at new positions) and recompute (the kept
-            text is computed again).
+`endless`   the server truncates: experiment.truncation_mode decoupled (saved KV at new positions) and recompute (the
+            kept text is computed again).
 `shortened` the client drops its oldest exchange each turn from turn 9 on: cache.client_shift, and cache.mode
             recompute.
 
@@ -29,8 +29,8 @@ Settings = Mapping[str, str | int | float]
 SILENCE_S = 120.0
 SYSTEM: Message = {"role": "system", "content": "You are a friendly person who likes to chat."}
 ENDLESS: dict[str, Settings] = {
-    "AS": {"cache.truncation": "auto", "cache.truncation_mode": "decoupled"},
-    "TT": {"cache.truncation": "auto", "cache.truncation_mode": "recompute"},
+    "AS": {"cache.truncation": "auto", "experiment.truncation_mode": "decoupled"},
+    "TT": {"cache.truncation": "auto", "experiment.truncation_mode": "recompute"},
 }
 SHORTENED: dict[str, Settings] = {
     "client_shift": {"cache.client_shift": "true"},

@@ -34,6 +34,8 @@ from reprise.engine.step.restarts import Restarts
 from reprise.engine.step.verify import Verifier
 from reprise.scheduler.scheduler import Scheduler
 
+_MAX_PINNED_SHARE = 0.5  # of disk (or DRAM, without disk) that a tenant's pinned sessions may hold
+
 
 def assemble(
     config: EngineConfig,
@@ -137,7 +139,7 @@ def _sessions(
     return SessionDirectory(
         sessions=cache.sessions,
         has_redis=cache.tiers.redis.is_on,
-        max_pinned_bytes=int(config.max_pinned_share * (tiers.disk_bytes or info.memory_plan["dram"])),
+        max_pinned_bytes=int(_MAX_PINNED_SHARE * (tiers.disk_bytes or info.memory_plan["dram"])),
         session_ttl_s=config.ttl_s,
         unix_offset_s=unix_offset_s,
     )
@@ -176,8 +178,9 @@ def _verifier(
     if not (config.verify_rate and tiers.num_slots):
         return None
     chosen = probed.codec
-    is_raw = chosen.codec is None or chosen.is_refused
-    verdict = None if is_raw or chosen.codec is None else CodecVerdict(codec=chosen.codec.name, budget=chosen.budget)
+    verdict = None
+    if chosen.budget is not None and not chosen.is_refused:
+        verdict = CodecVerdict(codec=chosen.name, budget=chosen.budget)
     return Verifier(
         recompute=Recompute(
             runner=warm.runner,

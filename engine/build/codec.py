@@ -21,7 +21,6 @@ from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.pages import bytes_per_token
 from reprise.engine.step.ports import Verdict
 from reprise.kernels.codecs.codec import Codec, Decodes
-from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
 
 if TYPE_CHECKING:
     from reprise.engine.codec.calibration import Calibrated
@@ -36,9 +35,9 @@ class ChosenCodec:
     """codec None: KV below DRAM is what DRAM has. decodes: makes rows of its segments, for pages on the model's device;
     None: nothing is decoded. projection: makes KV of activations, which all tiers below HBM have instead; None: they
     have KV. divergence: nats a token as measured on this model; None: not measured. warning: for people, where
-    something else was asked for. budget: nats a token that it was calibrated to; None: it has none. refusals: where it
-    is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is named by it, and
-    none is coded or decoded."""
+    something else was asked for. budget: nats a token that it was calibrated to; None: nothing is coded.
+    refusals: where it is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is
+    named by it, and none is coded or decoded."""
 
     codec: Codec | None = None
     decodes: Decodes | None = None
@@ -69,20 +68,8 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
         return ChosenCodec()
     if config.codec == "activation":
         return ChosenCodec(projection=find_projection(subject))
-    dtype, found = subject.dtype, subject.found
-    if dtype not in _CODED_DTYPES:
-        raise ModelRefused(f"cache.codec: KV in {dtype} cannot be coded; take model.dtype bfloat16 or float32")
-    shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
-    if config.codec == "fp8":
-        fp8 = Fp8Codec(shapes)
-        return ChosenCodec(fp8, fp8.on(subject.device))
-    if config.codec in ("kivi4", "kivi2"):
-        group = min(s.v_dim for s in found.shapes) if config.codec == "kivi4" else 32
-        try:
-            kivi = KiviCodec(shapes, bits=int(config.codec[-1]), v_group=group)
-            return ChosenCodec(kivi, kivi.on(subject.device))
-        except ValueError as error:
-            raise ModelRefused(f"cache.codec {config.codec} does not fit this model: {error}") from error
+    if subject.dtype not in _CODED_DTYPES:
+        raise ModelRefused(f"cache.codec: KV in {subject.dtype} cannot be coded; take model.dtype bfloat16 or float32")
     return _transform(config, subject, tokenizer, fingerprint)
 
 

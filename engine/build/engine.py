@@ -17,7 +17,7 @@ from reprise.engine.build.assemble import assemble
 from reprise.engine.build.first_steps import WarmModel, warm_up
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link, load, probe_model
 from reprise.engine.build.resources import memory
-from reprise.engine.build.room import Room, find_room
+from reprise.engine.build.room import DRAM_FREE_BUFFER, Room, find_room
 from reprise.engine.build.scheduler import build_scheduler
 from reprise.engine.build.selector import build_selector
 from reprise.engine.build.sizes import dram_warnings
@@ -53,7 +53,7 @@ def build_engine(
             loaded = load(config)
             probed = probe_model(loaded, config, go_on)
         else:
-            loaded = replace(ready.loaded, free_bytes=memory().available, link=dram_link(config.cache, 1))
+            loaded = replace(ready.loaded, free_bytes=memory().available, link=dram_link(config.experiment, 1))
             probed = ready.probed
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
@@ -96,7 +96,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             secret=config.tenant_secret, fingerprint=probed.fingerprint, tenant=tenant, salt=salt
         )
     )
-    truncation_mode = settings.truncation_mode if probed.found.decouplable else "recompute"
+    truncation_mode = config.experiment.truncation_mode if probed.found.decouplable else "recompute"
     cache = CacheManager(
         options=CacheOptions(
             num_pages=room.num_pages - room.ring_pages,
@@ -112,9 +112,9 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             coded_slots=tiers.coded_slots,
             redis_bytes=settings.redis_bytes * len(settings.redis_urls),
             head_key=_head_key(config.tenant_secret, probed.fingerprint) if tiers.has_redis else b"",
-            hbm_high_water=settings.hbm_high_water,
-            hbm_low_water=min(settings.hbm_low_water, settings.hbm_high_water),
-            dram_free_buffer=settings.dram_free_buffer,
+            hbm_high_water=config.experiment.hbm_high_water,
+            hbm_low_water=min(config.experiment.hbm_low_water, config.experiment.hbm_high_water),
+            dram_free_buffer=DRAM_FREE_BUFFER,
             reuse=settings.mode != "recompute",
             only_as_computed=config.model.exact == "on"
             or probed.codec.projection is not None

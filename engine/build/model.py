@@ -19,7 +19,7 @@ from reprise.engine.build.resources import memory
 from reprise.engine.build.weights import load_weights, pack_weights, resolve_files
 from reprise.engine.codec.activation import watch_inputs
 from reprise.engine.codec.quality import Subject
-from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.config import EngineConfig, ExperimentConfig
 from reprise.engine.model.cpu.optimise import optimise_for_cpu
 from reprise.engine.model.cuda.optimise import optimise_for_cuda
 from reprise.engine.model.loading import ModelRefused, fingerprint, weights_digest
@@ -140,7 +140,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     is_offloaded = config.weights.offload == "dram"
     module = load_weights(path, dtype, torch.device("cpu") if is_offloaded else device, num_ranks)
     parameters, weight_bytes = size_of(module)
-    link = dram_link(config.cache, num_ranks)
+    link = dram_link(config.experiment, num_ranks)
     offloaded = _offloaded(module, config.weights.hbm_layers, device, link) if is_offloaded else None
     return LoadedModel(
         module=module,
@@ -181,7 +181,7 @@ def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dt
     return ""
 
 
-def dram_link(config: CacheConfig, num_ranks: int) -> Throttle:
+def dram_link(config: ExperimentConfig, num_ranks: int) -> Throttle:
     """One direction of the link between DRAM and HBM, with a rank's part of its cap."""
     return Throttle(bytes_per_s=config.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
 

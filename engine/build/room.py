@@ -16,6 +16,8 @@ from reprise.engine.config import CacheConfig, EngineConfig
 from reprise.engine.model.loading import ModelRefused, rope_limit
 from reprise.engine.ranks.names import rank_directory
 
+DRAM_FREE_BUFFER = 0.1  # share of DRAM that is kept free in the background
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -118,7 +120,7 @@ def _with_parking(
             f"HBM for {tokens} tokens is too small for cache.larger_than_hbm: {least * page_size} is the least"
         )
     dram_bytes = automatic.dram if cache.dram_bytes is None else cache.dram_bytes
-    slots = int(dram_bytes // (probed.stored_bytes_per_token * BLOCK_TOKENS) * (1 - cache.dram_free_buffer))
+    slots = int(dram_bytes // (probed.stored_bytes_per_token * BLOCK_TOKENS) * (1 - DRAM_FREE_BUFFER))
     ring, most = parking_pages(pages, page_size)
     room = max((pages - ring - spare) * page_size, slots * BLOCK_TOKENS)
     if room < window:

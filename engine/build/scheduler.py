@@ -5,7 +5,7 @@ from reprise.cache.rates import Rates
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
-from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from reprise.scheduler.predictor import QuantilePredictor
 from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
 from reprise.scheduler.scheduler import Scheduler
 
@@ -32,15 +32,12 @@ def build_scheduler(
     if most_tokens is not None:
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
         least_chunk_tokens = min(least_chunk_tokens, most_tokens)
-    predictor: LengthPredictor = MaxTokensPredictor()
-    if config.scheduler.length_predictor == "quantile":
-        predictor = QuantilePredictor(quantile=_QUANTILE)
+    predictor = QuantilePredictor(quantile=_QUANTILE)
     queue = make_queue(
         config.scheduler.policy,
         cache=cache.view,
         predictor=predictor,
-        window=config.scheduler.window or _window(cache, max_context),
-        class_ordered_entry=config.scheduler.class_ordered_entry,
+        window=config.experiment.window or _window(cache, max_context),
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
@@ -61,10 +58,10 @@ def build_scheduler(
             lone_step_tokens=lone_tokens,
             itl_target_s=config.scheduler.itl_target_s,
             least_chunk_tokens=least_chunk_tokens,
-            chunked_prefill=config.scheduler.chunked_prefill,
+            chunked_prefill=config.experiment.chunked_prefill,
         ),
         fair_places=config.scheduler.policy in WINDOWED,
-        scores=config.scheduler.scores,
+        scores=config.experiment.scores,
     )
 
 

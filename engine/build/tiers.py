@@ -26,7 +26,7 @@ from reprise.engine.build.resources import memory
 from reprise.engine.build.room import Room
 from reprise.engine.build.sizes import Sizes
 from reprise.engine.codec.activation import KvProjection
-from reprise.engine.config import CacheConfig, EngineConfig
+from reprise.engine.config import EngineConfig
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.pages import make_pages
 from reprise.engine.model.rotations import ModelRotations
@@ -86,13 +86,13 @@ def build_tiers(
 ) -> Tiers:
     """Allocate HBM and DRAM, open the disk directory, start the threads. Sizes count the bytes of all ranks together;
     what is made is this rank's part. Raises ModelRefused."""
-    cache, ropes = config.cache, probed.found.ropes
+    cache, experiment, ropes = config.cache, config.experiment, probed.found.ropes
     on_gpu = loaded.device.type == "cuda"
     # The last one is nobody's: rows go there that a graph computes and nobody has asked for (`GraphRunner`).
     num_pages = room.num_pages + on_gpu
     pages = make_pages(probed.found.shapes, num_pages, probed.page_size, probed.pages.dtype, loaded.device)
     slot_bytes = BLOCK_TOKENS * probed.stored_bytes_per_token
-    dram_bytes, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
+    dram_bytes, staging_slots, disk_bytes = _lower_sizes(config, room.automatic, slot_bytes)
     _check_memory(dram_bytes + staging_slots * slot_bytes)
     codec = probed.codec.codec
     shapes = _stored_shapes(probed)
@@ -118,16 +118,16 @@ def build_tiers(
         pages=pages,
         stores=Stores(slab, coded, disk, redis),
         rotations=functools.partial(ModelRotations, ropes=ropes),
-        read_buffer_layers=cache.read_buffer_layers,
-        links=Links(load=loaded.link, save=dram_link(cache, loaded.num_ranks)),
-        synchronous=cache.sync_save,
+        read_buffer_layers=experiment.read_buffer_layers,
+        links=Links(load=loaded.link, save=dram_link(experiment, loaded.num_ranks)),
+        synchronous=experiment.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
-    measured = link_rates(loaded.device, transfer.compute, most_gbps=cache.dram_gbps) if on_gpu else {}
+    measured = link_rates(loaded.device, transfer.compute, most_gbps=experiment.dram_gbps) if on_gpu else {}
     decoded = None if coded is None else decoding(coded, slab, transfer.compute)
     fixed_s: dict[str, float] = {}
     if decoded is not None:
-        cap = cache.dram_gbps * _GB / probed.coded_bytes or float("inf")
+        cap = experiment.dram_gbps * _GB / probed.coded_bytes or float("inf")
         measured["coded_to_hbm"] = min(decoded.bytes_per_s, cap)
         # What is on disk and in Redis is mostly coded too.
         fixed_s = dict.fromkeys(_FROM_CODED, _PRIOR_TRANSFER_S + decoded.fixed_s)
@@ -178,16 +178,17 @@ def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | No
     return {name: 1 / (1 / rate + projecting) if name.endswith("_to_hbm") else rate for name, rate in rates.items()}
 
 
-def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
+def _lower_sizes(config: EngineConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
     """(bytes of DRAM, slots of staging besides, bytes of disk)."""
-    if config.mode != "attentionstore":
+    cache, staging_bytes = config.cache, config.experiment.staging_bytes
+    if cache.mode != "attentionstore":
         return 0, 0, 0
-    dram_bytes = automatic.dram if config.dram_bytes is None else config.dram_bytes
+    dram_bytes = automatic.dram if cache.dram_bytes is None else cache.dram_bytes
     dram_bytes -= dram_bytes % slot_bytes
-    disk_bytes = automatic.disk if config.disk_bytes is None else config.disk_bytes
+    disk_bytes = automatic.disk if cache.disk_bytes is None else cache.disk_bytes
     if not (dram_bytes or disk_bytes):
         return 0, 0, 0
-    staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, automatic.staging // slot_bytes)
+    staging = staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, automatic.staging // slot_bytes)
     return dram_bytes, staging, disk_bytes
 
 
@@ -198,15 +199,15 @@ def _disk(
     segment_bytes: Sequence[int],
     capacity_bytes: int,
 ) -> ExtentStore:
-    cache, num_ranks = config.cache, loaded.num_ranks
+    cache, experiment, num_ranks = config.cache, config.experiment, loaded.num_ranks
     return ExtentStore(
         directory=Path(rank_directory(cache.disk_dir, loaded.rank)),
         form=_form(rank_fingerprint(probed.fingerprint, loaded.rank, num_ranks), config, probed, segment_bytes),
         capacity_bytes=capacity_bytes // num_ranks,
         min_free_bytes=cache.disk_min_free_bytes,
-        read_bytes_per_s=cache.disk_gbps / num_ranks * _GB,
-        write_bytes_per_s=cache.disk_gbps / num_ranks * _GB,
-        deadline_s=cache.io_deadline_s,
+        read_bytes_per_s=experiment.disk_gbps / num_ranks * _GB,
+        write_bytes_per_s=experiment.disk_gbps / num_ranks * _GB,
+        deadline_s=experiment.io_deadline_s,
         owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
     )
 
@@ -228,8 +229,7 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
             form=_form(probed.fingerprint, config, probed, segment_bytes),
             capacity_bytes=cache.redis_bytes,
             ttl_s=cache.redis_ttl_s,
-            upload_bytes_per_s=cache.redis_upload_gbps * _GB,
-            deadline_s=cache.io_deadline_s,
+            deadline_s=config.experiment.io_deadline_s,
         )
     except ValueError as error:
         raise ModelRefused(f"cache.redis_url: {error}") from error

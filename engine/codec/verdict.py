@@ -15,10 +15,10 @@ _MOST = 10.0  # nats that one check counts for; also where logits are no numbers
 class CodecVerdict:
     """Condemns a codec, for good, once its last `LAST` checks diverge by more than the limit. Single-threaded."""
 
-    def __init__(self, *, codec: str, budget: float | None) -> None:
-        """codec: its name. budget: nats a token that it was calibrated to; None: it knows none and is only observed."""
+    def __init__(self, *, codec: str, budget: float) -> None:
+        """codec: its name. budget: nats a token that it was calibrated to."""
         self.codec = codec
-        self.limit = None if budget is None else TOLERATED * budget
+        self.limit = TOLERATED * budget
         self.is_condemned = False
         self._last: deque[float] = deque(maxlen=LAST)
         self._counts = [0] * (len(DIVERGENCE_BOUNDS) + 1)
@@ -43,7 +43,7 @@ class CodecVerdict:
         shown = max(0.0, excess)
         self._counts[bisect_left(DIVERGENCE_BOUNDS, shown)] += 1
         self._total += shown
-        if self.is_condemned or self.limit is None or self.num_checks < LEAST:
+        if self.is_condemned or self.num_checks < LEAST:
             return False
         # A gross fault has spent what `LAST` checks may diverge by long before there were so many.
         self.is_condemned = sum(self._last) > LAST * self.limit

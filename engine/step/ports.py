@@ -56,8 +56,8 @@ class Verdict(Protocol):
     thread."""
 
     codec: str
-    limit: float | None
-    """Nats a token that loads may diverge by; None: there is no limit."""
+    limit: float
+    """Nats a token that loads may diverge by."""
     is_condemned: bool
 
     @property

@@ -25,7 +25,6 @@ from reprise.fleet.members import Members
 from reprise.fleet.overview import MAX_SHOWN, overview
 
 MAX_BODY_BYTES = 1 << 14  # of an operator's request
-BODY_S = 10.0
 MAX_LISTED, LISTED = 1000, 100  # sessions of a page, as on a replica
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -183,7 +182,7 @@ class Endpoints:
 
     async def _operator(self, request: Request) -> dict[str, object]:
         self._require_admin(request)
-        return parse_json(await read_body(request, max_bytes=MAX_BODY_BYTES, timeout_s=BODY_S))
+        return parse_json(await read_body(request, max_bytes=MAX_BODY_BYTES))
 
     def _require_admin(self, request: Request) -> None:
         if not self._keyring.is_admin(request.scope["state"]["tenant"]):

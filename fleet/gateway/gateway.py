@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from reprise.app.errors import ApiError, overloaded, unavailable
+from reprise.app.http import event_stream
 from reprise.app.http.body import read_bytes
 from reprise.app.http.event_stream import until_disconnect
 from reprise.app.schemas.fields import SESSION_HEADERS
@@ -63,7 +64,6 @@ class Gateway:
             finder=parts.finder,
             replicas=parts.replicas,
             fleet_key=parts.fleet_key,
-            send_timeout_s=parts.settings.limits.send_timeout_s,
         )
         self._endpoints = Endpoints(
             keyring=parts.keyring,
@@ -131,7 +131,6 @@ class Gateway:
             lease=lease,
             admission=admission,
             silence_s=self._silence_s(turn.streams),
-            send_timeout_s=parts.settings.limits.send_timeout_s,
         )
         await parts.allowances.enter(admission, turn.tenant, turn.choices)
         try:
@@ -150,7 +149,7 @@ class Gateway:
         reserved = limits.body_bytes if size is None else min(size, limits.body_bytes)
         if not lease.grow(reserved):
             raise overloaded(1.0, message="The gateway has no memory left for another request; try again shortly.")
-        body = await read_bytes(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s)
+        body = await read_bytes(request, max_bytes=limits.body_bytes)
         lease.shrink(reserved - len(body))
         return body
 
@@ -158,7 +157,7 @@ class Gateway:
         """Return how long a replica may send nothing: a stream has pings, a plain answer comes when it is whole. A
         replica that is gone is noticed earlier, by its beats."""
         settings = self.parts.settings
-        return PINGS_MISSED * settings.server.ping_s if streams else settings.limits.request_timeout_s + 10.0
+        return PINGS_MISSED * event_stream.PING_S if streams else settings.limits.request_timeout_s + 10.0
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Run what runs beside the requests, from the server's start to its end."""

@@ -30,11 +30,10 @@ _SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
 class Passing:
     """One per gateway, on its event loop."""
 
-    def __init__(self, *, finder: Finder, replicas: Replicas, fleet_key: bytes, send_timeout_s: float) -> None:
+    def __init__(self, *, finder: Finder, replicas: Replicas, fleet_key: bytes) -> None:
         self._finder = finder
         self._fleet_key = fleet_key
         self._replicas = replicas
-        self._send_timeout_s = send_timeout_s
 
     async def run(
         self, request: Request, body: bytes, send: Send, *, silence_s: float, is_counted: bool = False
@@ -130,7 +129,7 @@ class Passing:
         headers = [*returned(connection.headers), *lengths]
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
         while data := await connection.read():
-            await send_within(send, data, self._send_timeout_s)
+            await send_within(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -94,7 +94,6 @@ class Relay:
         lease: Lease,
         admission: Admission,
         silence_s: float,
-        send_timeout_s: float,
     ) -> None:
         """lease: what the turn holds of the gateway's memory. admission: what it holds of its key's limits, given back
         before the client is told that the answer is over. silence_s: the longest wait for a replica's next byte."""
@@ -107,7 +106,6 @@ class Relay:
         self._admission = admission
         self._metrics = access.metrics
         self._silence_s = silence_s
-        self._send_timeout_s = send_timeout_s
         self._clock = access.clock
         self._journal = Journal()
         self._is_noted = True  # the journal has all that the client has
@@ -266,7 +264,7 @@ class Relay:
         await self._pass(data)
 
     async def _pass(self, data: bytes) -> None:
-        await send_within(self._send, data, self._send_timeout_s)
+        await send_within(self._send, data)
 
     async def _end(self) -> None:
         await self._admission.leave()

@@ -9,6 +9,7 @@ from types import FrameType
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
 
+from reprise.app.http.body import MAX_CHOICES
 from reprise.app.http.bounded_server import LAST_WORDS_S, BoundedServer
 from reprise.app.http.cors import cors_options
 from reprise.app.http.middleware import Authentication, RequestContext
@@ -60,7 +61,7 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
     metrics = Metrics()
     directory.on_answer(metrics.asked)
     # Replicas refuse what is too much for them; here only a key's own limit counts.
-    most = settings.limits.connections * settings.limits.choices
+    most = settings.limits.connections * MAX_CHOICES
     places = Places(places=most, tenant_places=most, running=most, limits=keyring.limits)
 
     def replicas_by_state() -> dict[str, int]:

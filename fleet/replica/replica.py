@@ -16,7 +16,7 @@ from reprise.app.settings.settings import Settings
 from reprise.app.tenancy.keyring import KeyLimits
 from reprise.app.turn.ports import ArrivedRequest, EnginePort
 from reprise.app.turn.readiness import Readiness
-from reprise.app.turn.sessions import SessionCommands
+from reprise.app.turn.sessions import REPLY_TIMEOUT_S, SessionCommands
 from reprise.engine.messages import Head
 from reprise.engine.process.client import EngineClient
 from reprise.fleet.directory import Directory
@@ -43,6 +43,8 @@ from reprise.fleet.replica.this_server import ThisServer
 from reprise.fleet.replica.turn_under_way import TurnUnderWay
 from reprise.fleet.routing import FleetView
 
+MAX_TENANT_SESSIONS = 100_000  # of one key in the directory: those used longest ago leave it
+MAX_OUTBOX_BYTES = 64 << 20  # of turns that wait on disk for the directory to answer: the oldest leave
 LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 
@@ -78,10 +80,10 @@ class Replica:
             deadline_s=fleet.deadline_ms / 1e3,
             replica=self.identity.name,
             boot=self.identity.boot,
-            max_sessions=fleet.tenant_sessions,
+            max_sessions=MAX_TENANT_SESSIONS,
             max_said_bytes=fleet.tenant_mib << 20,
         )
-        outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=fleet.outbox_mib << 20)
+        outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=MAX_OUTBOX_BYTES)
         self.outbox = OutboxThread(outbox)
         self.held = HeldSessions(most=settings.cache.max_sessions, ttl_s=settings.cache.ttl_s)
         self._copies = Copies(held=self.held, outbox=self.outbox, transcripts=transcripts, commands=commands)
@@ -103,7 +105,7 @@ class Replica:
             copies=self._copies,
             outbox=self.outbox,
             background=self._background,
-            deadline_s=fleet.commit_deadline_ms / 1e3,
+            deadline_s=fleet.deadline_ms / 1e3,
             last_epoch=lambda: self.deletions.since,
         )
         self._spending = Spending(directory=self.directory, limits=limits)
@@ -118,7 +120,6 @@ class Replica:
             background=self._background,
             clock=clock,
         )
-        self._sessions_timeout_s = settings.limits.sessions_timeout_s
         self._clock = clock
         self._members = Members(directory=self.directory, view=FleetView(), clock=clock)
         readiness.joining = True
@@ -185,7 +186,7 @@ class Replica:
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
         """Delete a session, as `delete_everywhere` says."""
-        timeout_s = self._sessions_timeout_s
+        timeout_s = REPLY_TIMEOUT_S
         await delete_everywhere(tenant, session_id, copies=self._copies, directory=self.directory, timeout_s=timeout_s)
 
     # --- in the background --------------------------------------------------------------------------------------------

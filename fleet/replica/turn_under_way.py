@@ -42,7 +42,7 @@ class TurnUnderWay:
         tokens: int,
         ttl_s: float | None,
     ) -> None:
-        """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then the turn is entered
+        """Enter the turn. Waits for the directory as long as `fleet.deadline_ms` says; then the turn is entered
         later. chain: of the request's messages, see `reprise.fleet.identify`; None: their next request does not find
         the session. names: other digests that do. tokens: of its context."""
         if self._ended:

@@ -57,7 +57,6 @@ class VirtualServer:
     itl_target_s: float | None = 0.0  # None: what serves all of them best
     least_chunk_tokens: int = 32
     chunked_prefill: bool = True
-    class_ordered_entry: bool = False
     prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
     oracle: bool = False  # answers are as long as they may be, and the scheduler knows
     cache_policy: str = "lookahead"
@@ -159,7 +158,6 @@ class Simulation:
             cache=self.cache.view,
             predictor=predictor,
             window=machine.window,
-            class_ordered_entry=machine.class_ordered_entry,
         )
         self._truth = machine.step_cost(misjudged=1.0)
         self.scheduler = _make_scheduler(machine, self.cache, self._queue, predictor)
@@ -428,6 +426,8 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             num_pages=machine.hbm_blocks,
             page_size=BLOCK_TOKENS,
             bytes_per_token=machine.bytes_per_token,
+            hbm_bytes_per_token=None,
+            most_pages=0,
             prefer_contiguous=machine.prefer_contiguous,
             num_slots=dram_slots + machine.dram_blocks // 4,
             dram_slots=dram_slots,
@@ -492,7 +492,6 @@ def random_case(seed: int) -> Simulation:
         lone_step_tokens=rng.choice([64, 256, 512]),
         itl_target_s=rng.choice([0.0, 0.02, 0.1, None, None]),
         chunked_prefill=rng.random() < 0.8,
-        class_ordered_entry=rng.random() < 0.2,
         oracle=rng.random() < 0.3,
         cache_policy=rng.choice(["lookahead", "lookahead", "lru"]),
         high_water=rng.choice([0.5, 0.9, 1.0]),

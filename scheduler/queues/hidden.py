@@ -5,8 +5,9 @@ from collections.abc import Sequence as Items
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S
 from reprise.scheduler.ports import Residency
+from reprise.scheduler.queues.fair_share import FairShare
 from reprise.scheduler.queues.priority import Standing, Standings, standing, without_load
-from reprise.scheduler.queues.window import EntryOrder, ShuffledWindow
+from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.sequence import Sequence
 
 
@@ -23,7 +24,7 @@ class HiddenWindow(ShuffledWindow):
 
     policy = "car-hidden"
 
-    def __init__(self, *, size: int, entry: EntryOrder, standings: Standings) -> None:
+    def __init__(self, *, size: int, entry: FairShare, standings: Standings) -> None:
         super().__init__(size=size, entry=entry, standings=standings)
         self._hidden: set[Sequence] = set()  # members whose load will have ended by their turn
 

@@ -8,7 +8,7 @@ from reprise.scheduler.queues.fair_share import FairShare, cost_of
 from reprise.scheduler.queues.hidden import HiddenWindow, standing_if_exposed
 from reprise.scheduler.queues.priority import PriorityQueue, Standings, standing
 from reprise.scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
-from reprise.scheduler.queues.window import EntryOrder, ShuffledWindow
+from reprise.scheduler.queues.window import ShuffledWindow
 
 WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
 ORDERS = (*WINDOWED, "priority", "fcfs")
@@ -20,9 +20,8 @@ def make_queue(
     cache: CacheView,
     predictor: LengthPredictor,
     window: int,
-    class_ordered_entry: bool,
 ) -> WaitingQueue:
-    """Make the queue of a policy, one of ORDERS. window, class_ordered_entry: of the windowed ones alone."""
+    """Make the queue of a policy, one of ORDERS. window: places of the windowed ones."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)
@@ -32,9 +31,5 @@ def make_queue(
     if policy == "priority":
         return PriorityQueue(standings=by_residency())
     queue, standings = (ShuffledWindow, by_residency) if policy == "car" else (HiddenWindow, by_exposure)
-    entry: EntryOrder
-    if class_ordered_entry:
-        entry = PriorityQueue(standings=standings())
-    else:
-        entry = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
+    entry = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
     return queue(size=window, entry=entry, standings=standings())

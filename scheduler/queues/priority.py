@@ -158,17 +158,6 @@ class PriorityQueue:
             self._line, self._is_current = self._line.followed_by(order), True
         return self._line
 
-    # --- as the order of entry into the shuffled window ---------------------------------------------------------------
-
-    def first(self, excluded: Container[str]) -> Sequence | None:
-        """The first of a tenant that is not excluded."""
-        return next((sequence for _, _, sequence in self._order if sequence.tenant not in excluded), None)
-
-    take = remove
-
-    def refund(self, sequence: Sequence) -> None:
-        """Nobody was charged."""
-
     def _put_in(self, sequence: Sequence) -> None:
         insort(self._order, (self._standings[sequence], self._numbers[sequence], sequence))
         self._is_current = False

@@ -4,43 +4,13 @@ long."""
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from reprise.scheduler.line import Line
+from reprise.scheduler.queues.fair_share import FairShare
 from reprise.scheduler.queues.priority import Standing, Standings, TransferClass
 from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 1024  # of members, looked up again in a step: one at least
-
-
-class EntryOrder(Protocol):
-    """In which order requests come into the window: `FairShare`, or by class (`PriorityQueue`)."""
-
-    def __len__(self) -> int: ...
-    def add(self, sequence: Sequence) -> None: ...
-
-    def remove(self, sequence: Sequence) -> None:
-        """Cancelled before it went."""
-        ...
-
-    def first(self, excluded: Container[str]) -> Sequence | None:
-        """The next of a tenant that is not excluded."""
-        ...
-
-    def take(self, sequence: Sequence) -> None:
-        """It goes into the window."""
-        ...
-
-    def refund(self, sequence: Sequence) -> None:
-        """One that went was cancelled before it started."""
-        ...
-
-    def finished(self, sequence: Sequence) -> None:
-        """One that went has ended. Forgives unknown ones."""
-        ...
-
-    def refresh(self) -> None: ...
-    def upcoming(self) -> Line[Sequence]: ...
 
 
 @dataclass(slots=True)
@@ -70,7 +40,7 @@ class ShuffledWindow:
     policy = "car"
     passes_over = True
 
-    def __init__(self, *, size: int, entry: EntryOrder, standings: Standings) -> None:
+    def __init__(self, *, size: int, entry: FairShare, standings: Standings) -> None:
         self.size = size
         self.overtakes = 0
         self._entry = entry

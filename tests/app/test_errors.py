@@ -160,8 +160,9 @@ async def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(engine: 
         writer.close()
 
 
-async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path):
-    settings = make_settings(tmp_path, limits={"body_bytes": 4096, "body_timeout_s": 0.3})
+async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path, monkeypatch):
+    settings = make_settings(tmp_path, limits={"body_bytes": 4096})
+    monkeypatch.setattr("reprise.app.http.body.BODY_TIMEOUT_S", 0.3)
     json_type = {"content-type": "application/json"}
     async with on_loopback(engine, settings) as running:
         declared = await running.http.post("/v1/chat/completions", content=b" " * 5000, headers=json_type)

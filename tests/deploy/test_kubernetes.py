@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from reprise.app.http.middleware import OPEN_PATHS
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.fleet.secrets import make_secrets
 from tests.docker.test_fleet_compose import SERVICES
 from tests.docker.test_one_server import image_environment

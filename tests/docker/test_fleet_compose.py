@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.fleet.secrets import RAY_PASSWORD, RAY_TOKEN, make_secrets
 from tests.docker.test_one_server import DOCKER, image_environment
 

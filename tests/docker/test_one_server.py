@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from reprise.app.settings.settings import Settings, SettingsError, known_settings, load_settings
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import SettingsError, known_settings, load_settings
 from tests.one_name import FOLDERS
 
 ROOT = Path(__file__).parents[2]

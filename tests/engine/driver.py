@@ -28,7 +28,7 @@ from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
 from tests.engine.ready_models import engine_of
 
-_SECTIONS = ("model", "cache", "scheduler")
+_SECTIONS = ("model", "cache", "scheduler", "experiment")
 
 
 def changed(base: EngineConfig, **changes: Any) -> EngineConfig:

@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 
 import reprise.engine.process.loop
-from reprise.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from reprise.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SelectorConfig,
+    WeightsConfig,
+)
 from reprise.engine.messages import (
     Adopt,
     Head,
@@ -74,47 +82,59 @@ MODEL = ModelInfo(
 def config(model: str = "") -> EngineConfig:
     """`model` is the load script: see `build`."""
     return EngineConfig(
-        model=ModelConfig(source=model, max_context=0, dtype="float32", tensor_parallel=1, exact="auto"),
+        model=ModelConfig(
+            source=model, max_context=0, dtype="float32", tensor_parallel=1, weights="auto", exact="auto"
+        ),
         cache=CacheConfig(
             mode="prefix",
             policy="lru",
             ttl_s=60.0,
             max_sessions=10,
             hbm_tokens=0,
-            hbm_high_water=1.0,
-            hbm_low_water=0.85,
             dram_bytes=0,
-            dram_free_buffer=0.1,
-            staging_bytes=0,
             disk_bytes=0,
             disk_dir="",
             disk_min_free_bytes=0,
-            read_buffer_layers=-1,
-            sync_save=False,
-            io_deadline_s=5.0,
-            dram_gbps=0.0,
-            disk_gbps=0.0,
             verify_rate=0.0,
-            max_pinned_share=0.5,
             truncation="auto",
-            truncation_mode="decoupled",
             truncation_ratio=0.5,
+            block_scorer="oldest",
+            recall=False,
+            codec="raw",
+            codec_budget=0.001,
+            hbm_dtype="auto",
+            larger_than_hbm=False,
+            redis_urls=(),
+            redis_bytes=0,
+            redis_ttl_s=86_400.0,
         ),
         scheduler=SchedulerConfig(
             policy="fcfs",
-            window=0,
-            class_ordered_entry=False,
-            scores=False,
             itl_target_s=0.0,
-            length_predictor="quantile",
             max_seqs=8,
             max_queued=8,
+            draft_tokens=7,
+        ),
+        experiment=ExperimentConfig(
+            hbm_high_water=1.0,
+            hbm_low_water=0.85,
+            scores=False,
+            window=0,
             chunked_prefill=True,
+            truncation_mode="decoupled",
+            read_buffer_layers=-1,
+            sync_save=False,
+            staging_bytes=0,
+            dram_gbps=0.0,
+            disk_gbps=0.0,
+            io_deadline_s=5.0,
         ),
         device="cpu",
         threads=1,
         step_tokens=0,
         tenant_secret=b"secret",
+        selector=SelectorConfig(name="none", min_context=2048, share=0.1),
+        weights=WeightsConfig(offload="none", hbm_layers=0),
     )
 
 

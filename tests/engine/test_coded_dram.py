@@ -217,7 +217,7 @@ def codec_of_encodes(driver: Driver) -> Any:
 def test_encodings_race_with_loads_evictions_and_deletions(make, vanilla, seed, disk_bytes):
     """Slow encodings beside turns of sessions that come, go and are deleted, in a DRAM of few slots."""
     driver = make(
-        "fp8", hbm_tokens=256, max_context=224, dram_bytes=24 * 32 * KV_BYTES, staging_bytes=12 * 32 * KV_BYTES,
+        hbm_tokens=256, max_context=224, dram_bytes=24 * 32 * KV_BYTES, staging_bytes=12 * 32 * KV_BYTES,
         disk_bytes=disk_bytes,
     )  # fmt: skip
     rng, codec, tiers = random.Random(seed), codec_of_encodes(driver), driver.cache.tiers

@@ -111,7 +111,7 @@ def test_what_is_known_of_a_session(driver: Driver) -> None:
 
 
 def test_a_pin_keeps_a_session_within_the_tenants_quota(path: Path, tmp_path: Path) -> None:
-    driver = start(path, tmp_path, ttl_s=10.0, disk_bytes=20 * SLOT, max_pinned_share=0.5)
+    driver = start(path, tmp_path, ttl_s=10.0, disk_bytes=20 * SLOT)
     for name, size in (("small", 60), ("large", 250)):
         driver.ask(name, random_ids(size, 1), session=name, max_tokens=2)
     (info,) = now(driver, "patch", "small", pinned=True).sessions

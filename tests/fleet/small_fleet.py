@@ -57,7 +57,7 @@ async def small_fleet(
     secret = directory / "secret"
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o600)
-    waits = {"deadline_ms": 5000.0, "commit_deadline_ms": 5000.0}
+    waits = {"deadline_ms": 5000.0}
     shared: dict[str, dict[str, Any]] = {
         **sections,
         "server": {"tenant_secret_file": secret, "port": 0, **sections.get("server", {})},

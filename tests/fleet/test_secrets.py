@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reprise.app.cli.fleet_command import cli
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.app.state_dir import load_tenant_secret
 from reprise.app.tenancy.configured_keys import make_keyring
 from reprise.fleet.directory import Directory

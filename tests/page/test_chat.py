@@ -370,8 +370,9 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) ->
         page.close()
 
 
-def test_where_too_many_watch_the_chat_works_all_the_same(browser: Any, tmp_path: Any) -> None:
-    with served(tmp_path, limits={"watchers": 0}) as running:
+def test_where_too_many_watch_the_chat_works_all_the_same(browser: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("reprise.app.main.MAX_WATCHERS", 0)
+    with served(tmp_path) as running:
         page = browser.new_page()
         page.goto(running.url)
         page.locator('[data-part="tiers"]').get_by_text("Too many pages watch").wait_for()

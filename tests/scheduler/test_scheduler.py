@@ -148,7 +148,6 @@ def make_loop(
     chunked_prefill=True,
     policy="fcfs",
     window=4,
-    class_ordered_entry=False,
     itl_target_s=0.0,
     least_chunk_tokens=4,
     predictor=None,
@@ -162,7 +161,6 @@ def make_loop(
         cache=cache,
         predictor=predictor,
         window=window,
-        class_ordered_entry=class_ordered_entry,
     )
     scheduler = Scheduler(
         cache=cache,

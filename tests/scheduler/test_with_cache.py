@@ -131,9 +131,7 @@ def test_conversations_in_a_memory_too_small_for_them(
     predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
         cache=manager.view,
-        queue=make_queue(
-            order, cache=manager.view, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3
-        ),
+        queue=make_queue(order, cache=manager.view, predictor=predictor, window=3),
         predictor=predictor,
         cost=make_cost(),
         fair_places=order in WINDOWED,

@@ -5,7 +5,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from reprise.app.api.calls import readiness_of, settings_of
+from reprise.app.api.calls import readiness_of
 from reprise.app.http.event_stream import HEADERS, event, send_within, until_disconnect
 from reprise.app.observe.live import Live, Watcher, events
 from reprise.app.tenancy.keyring import Keyring
@@ -25,7 +25,6 @@ async def watch(request: Request) -> Response:
         keyring,
         live,
         live.watch(request.state.tenant, sees_all=keyring.is_admin(request.state.tenant)),
-        send_timeout_s=settings_of(request).limits.send_timeout_s,
     )
 
 
@@ -33,15 +32,12 @@ class LiveStream(Response):
     """A stream that ends when the client disconnects or stops reading, when its key's rights change, or when the server
     drains: it must not delay the shutdown."""
 
-    def __init__(
-        self, readiness: Readiness, keyring: Keyring, live: Live, watcher: Watcher, *, send_timeout_s: float
-    ) -> None:
+    def __init__(self, readiness: Readiness, keyring: Keyring, live: Live, watcher: Watcher) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._live = live
         self._watcher = watcher
         self._readiness = readiness
-        self._send_timeout_s = send_timeout_s
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +50,7 @@ class LiveStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(events(self._live, self._watcher, is_open=self._is_open)) as named:
             async for name, data in named:
-                await send_within(send, b"event: " + name.encode() + b"\n" + event(data), self._send_timeout_s)
+                await send_within(send, b"event: " + name.encode() + b"\n" + event(data))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _is_open(self) -> bool:

@@ -97,9 +97,9 @@ def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[st
 
 def _truncation(settings: Settings, model: ModelInfo) -> str:
     """Return how truncation treats the cached KV when a window is full; `disabled` if only a request can turn it on."""
-    cache = settings.cache
+    cache, mode = settings.cache, settings.experiment.truncation_mode
     if cache.truncation == "disabled":
         return "disabled"
-    if cache.truncation_mode == "decoupled" and (cache.mode == "recompute" or not model.decouplable):
+    if mode == "decoupled" and (cache.mode == "recompute" or not model.decouplable):
         return "recompute"
-    return cache.truncation_mode
+    return mode

@@ -24,7 +24,6 @@ from reprise.cache.storage.extent_format import (
 from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
 from reprise.cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
-from reprise.cache.storage.throttle import Throttle
 
 FIELD_BYTES = (5 << 18) - 64
 """Below a size class of jemalloc: powers of two cost a quarter more memory. Smaller fields are slower, larger ones keep
@@ -111,7 +110,6 @@ class RedisExtents:
         form: ExtentForm,
         capacity_bytes: int,
         ttl_s: float,
-        upload_bytes_per_s: float,
         deadline_s: float,
     ) -> None:
         """urls: of all servers, among which extents are spread by their names. capacity_bytes: of all extents on one
@@ -122,7 +120,6 @@ class RedisExtents:
         self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
         self._form = form
         self._capacity_bytes, self._ttl = capacity_bytes, b"%d" % max(1, int(ttl_s))
-        self._throttle = Throttle(bytes_per_s=upload_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._prefix = b"r1:k:%b:" % blake2b(form.fingerprint, digest_size=8).hexdigest().encode()
         self._log = RareLog()
         self._lock = threading.Lock()  # guards what follows
@@ -179,14 +176,12 @@ class RedisExtents:
                     return name
                 num_fields = size = 0
                 for field in cut_fields(layers):
-                    due = self._throttle.book(length := sum(map(len, field)))
                     connection.send((b"HSET", key, b"%d" % num_fields, field))
                     if not num_fields:
                         connection.send((b"EXPIRE", key, b"%d" % _UNFINISHED_TTL_S))
-                    num_fields, size = num_fields + 1, size + length
+                    num_fields, size = num_fields + 1, size + sum(map(len, field))
                     while connection.unanswered > _AHEAD:
                         _checked(connection.read())
-                    self._throttle.wait(due)
                 while connection.unanswered:
                     _checked(connection.read())
                 numbers = (b"%d" % num_fields, encoded, b"%d" % (size + len(encoded)), self._ttl)

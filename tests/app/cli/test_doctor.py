@@ -123,8 +123,8 @@ def test_memory_counts_all_that_a_server_takes(tmp_path: Path, monkeypatch: pyte
     found = memory_of(tmp_path, monkeypatch, 32)
     assert found.level is Level.WARN
     assert "the window shrinks to 16,027 of 131,072 tokens" in found.advice
-    explicit = {"dram_gib": 6, "hbm_tokens": 8192, "staging_mib": 512}
-    assert "HBM 1.0, KV in DRAM 6.0, staging 0.5" in memory_of(tmp_path, monkeypatch, 64, **explicit).found
+    explicit = {"dram_gib": 6, "hbm_tokens": 8192}
+    assert "HBM 1.0, KV in DRAM 6.0, staging 2.0" in memory_of(tmp_path, monkeypatch, 64, **explicit).found
     found = memory_of(tmp_path, monkeypatch, 64, mode="prefix", hbm_tokens=131_072)
     assert (found.level, found.found.split("; ")[1]) == (Level.OK, "taken as needed: weights 15.0, KV in HBM 16.0")
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from reprise.app.cli import doctor, program
 from reprise.app.cli.ready_panel import panel
 from reprise.app.settings.help import SECTIONS
-from reprise.app.settings.settings import Settings, SettingsError, known_settings, parse_flags
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import SettingsError, known_settings, parse_flags
 from reprise.app.turn.sampling import SamplingDefaults
 from reprise.cache.storage.extent_format import ExtentForm, SegmentSizes
 from reprise.cache.storage.extent_store import ExtentStore
@@ -256,7 +257,7 @@ def test_help_shows_every_setting_by_section():
         ("reprise serve --cache.mo", ["--cache.mode"]),
         ("reprise serve --cache.mode ", ["attentionstore", "prefix", "recompute"]),
         ("reprise serve --cache.mode rec", ["recompute"]),
-        ("reprise serve --cache.sync_save t", ["true"]),
+        ("reprise serve --cache.recall t", ["true"]),
         ("reprise ser", ["serve"]),
     ],
 )

@@ -1,16 +1,25 @@
 import json
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
+from reprise.app.http import body as bodies
 from reprise.app.http.body import _is_deeper, check_body
-from reprise.app.settings.settings import LimitSettings
 
-LIMITS = LimitSettings(
-    json_depth=12, messages=3, choices=2, logprobs=4, stop=1, tools=1, schema_bytes=100, schema_depth=4
-)
+
+@pytest.fixture(autouse=True, scope="module")
+def small_limits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "MAX_LEVELS", 12)
+        patch.setattr(bodies, "MAX_NUMBERS", {"n": 2, "logprobs": 4, "top_logprobs": 4})
+        counted = {"messages": 3, "input": 3, "items": 3, "stop": 1, "stop_sequences": 1, "tools": 1}
+        patch.setattr(bodies, "MAX_ITEMS", counted)
+        patch.setattr(bodies, "MAX_SCHEMA_LEVELS", 4)
+        patch.setattr(bodies, "MAX_SCHEMA_BYTES", 100)
+        yield
 
 
 def nested(levels: int) -> dict:
@@ -53,9 +62,9 @@ def formatted(schema: object) -> dict:
     ],
 )
 def test_a_limit_is_the_last_thing_that_passes(allowed, refused, param):
-    check_body(allowed, LIMITS)
+    check_body(allowed)
     with pytest.raises(ApiError) as error:
-        check_body(refused, LIMITS)
+        check_body(refused)
     assert (error.value.status, error.value.param) == (400, param)
 
 
@@ -85,7 +94,7 @@ NAMES = ("messages", "input", "items", "n", "logprobs", "stop", "tools", "respon
 def test_no_body_is_too_odd_to_be_checked(body):
     refusal: ApiError | None = None
     try:
-        check_body(json.loads(json.dumps(body)), LIMITS)
+        check_body(json.loads(json.dumps(body)))
     except ApiError as error:
         refusal = error
     assert refusal is None or refusal.status == 400

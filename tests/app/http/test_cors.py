@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from reprise.app.settings.settings import SettingsError, load_settings
+from reprise.app.settings.sources import SettingsError, load_settings
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 PAGE, OTHER = "https://chat.example.org", "https://evil.example.org"

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from reprise.app.errors import ClientGone
+from reprise.app.http import event_stream
 from reprise.app.http.event_stream import until_disconnect
 from tests.app.fakes import FakeEngine, Running, events, make_settings, on_loopback, until
 
@@ -111,8 +112,9 @@ async def test_what_a_client_left_behind_is_in_the_transcript(server: Running, m
     assert len(fields["text_ends"]) == len(fields["token_ids"])
 
 
-async def test_silence_is_filled_with_comments(engine: FakeEngine, tmp_path):
-    async with on_loopback(engine, make_settings(tmp_path, server={"ping_s": 0.1})) as running:
+async def test_silence_is_filled_with_comments(engine: FakeEngine, tmp_path, monkeypatch):
+    monkeypatch.setattr(event_stream, "PING_S", 0.1)
+    async with on_loopback(engine, make_settings(tmp_path)) as running:
         engine.script.start_s = 0.55
         text = (await running.http.post("/v1/chat/completions", json=body())).text
     assert 3 <= text.count(": ping\n\n") <= 5
@@ -120,9 +122,9 @@ async def test_silence_is_filled_with_comments(engine: FakeEngine, tmp_path):
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(text)) == ANSWER
 
 
-async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: FakeEngine, tmp_path):
-    settings = make_settings(tmp_path, limits={"send_timeout_s": 0.3})
-    async with on_loopback(engine, settings) as running:
+async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: FakeEngine, tmp_path, monkeypatch):
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.3)
+    async with on_loopback(engine, make_settings(tmp_path)) as running:
         engine.script.token_ids = engine.tokenizer.encode("fox " * 30).ids * 1000
         engine.script.step_s = 0.05  # else a quick engine is done before a slow app gives the client up
         payload = json.dumps(body(max_tokens=200, logprobs=True, top_logprobs=20, n=100)).encode()

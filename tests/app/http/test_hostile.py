@@ -22,18 +22,22 @@ from tests.app.fakes import FakeEngine, make_settings, session_info
 ALPHA, BETA, ADMIN = "sk-alpha-hostile", "sk-beta-hostile", "sk-admin-hostile"
 LIMITS = {
     "body_bytes": 1 << 20,
-    "header_timeout_s": 0.5,
-    "body_timeout_s": 0.3,
-    "send_timeout_s": 0.4,
     "connections": 60,
-    "json_depth": 40,
-    "choices": 8,
-    "logprobs": 5,
-    "stop": 4,
-    "tools": 8,
-    "messages": 100,
-    "schema_bytes": 2000,
-    "schema_depth": 10,
+}
+CONSTANTS = {
+    "bounded_server.HEADER_TIMEOUT_S": 0.5,
+    "body.BODY_TIMEOUT_S": 0.3,
+    "event_stream.SEND_TIMEOUT_S": 0.4,
+    "body.MAX_LEVELS": 40,
+    "body.MAX_NUMBERS": {"n": 8, "logprobs": 5, "top_logprobs": 5},
+    "body.MAX_ITEMS": {
+        **dict.fromkeys(("messages", "input", "items"), 100),
+        "stop": 4,
+        "stop_sequences": 4,
+        "tools": 8,
+    },
+    "body.MAX_SCHEMA_BYTES": 2000,
+    "body.MAX_SCHEMA_LEVELS": 10,
 }
 HEALTH_S = 1.0  # /health answers within it, whatever else is asked
 
@@ -85,7 +89,15 @@ def _descriptors() -> int:
 
 
 @pytest.fixture(scope="module")
-def victim(model_dir, tmp_path_factory) -> Iterator[Victim]:
+def small_limits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CONSTANTS.items():
+            patch.setattr(f"reprise.app.http.{name}", value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def victim(small_limits, model_dir, tmp_path_factory) -> Iterator[Victim]:
     keys = {"api_keys": f"{ALPHA},{BETA}", "admin_keys": ADMIN, "port": 0, "drain_s": 0}
     settings = make_settings(tmp_path_factory.mktemp("hostile"), server=keys, limits=LIMITS)
     engine = FakeEngine(directory=model_dir)

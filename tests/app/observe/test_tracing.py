@@ -8,7 +8,7 @@ import pytest
 
 from reprise.app.observe import tracing
 from reprise.app.observe.tracing import NoTracer, OtelTracer, TracingUnavailable, make_tracer
-from reprise.app.settings.settings import SettingsError, load_settings
+from reprise.app.settings.sources import SettingsError, load_settings
 from tests.app.fakes import FakeEngine, in_process, make_settings
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -1,19 +1,15 @@
+import re
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 import pytest
 
-from reprise.app.settings.settings import (
-    CacheSettings,
-    SchedulerSettings,
-    SelectorSettings,
-    Settings,
-    SettingsError,
-    known_settings,
-    load_settings,
-    stray_variables,
-)
+from reprise.app.settings.experiment import ExperimentSettings
+from reprise.app.settings.removed import REMOVED
+from reprise.app.settings.sections import CacheSettings, SchedulerSettings, SelectorSettings
+from reprise.app.settings.settings import Settings
+from reprise.app.settings.sources import SettingsError, experiments, known_settings, load_settings, stray_variables
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.kernels.selectors import SELECTORS
@@ -43,7 +39,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"prot": "1"}, {}, ["did you mean server.port?"]),
         ({"model": "x"}, {}, ["did you mean model.source?"]),
         ({"policy": "x"}, {}, ["did you mean cache.policy or scheduler.policy?"]),
-        ({"scheduler.windw": "1"}, {}, ["did you mean scheduler.window?"]),
+        ({"scheduler.polic": "1"}, {}, ["did you mean scheduler.policy?"]),
         ({"scheduler.colour": "1"}, {}, ["scheduler.colour (flag); `reprise serve --help` lists them"]),
         ({"cache.size": "1"}, {}, ["cache.size (flag); `reprise serve --help` lists them"]),
         ({"cache": "{}"}, {}, ["unknown setting cache (flag)"]),
@@ -57,7 +53,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             ["server.port (environment): must be an integer between 0 and 65535, not 99999"],
         ),
         ({}, {"REPRISE_SERVER__PORT": ""}, ["server.port (environment): is empty; leave it out for the default, 8000"]),
-        ({"cache.sync_save": ""}, {}, ["cache.sync_save (flag): is empty; leave it out for the default, false"]),
+        ({"cache.recall": ""}, {}, ["cache.recall (flag): is empty; leave it out for the default, false"]),
         ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag): must be an integer between 1 and 4096, not"]),
         ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
         ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
@@ -68,40 +64,16 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"scheduler.itl_target_ms": "-1"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not -1"]),
         ({"scheduler.itl_target_ms": "fast"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not fast"]),
         ({"scheduler.itl_target_ms": ""}, {}, ["itl_target_ms (flag): is empty; leave it out for the default, auto"]),
-        ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag): must be true or false, not maybe"]),
+        ({"cache.recall": "maybe"}, {}, ["cache.recall (flag): must be true or false, not maybe"]),
+        ({"experiment.sync_save": "maybe"}, {}, ["experiment.sync_save (flag): must be true or false, not maybe"]),
+        ({"experiment.sync_sav": "1"}, {}, ["unknown setting experiment.sync_sav (flag); `reprise serve --help`"]),
         ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
         ({"cache.dram_gib": "automatic"}, {}, ["cache.dram_gib (flag): must be a number between 0 and 65536, or auto"]),
         (
-            {"model.tensor_parallel": "2", "cache.redis_gib": "1", "cache.redis_url": "redis://h:1/0"},
+            {"model.exact": "on", "selector.name": "pairs", "weights.offload": "dram"},
             {},
-            ["model.tensor_parallel", "cannot keep KV in Redis yet", "cache.redis_gib to 0"],
-        ),
-        ({"cache.codec": "activation", "model.exact": "on"}, {}, ["computes K and V anew", "set codec to raw"]),
-        (
-            {"model.exact": "on", "selector.name": "pairs"},
-            {},
-            ["selector.name", "model.exact on exclude each other", "set it to none"],
-        ),
-        (
-            {"model.tensor_parallel": "2", "selector.name": "infinigen"},
-            {},
-            ["selector.name", "set model.tensor_parallel to 1", "selector.name to none"],
-        ),
-        (
-            {"cache.larger_than_hbm": "true", "cache.dram_gib": "0", "model.exact": "on", "cache.mode": "prefix"},
-            {},
-            ["cache.larger_than_hbm: needs cache.mode attentionstore, cache.dram_gib above 0, model.exact auto or off"],
-        ),
-        (
-            {"cache.hbm_dtype": "int8", "engine.device": "cuda", "model.dtype": "float32", "selector.name": "pairs"},
-            {},
-            ["cache.hbm_dtype int8: needs engine.device auto or cpu, model.dtype auto or bfloat16, selector.name none"],
-        ),
-        (
-            {"weights.offload": "dram", "cache.codec": "activation", "selector.name": "infinigen"},
-            {},
-            ["weights.offload: needs cache.codec other than activation, selector.name other than infinigen"],
+            ["selector.name pairs and model.exact on exclude each other", "weights.offload dram and model.exact on"],
         ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
@@ -238,24 +210,42 @@ def test_the_engine_is_told_what_was_set():
     )
     assert config.model.source == source_of("")
     cache = {
-        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
-        "read_buffer_layers": 5, "truncation": "disabled", "truncation_mode": "recompute",
-        "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
-        "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
-        "block_scorer": "attended", "recall": "true",
+        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "truncation": "disabled",
+        "truncation_ratio": 0.25, "verify_rate": 0.125, "disk_dir": "some/where",
+        "policy": "fifo", "block_scorer": "attended", "recall": "true",
     }  # fmt: skip
     told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
     assert (told.dram_bytes, told.disk_bytes, told.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
-    assert (told.staging_bytes, told.disk_dir, told.sync_save) == (7 << 20, str(Path.cwd() / "some/where"), True)
-    assert told.recall
-    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {
-        "disk_dir",
-        "sync_save",
-        "recall",
-    }
+    assert (told.disk_dir, told.recall) == (str(Path.cwd() / "some/where"), True)
+    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {"disk_dir", "recall"}
     assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
-    assert len(told_as_set) == 12
+    assert len(told_as_set) == 5
     assert load(model__source="org/name").engine_config(b"").model.source == "org/name"
+
+
+def test_the_engine_is_told_of_experiments_which_no_list_shows():
+    experiment = {"staging_mib": 7, "read_buffer_layers": 5, "truncation_mode": "recompute", "io_deadline_s": 2.0}
+    settings = load(**{f"experiment__{name}": str(value) for name, value in experiment.items()})
+    told = settings.engine_config(b"").experiment
+    assert (told.staging_bytes, told.read_buffer_layers, told.truncation_mode) == (7 << 20, 5, "recompute")
+    assert list(experiments(settings)) == [
+        *("experiment.truncation_mode recompute", "experiment.read_buffer_layers 5", "experiment.staging_mib 7"),
+        "experiment.io_deadline_s 2.0",
+    ]
+    assert not list(experiments(Settings()))
+    assert not [name for name, _ in known_settings() if name.startswith("experiment.")]
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_told_of_with_what_happens_now(name, tmp_path):
+    section, key = name.split(".")
+    config = tmp_path / "old.toml"
+    config.write_text(f"[{section}]\n{key} = 1\n")
+    says = f"the setting {name} (file {config}) was removed in 0.3: {REMOVED[name]}"
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        load(config)
+    moved = re.search(r"experiment\.(\w+)", REMOVED[name])
+    assert moved is None or moved[1] in ExperimentSettings.model_fields
 
 
 def test_a_burst_fits_into_the_engines_queue():

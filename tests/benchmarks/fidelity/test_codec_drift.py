@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.fidelity.codec_drift import CodedHistory, _result, drift_of
+from benchmarks.fidelity.quantised import Fp8Codec
 from reprise.engine.codec.quality import HistoryCoder, Subject
 from reprise.engine.model.hf_model import prepare
 from reprise.engine.model.probe import probe
 from reprise.kernels.attention.torch_cpu import TorchAttention
-from reprise.kernels.codecs.quantised import Fp8Codec
 from tests.engine.models import random_ids, tiny_model
 
 TURN = 64

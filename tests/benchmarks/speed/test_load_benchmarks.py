@@ -77,5 +77,5 @@ def test_all_modes_have_the_same_memory():
     for arm in modes.ARMS:
         memory = modes.memory_of(arm, most_tokens=3000, bytes_per_token=12_288)
         held = memory["cache.hbm_tokens"] * 12_288 + memory.get("cache.dram_gib", 0) * modes.GIB
-        held += memory.get("cache.staging_mib", 0) * modes.MIB
+        held += memory.get("experiment.staging_mib", 0) * modes.MIB
         assert held == pytest.approx(3 * 3000 * 12_288, abs=modes.MIB), "whole MiB of staging"

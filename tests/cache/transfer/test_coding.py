@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.fidelity.quantised import Fp8Codec
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import BlockLoad, CapturePiece
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab
@@ -12,7 +13,6 @@ from reprise.cache.transfer.coding import Decoder, encode_into, encode_slots, su
 from reprise.cache.transfer.device_streams import HostStream
 from reprise.cache.transfer.layer_source import slot_source
 from reprise.cache.transfer.row_saver import place_rows
-from reprise.kernels.codecs.quantised import Fp8Codec
 from tests.cache.intact import is_intact
 
 

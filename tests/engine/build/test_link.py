@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from benchmarks.fidelity.quantised import Fp8Codec
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab
 from reprise.cache.transfer.device_streams import HostFence, HostStream, streams_of
 from reprise.engine.build import link
 from reprise.engine.build.link import Decoding, decoding, link_rates
-from reprise.kernels.codecs.quantised import Fp8Codec
 
 CPU = torch.device("cpu")
 

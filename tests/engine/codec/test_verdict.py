@@ -3,7 +3,6 @@
 import math
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from reprise.engine.messages import DIVERGENCE_BOUNDS
 BUDGET = 0.001
 
 
-def judged(excesses: list[float], budget: float | None = BUDGET) -> tuple[CodecVerdict, int | None]:
+def judged(excesses: list[float], budget: float = BUDGET) -> tuple[CodecVerdict, int | None]:
     """(the verdict, the check that condemned the codec)"""
     verdict = CodecVerdict(codec="c", budget=budget)
     [*heard] = [verdict.hear(excess + 0.0015, 0.0015) for excess in excesses]
@@ -47,12 +46,6 @@ def test_what_is_no_number_is_as_bad_as_can_be():
     verdict, condemned_at = judged([math.nan] * 20)
     assert condemned_at == LEAST
     assert math.isfinite(verdict.recent)
-
-
-def test_without_a_budget_nothing_is_condemned():
-    verdict, _ = judged([5.0] * 50, None)
-    assert not verdict.is_condemned
-    assert verdict.recent == pytest.approx(5.0)
 
 
 @given(excesses=st.lists(st.floats(-1, 20), max_size=300))

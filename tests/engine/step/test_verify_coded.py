@@ -157,15 +157,6 @@ def test_a_condemned_codec_stays_off_after_a_restart_until_somebody_says_otherwi
     assert make().engine.model.codec == info.codec
 
 
-def test_a_codec_without_a_budget_is_only_observed(make):
-    driver = make("kivi4", verify_rate=1.0)
-    come_back_often(driver, 9)
-    stats = driver.engine.stats()
-    checks = stats.codec_checks
-    assert (sum(checks.counts), checks.limit, stats.codec_condemned) == (9, None, False)
-    assert checks.recent > 0
-
-
 def test_nobody_is_checked_at_rate_zero(make):
     driver = make()
     come_back(driver, "s", 1)

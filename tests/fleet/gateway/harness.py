@@ -151,7 +151,7 @@ async def fleet(settings: dict[str, Any] | None = None, **answers: Answer):
     made = Settings.model_validate(
         {
             **(settings or {}),
-            "server": {"port": 0, "ping_s": 10.0, **(settings or {}).get("server", {})},
+            "server": {"port": 0, **(settings or {}).get("server", {})},
             "fleet": {"redis_url": "redis://127.0.0.1:1/0", **(settings or {}).get("fleet", {})},
         }
     )

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from reprise.app.errors import OVERLOADED_HEADER
+from reprise.app.http import event_stream
 from reprise.fleet.gateway import relay
 from reprise.fleet.gateway.metrics import Resumed
 from reprise.fleet.keys import SessionName
@@ -373,13 +374,14 @@ async def test_a_replica_whose_beats_are_late_goes_on_with_its_answer():
         assert whole.replicas["b"].asked == []
 
 
-async def test_a_silent_stream_is_left():
+async def test_a_silent_stream_is_left(monkeypatch):
     async def hangs(asked: Asked) -> None:
         await asked.open_stream(FRAMES)
         await asked.chunk(OPENING + ONE)
         await asyncio.sleep(60)
 
-    async with fleet({"server": {"ping_s": 0.2}}, a=hangs, b=goes_on) as whole:
+    monkeypatch.setattr(event_stream, "PING_S", 0.2)
+    async with fleet(a=hangs, b=goes_on) as whole:
         _, data, is_whole = await whole.stream(**at_home(whole))
         assert is_whole
         assert data.startswith(WHOLE)

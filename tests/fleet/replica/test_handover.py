@@ -38,7 +38,6 @@ def settings_of(server: RedisServer, directory: Path, name: str) -> Settings:
         server={"tenant_secret_file": secret},
         fleet={
             "redis_url": server.url, "advertise": f"http://{name}", "replica": name, "deadline_ms": 5000,
-            "commit_deadline_ms": 5000,
         },
     )  # fmt: skip
 

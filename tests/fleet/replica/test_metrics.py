@@ -30,7 +30,7 @@ async def counts(running: Running) -> dict[str, float]:
 
 
 async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp_path: Path) -> None:
-    fleet = {"redis_url": redis.url, "deadline_ms": 5000.0, "commit_deadline_ms": 5000.0}
+    fleet = {"redis_url": redis.url, "deadline_ms": 5000.0}
     engine = FakeEngine(directory=write_tokenizer(tmp_path))
     async with in_process(engine, make_settings(tmp_path / "state", fleet=fleet)) as running:
         replica = running.app.state.hooks

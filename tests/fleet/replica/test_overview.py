@@ -21,7 +21,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 def settings_of(directory: Path, redis: RedisServer, **sections: dict):
-    fleet = {"redis_url": redis.url, "replica": "a", "deadline_ms": 5000.0, "commit_deadline_ms": 5000.0}
+    fleet = {"redis_url": redis.url, "replica": "a", "deadline_ms": 5000.0}
     return make_settings(directory, **{"fleet": fleet, **sections})
 
 

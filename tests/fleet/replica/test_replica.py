@@ -54,7 +54,7 @@ async def relayed(running: Running, body: dict, **headers: str) -> dict:
 
 async def test_a_turn_is_entered_before_its_answer_is_over(redis, model_dir, tmp_path):
     engine = FakeEngine(model_dir, script=Script(answer="Paris it is"))
-    async with in_process(engine, settings_of(tmp_path, redis, commit_deadline_ms=5000.0)) as running:
+    async with in_process(engine, settings_of(tmp_path, redis, deadline_ms=5000.0)) as running:
         await beaten(running)
         body = {"model": "test-model", "messages": [{"role": "user", "content": "Hello"}], "session_id": "s"}
         answer = await relayed(running, body)
@@ -83,7 +83,7 @@ async def test_the_session_that_the_gateway_has_found_is_gone_on_with(redis, mod
 
 async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
     engine = FakeEngine(model_dir)
-    async with in_process(engine, settings_of(tmp_path, redis, commit_deadline_ms=5000.0)) as running:
+    async with in_process(engine, settings_of(tmp_path, redis, deadline_ms=5000.0)) as running:
         await beaten(running)
         body = {"model": "test-model", "input": "Hello", "background": True}
         begun = (await running.http.post("/v1/responses", json=body)).json()
@@ -97,7 +97,7 @@ async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
 
 
 async def test_without_redis_it_serves_as_if_alone(redis, model_dir, tmp_path):
-    fleet = {"deadline_ms": 100.0, "commit_deadline_ms": 100.0}
+    fleet = {"deadline_ms": 100.0}
     async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis, **fleet)) as running:
         await beaten(running)
         redis.pause()

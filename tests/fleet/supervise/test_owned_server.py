@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from reprise.app.settings.settings import load_settings
+from reprise.app.settings.sources import load_settings
 from reprise.fleet.supervise import owned_server
 from reprise.fleet.supervise.owned_server import address, claim_slot, drain_s, free_port
 

@@ -53,7 +53,6 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
         window=3,
         chunked_prefill=chunked,
         itl_target_s=itl,
-        class_ordered_entry=rng.random() < 0.3,
     )
     pending = list(enumerate(requests))
     due, added, trace = 0, [], []

@@ -42,10 +42,10 @@ class Where:
         )
 
 
-def make_window(size, *, by_class=False, policy="car"):
+def make_window(size, *, policy="car"):
     """Loads that hold up their step by no more than 20 ms are hidden, where that counts."""
     where = Where()
-    window = make_queue(policy, cache=where, predictor=MaxTokensPredictor(), window=size, class_ordered_entry=by_class)
+    window = make_queue(policy, cache=where, predictor=MaxTokensPredictor(), window=size)
     return window, where
 
 
@@ -319,15 +319,6 @@ def test_what_has_arrived_meanwhile_counts():
     assert names(window.front()) == ["far", "new"]
 
 
-def test_by_class_they_come_in_as_they_would_go_out():
-    window, where = make_window(3, by_class=True)
-    for n in range(4):
-        add(window, where, f"far{n}", LOADS)
-    add(window, where, "here", IN_HBM)
-    window.dispatch(window.best(()))
-    assert names(window.inside) == ["far1", "here"]
-
-
 def test_the_scheduler_says_when_places_will_be_free():
     loop = make_loop(max_seqs=1, policy="car-hidden")
     running = loop.add("running", 4, max_tokens=16)
@@ -359,9 +350,9 @@ STEPS = st.lists(
 
 
 @settings(max_examples=examples(300))
-@given(steps=STEPS, size=st.integers(1, 6), by_class=st.booleans(), policy=st.sampled_from(WINDOWED))
-def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_class, policy):
-    window, where = make_window(size, by_class=by_class, policy=policy)
+@given(steps=STEPS, size=st.integers(1, 6), policy=st.sampled_from(WINDOWED))
+def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, policy):
+    window, where = make_window(size, policy=policy)
     waiting, entered, passed, found = [], {}, Counter(), {}
     for number, (action, what, who, weight) in enumerate(steps):
         if action == "add":
@@ -458,7 +449,7 @@ def test_the_plain_priority_queue_lets_it_wait_for_ever():
 
 @pytest.mark.parametrize("policy", ORDERS)
 def test_a_queue_knows_who_is_in_it(policy):
-    queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, class_ordered_entry=False)
+    queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2)
     sequences = [make_sequence(name, 4) for name in "abc"]
     for sequence in sequences:
         queue.add(sequence)

@@ -132,9 +132,12 @@ async def test_tenants_see_their_own_and_the_admin_all(engine: FakeEngine, tmp_p
         assert (await running.http.get("/v1/events")).status_code == 401
 
 
-async def test_who_may_watch_is_bounded_and_places_come_back(engine: FakeEngine, tmp_path: Any) -> None:
-    sections = {"server": {"api_keys": ("key-of-the-first", "key-of-the-other")}, "limits": {"watchers": 8}}
-    async with on_loopback(engine, make_settings(tmp_path, **sections)) as running:
+async def test_who_may_watch_is_bounded_and_places_come_back(
+    engine: FakeEngine, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("reprise.app.main.MAX_WATCHERS", 8)
+    keys = {"api_keys": ("key-of-the-first", "key-of-the-other")}
+    async with on_loopback(engine, make_settings(tmp_path, server=keys)) as running:
         live = running.app.state.live
         async with watching(running, "key-of-the-first") as one, watching(running, "key-of-the-first") as two:
             assert await next_of(one, "state")

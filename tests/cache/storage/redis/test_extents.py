@@ -58,7 +58,6 @@ def store(
         form=ExtentForm(fingerprint, SegmentSizes(SEGMENTS), KEY),
         capacity_bytes=capacity_bytes,
         ttl_s=ttl_s,
-        upload_bytes_per_s=0,
         deadline_s=deadline_s,
     )
 

@@ -1,4 +1,4 @@
-"""Codecs that others use, for comparison: fp8, and KIVI's groups of whole numbers (https://arxiv.org/abs/2402.02750):
+"""Codes KV as others do, to compare with: fp8, and KIVI's groups of whole numbers (https://arxiv.org/abs/2402.02750):
 keys in groups of one channel over a block's 32 rows, values in groups of one row."""
 
 from collections.abc import Sequence

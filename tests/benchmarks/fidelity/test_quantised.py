@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.kernels.codecs.quantised import Fp8Codec, KiviCodec
+from benchmarks.fidelity.quantised import Fp8Codec, KiviCodec
 from tests.example_counts import examples
 
 SHAPES = [((3, 64), (3, 64)), ((2, 24), (2, 32))]
