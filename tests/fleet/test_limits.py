@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import reprise.fleet.directory
+import reprise.fleet.directory_redis
 from reprise.app.tenancy.keyring import digest_of
 from reprise.fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, Script, until
@@ -41,7 +41,7 @@ class Clock:
         self._redis = Redis.from_url(redis.url)
         self._us = int((time.time() + 86_400) * 1e6)
         self.advance(0)
-        for script in Path(reprise.fleet.directory.__file__).with_name("scripts").glob("*.lua"):
+        for script in Path(reprise.fleet.directory_redis.__file__).with_name("scripts").glob("*.lua"):
             text = script.read_text()
             here = "{math.floor(redis.call('GET', 'clock') / 1000000), redis.call('GET', 'clock') % 1000000}"
             (directory / script.name).write_text(text.replace("redis.call('TIME')", here))
@@ -54,7 +54,7 @@ class Clock:
 @pytest.fixture
 def clock(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Clock:
     scripts = tmp_path_factory.mktemp("scripts")
-    monkeypatch.setattr(reprise.fleet.directory, "_SCRIPTS", scripts)
+    monkeypatch.setattr(reprise.fleet.directory_redis, "_SCRIPTS", scripts)
     return Clock(redis, scripts)
 
 
