@@ -36,7 +36,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_min_free_bytes: int  # of the file system, left alone
     verify_rate: float  # share of loads that are compared with a recompute
     truncation: str  # auto | disabled: what a request that says nothing gets
-    truncation_ratio: float  # of the window, dropped at an overflow
     block_scorer: str  # a key of reprise.cache.policies.keep.BLOCK_SCORERS
     recall: bool  # bring back what was dropped where the newest message is about it
     codec: str  # of KV below DRAM: raw | transform; or below HBM: activation
@@ -45,7 +44,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     larger_than_hbm: bool  # a context may be as long as DRAM holds
     redis_urls: tuple[str, ...]  # servers that keep KV which other servers may load; empty: none
     redis_bytes: int  # KV on each of them, whoever wrote it; 0: none is kept
-    redis_ttl_s: float  # of KV there that nobody uses
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +78,7 @@ class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int  # places of the shuffled window; 0: from HBM and the mean session
     chunked_prefill: bool
     truncation_mode: str  # decoupled | recompute
+    truncation_ratio: float  # of the window, dropped at an overflow
     read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
     sync_save: bool  # save before the next step instead of during it
     staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic

@@ -195,15 +195,14 @@ class GenerationRequest(Part):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None,
-        description="`flex` asks for half the usual share of the engine, `priority` for four times as much, within "
-        "`server.max_weight`",
+        description="`flex` asks for half the usual share of the engine, `priority` for four times as much",
     )
     priority: int | None = Field(
         None,
         ge=-100,
         le=100,
-        description="each step below 0 doubles the share of the engine asked for, each step above halves it, within "
-        "`server.max_weight`",
+        description="each step below 0 doubles the share of the engine asked for, each step above halves it; four "
+        "times the usual share at most",
     )
     timeout: float | None = Field(
         None,

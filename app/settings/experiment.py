@@ -20,6 +20,7 @@ class ExperimentSettings(Section):
     truncation_mode: Literal["decoupled", "recompute"] = Field(
         "decoupled", description="what stays of a full window: its KV at new positions; recomputed"
     )
+    truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
     read_buffer_layers: int = Field(
         -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
     )

@@ -95,7 +95,6 @@ class CacheSettings(Section):
     truncation: Literal["auto", "disabled"] = Field(
         "auto", description="a full window: drop the earliest history, or answer 400"
     )
-    truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
     block_scorer: Literal["oldest", "attended"] = Field(
         "oldest",
         description="what a full window drops first: the oldest; what later text attended to least",
@@ -132,7 +131,6 @@ class CacheSettings(Section):
     redis_gib: float = Field(
         0.0, ge=0, le=1 << 20, description="KV that each Redis of redis_url keeps for all servers together; 0: none"
     )
-    redis_ttl_s: float = Field(86_400.0, gt=0, le=10**9, description="how long KV stays there that nobody uses")
 
 
 class SchedulerSettings(Section):
@@ -185,12 +183,6 @@ class ServerSettings(Section):
     )
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
-    max_weight: float = Field(
-        4.0,
-        ge=1,
-        le=16,
-        description="largest share that service_tier and priority give a request; 1: no more than others",
-    )
     responses_ttl_s: float = Field(
         30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
     )
@@ -272,12 +264,6 @@ class FleetSettings(Section):
         ge=1,
         le=1 << 20,
         description="memory of a gateway for requests under way: bodies, answers, and what is needed to resume them",
-    )
-    tenant_mib: int = Field(
-        1024,
-        ge=1,
-        le=1 << 20,
-        description="transcripts of one key in the fleet's Redis; those used longest ago leave it",
     )
 
     @property

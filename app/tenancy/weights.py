@@ -3,13 +3,12 @@
 from reprise.app.schemas.fields import GenerationRequest
 
 WEIGHTS = {"flex": 0.5, "default": 1.0, "priority": 4.0}
-MIN_WEIGHT = 1 / 16
+MIN_WEIGHT, MAX_WEIGHT = 1 / 16, 4.0
 
 
-def service_tier(request: GenerationRequest, *, max_weight: float) -> tuple[str, float]:
+def service_tier(request: GenerationRequest) -> tuple[str, float]:
     """Return the tier that the answer names, and the weight: doubled for every step of `priority` below 0, halved for
-    every step above. A tier that weighs more than `max_weight` becomes the default tier; every weight is capped."""
-    asked = request.service_tier if request.service_tier in WEIGHTS else "default"
-    tier = asked if WEIGHTS[asked] <= max_weight else "default"
+    every step above, and never below MIN_WEIGHT or above MAX_WEIGHT."""
+    tier = request.service_tier if request.service_tier in WEIGHTS else "default"
     weight = WEIGHTS[tier] * 2.0 ** -(request.priority or 0)
-    return tier, min(max(weight, MIN_WEIGHT), max_weight)
+    return tier, min(max(weight, MIN_WEIGHT), MAX_WEIGHT)

@@ -150,7 +150,7 @@ class TurnService:
             header=caller.timeout_header,
             limit_s=self._settings.limits.request_timeout_s,
         )
-        tier, weight = service_tier(request, max_weight=self._settings.server.max_weight)
+        tier, weight = service_tier(request)
         if caller.hooks.is_new:
             await self._quotas.check(caller.tenant)
         ticket = self.places.enter(caller.tenant, request.n or 1, is_counted=caller.hooks.is_counted)

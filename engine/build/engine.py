@@ -121,7 +121,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             or probed.pages.is_packed,
             truncation=Truncation(
                 window=room.max_context,
-                ratio=settings.truncation_ratio,
+                ratio=config.experiment.truncation_ratio,
                 mode=truncation_mode,
                 block_scorer=settings.block_scorer,
                 recall=settings.recall,

@@ -228,7 +228,7 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
             urls=cache.redis_urls,
             form=_form(probed.fingerprint, config, probed, segment_bytes),
             capacity_bytes=cache.redis_bytes,
-            ttl_s=cache.redis_ttl_s,
+            ttl_s=cache.ttl_s,
             deadline_s=config.experiment.io_deadline_s,
         )
     except ValueError as error:

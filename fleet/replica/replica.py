@@ -81,7 +81,6 @@ class Replica:
             replica=self.identity.name,
             boot=self.identity.boot,
             max_sessions=MAX_TENANT_SESSIONS,
-            max_said_bytes=fleet.tenant_mib << 20,
         )
         outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=MAX_OUTBOX_BYTES)
         self.outbox = OutboxThread(outbox)

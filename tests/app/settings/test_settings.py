@@ -58,8 +58,8 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
         ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
         ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "a number greater than 0 and at most 1000000000, not nan"]),
-        ({"cache.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
-        ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
+        ({"experiment.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
+        ({"experiment.truncation_ratio": "0"}, {}, ["experiment.truncation_ratio", "greater than 0"]),
         ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru'"]),
         ({"scheduler.itl_target_ms": "-1"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not -1"]),
         ({"scheduler.itl_target_ms": "fast"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not fast"]),
@@ -211,7 +211,7 @@ def test_the_engine_is_told_what_was_set():
     assert config.model.source == source_of("")
     cache = {
         "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "truncation": "disabled",
-        "truncation_ratio": 0.25, "verify_rate": 0.125, "disk_dir": "some/where",
+        "verify_rate": 0.125, "disk_dir": "some/where",
         "policy": "fifo", "block_scorer": "attended", "recall": "true",
     }  # fmt: skip
     told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
@@ -219,7 +219,7 @@ def test_the_engine_is_told_what_was_set():
     assert (told.disk_dir, told.recall) == (str(Path.cwd() / "some/where"), True)
     told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {"disk_dir", "recall"}
     assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
-    assert len(told_as_set) == 5
+    assert len(told_as_set) == 4
     assert load(model__source="org/name").engine_config(b"").model.source == "org/name"
 
 

@@ -4,9 +4,9 @@ from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.tenancy.weights import service_tier
 
 
-def served(max_weight: float = 4.0, **fields: object) -> tuple[str, float]:
+def served(**fields: object) -> tuple[str, float]:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return service_tier(ChatCompletionRequest.model_validate(body), max_weight=max_weight)
+    return service_tier(ChatCompletionRequest.model_validate(body))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,3 @@ def served(max_weight: float = 4.0, **fields: object) -> tuple[str, float]:
 )
 def test_tiers_and_priorities_are_weights(fields, expected):
     assert served(**fields) == expected
-
-
-def test_nobody_gets_more_than_the_server_gives():
-    assert served(1.0, service_tier="priority") == ("default", 1.0)
-    assert served(1.0, service_tier="flex", priority=-5) == ("flex", 1.0)
