@@ -200,7 +200,8 @@ class CacheManager:
             self.sessions.write_behind(now)
         if tiers.redis.is_on and tiers.redis.has_work:
             tiers.redis.plan(now)
-        tiers.dram.plan()
+        if tiers.dram.rows.resident > tiers.dram.rows.most_resident:
+            tiers.dram.shrink()
         if tiers.pages.num_free < tiers.hbm.least_free:
             tiers.hbm.offload()
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from reprise.app.settings.sections import CODECS
+
 
 @dataclass(frozen=True, slots=True)
 class When:
@@ -36,7 +38,7 @@ class Exclusion(NamedTuple):
     why: str
 
 
-_CODED = When("cache.codec", ("transform", "activation"))
+_CODED = When("cache.codec", tuple(codec for codec in CODECS if codec != "raw"))
 _ACTIVATIONS = When("cache.codec", ("activation",))
 _CUDA = When("engine.device", ("cuda",))
 _EXACT = When("model.exact", ("on",))
@@ -50,7 +52,7 @@ _READS_IN_PART = When("selector.name", ("pairs", "infinigen"))
 _SPLIT = When("model.tensor_parallel", above=1)
 
 EXCLUSIONS = (
-    Exclusion(_CODED, _EXACT, "transform is lossy, and activation computes K and V anew"),
+    Exclusion(_CODED, _EXACT, "coded KV does not come back bit for bit, and activations are computed on anew"),
     Exclusion(_CODED, _SPLIT, "KV that is split among processes cannot be coded yet"),
     Exclusion(_READS_IN_PART, _EXACT, "an answer on a part of its context is another one"),
     Exclusion(_READS_IN_PART, _SPLIT, "heads that are split among processes are read whole"),

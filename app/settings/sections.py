@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -63,6 +63,10 @@ class ModelSettings(Section):
     )
 
 
+Codec = Literal["raw", "transform", "activation"]
+CODECS: tuple[str, ...] = get_args(Codec)
+
+
 class CacheSettings(Section):
     mode: Literal["attentionstore", "prefix", "recompute"] = Field(
         "attentionstore", description="keep KV in HBM, DRAM and on disk; in HBM only; or compute it anew"
@@ -109,7 +113,7 @@ class CacheSettings(Section):
         False, description="serve histories that the client shortened from saved KV at new positions"
     )
     verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
-    codec: Literal["raw", "transform", "activation"] = Field(
+    codec: Codec = Field(
         "raw",
         description="what KV becomes on disk and in Redis, and in DRAM once it is not warm; transform is lossy, and "
         "calibrated to codec_budget; activation keeps what KV is computed of instead, for models where that is smaller",

@@ -176,12 +176,11 @@ class Dram:
         while (excess := self.rows.resident - self.rows.most_resident) > 0 and self.rows.make_room(excess, None):
             pass
 
-    def plan(self) -> None:
+    def shrink(self) -> None:
         """Bring the slots of rows back within their bounds, encoding blocks for it where that is done."""
-        if self.rows.resident > self.rows.most_resident:
-            self.trim()
-            if self.coded.is_on:
-                self.encoder.plan()
+        self.trim()
+        if self.coded.is_on:
+            self.encoder.plan()
 
     def on_encoded(self, job: int, taken: Sequence[bool]) -> None:
         """Record the end of an encoding (`Encoder.on_encoded`)."""

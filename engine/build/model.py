@@ -13,11 +13,12 @@ from torch import nn
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.storage.throttle import Throttle
-from reprise.engine.build.codec import ChosenCodec, choose_codec, coded_fingerprint, selected_fingerprint
+from reprise.engine.build.codec import choose_codec, coded_fingerprint, selected_fingerprint
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
 from reprise.engine.build.weights import load_weights, pack_weights, resolve_files
 from reprise.engine.codec.activation import watch_inputs
+from reprise.engine.codec.chosen import ChosenCodec
 from reprise.engine.codec.quality import Subject
 from reprise.engine.config import EngineConfig, ExperimentConfig
 from reprise.engine.model.cpu.optimise import optimise_for_cpu

@@ -87,7 +87,7 @@ def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[st
     return {
         "name": model.codec,
         "bytes": model.coded_bytes,
-        "budget": settings.cache.codec_budget if settings.cache.codec == "transform" else None,
+        "budget": None if model.codec_divergence is None else settings.cache.codec_budget,
         "divergence": model.codec_divergence,
         "is_on": codec_in_use(model, stats) != "raw",
         "checks": 0 if checks is None else sum(checks.counts),

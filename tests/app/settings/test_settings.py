@@ -12,6 +12,7 @@ from reprise.app.settings.settings import Settings
 from reprise.app.settings.sources import SettingsError, experiments, known_settings, load_settings, stray_variables
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.keep import BLOCK_SCORERS
+from reprise.engine.build.codec import CODECS
 from reprise.kernels.selectors import SELECTORS
 from reprise.model.directories import source_of
 from reprise.scheduler.queues.make_queue import ORDERS
@@ -194,6 +195,10 @@ def test_every_scorer_of_what_a_cut_drops_can_be_chosen():
 
 def test_every_order_of_requests_can_be_chosen():
     assert set(get_args(SchedulerSettings.model_fields["policy"].annotation)) == set(ORDERS)
+
+
+def test_every_codec_can_be_chosen():
+    assert set(get_args(CacheSettings.model_fields["codec"].annotation)) == {"raw", "activation", *CODECS}
 
 
 def test_every_selector_has_its_setting():
