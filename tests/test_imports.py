@@ -77,10 +77,8 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.gguf": ("model.smollm2",),  # a program by itself, which converts one file
     "engine.drafts": (),
     "engine.parked": (),
+    "kernels.selectors": (),
     # Options that the middle still knows. Their lists may only become shorter.
-    "kernels.selectors": (
-        *("engine.model.cpu.few_rows", "engine.model.hf_model", "engine.model.lookahead", "engine.model.moments"),
-    ),
     "kernels.int8_rows": (
         *("engine.model.pages", "kernels.attention.naive", "kernels.attention.ragged_batch"),
         *("kernels.attention.torch_cpu", "kernels.attention.watched", "kernels.cpu.int8_rows", "kernels.kv_copy"),

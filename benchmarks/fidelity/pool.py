@@ -34,8 +34,8 @@ from benchmarks.fidelity.selectors import SIDE_BY_SIDE, Counting, Reader, Scores
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, name_of, result_name
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.attention.selection import Candidates, Selecting, as_selection, context_keys, most_rows
 from reprise.kernels.selectors.infinigen import InfinigenSelector, how_many, skewed_weights
-from reprise.kernels.selectors.selector import Candidates, Selecting, as_selection, context_keys, most_rows
 
 POLICIES = ("counter", "counter32", "lru", "fifo")
 RECENT = 32

@@ -48,8 +48,8 @@ from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.pages import make_pages
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.attention.selection import Candidates, KvSelector, Selecting
 from reprise.kernels.selectors import SELECTORS
-from reprise.kernels.selectors.selector import Candidates, KvSelector, Selecting
 
 HISTORIES = 4096, 7680
 SCORED = 96

@@ -33,7 +33,7 @@ from reprise.engine.codec.text import calibration_text
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.pages import make_pages
-from reprise.kernels.selectors.selector import Selecting
+from reprise.kernels.attention.selection import Selecting
 
 CONTEXTS = 1024, 8000
 STREAMS = 1, 8

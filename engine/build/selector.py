@@ -10,9 +10,9 @@ from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.moments import measure_moments
+from reprise.kernels.attention.selection import Selecting, SelectorInputs
 from reprise.kernels.attention.torch_cpu import TorchAttention
 from reprise.kernels.selectors import SELECTORS
-from reprise.kernels.selectors.selector import Selecting, SelectorInputs
 
 log = logging.getLogger(__name__)
 

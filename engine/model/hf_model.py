@@ -23,10 +23,10 @@ from transformers import AttentionInterface
 from reprise.cache.transfer.capture import SavedRows
 from reprise.engine.model.batch import BatchInput
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.selection import LOG2_E, Selecting, StepSelection
 from reprise.kernels.attention.watched import WatchedAttention
 from reprise.kernels.cpu.available import decode_kernels, use_torch_threads
 from reprise.kernels.kv_copy import write_rows
-from reprise.kernels.selectors.selector import LOG2_E, Selecting, StepSelection
 from reprise.kernels.triton_kernels import triton_rows
 
 SHORT_WAY = "reprise_short_way"

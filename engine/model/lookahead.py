@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reprise.engine.model.decoder_layers import decoder_layers
 from reprise.engine.model.hf_model import Step, current_step, is_in_step
 from reprise.engine.model.probe import ProbeResult, RopeSource
-from reprise.kernels.selectors.selector import LOG2_E
+from reprise.kernels.attention.selection import LOG2_E
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.probe import RopeSource
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.selection import LayerMoments
 from reprise.kernels.kv_copy import read_rows
-from reprise.kernels.selectors.selector import LayerMoments
 
 _CHUNK = 256  # tokens that are computed together, with all of their logits
 _MOST_TOKENS = 2048  # with which the figures in kernels/selectors/pairs.py were measured

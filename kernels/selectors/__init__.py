@@ -6,7 +6,7 @@ naive attention with a mask.
 
 from collections.abc import Callable
 
-from reprise.kernels.selectors.selector import KvSelector, SelectorInputs
+from reprise.kernels.attention.selection import KvSelector, SelectorInputs
 
 
 def _pairs(inputs: SelectorInputs) -> KvSelector:

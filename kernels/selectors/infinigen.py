@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
-from reprise.kernels.selectors.selector import (
+from reprise.kernels.attention.selection import (
     ALWAYS,
     LOG2_E,
     Candidates,

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
-from reprise.kernels.attention.torch_cpu import fits_kernels
-from reprise.kernels.cpu.available import select_kernels
-from reprise.kernels.selectors.selector import (
+from reprise.kernels.attention.selection import (
     Candidates,
     LayerMoments,
     SelectorInputs,
@@ -29,6 +27,8 @@ from reprise.kernels.selectors.selector import (
     strongest,
     weights,
 )
+from reprise.kernels.attention.torch_cpu import fits_kernels
+from reprise.kernels.cpu.available import select_kernels
 from reprise.kernels.views import as_bits
 
 PAIRS = 8  # of a kv head

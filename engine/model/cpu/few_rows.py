@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from reprise.engine.model.cpu.modules import FEW_ROWS, FewProduct, RmsNorm
 from reprise.engine.model.hf_model import Step, current_step, is_in_step
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.selection import StepSelection
 from reprise.kernels.attention.torch_cpu import TorchAttention, attend_selected, fits_kernels
 from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs, select_kernels
-from reprise.kernels.selectors.selector import StepSelection
 from reprise.kernels.views import as_bits
 
 _NOWHERE = np.empty((0, 2), np.int64)

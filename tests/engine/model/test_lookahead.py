@@ -9,7 +9,7 @@ from torch import Tensor
 from reprise.engine.model.lookahead import Lookahead
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, Selection
-from reprise.kernels.selectors.selector import LOG2_E, Candidates, Selecting
+from reprise.kernels.attention.selection import LOG2_E, Candidates, Selecting
 from tests.engine.models import family_model, random_ids
 from tests.engine.paged import Pool, optimise, serve
 

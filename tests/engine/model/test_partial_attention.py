@@ -11,8 +11,8 @@ from reprise.engine.model.batch import BatchItem, build_batch
 from reprise.engine.model.cpu.modules import FEW_ROWS, packing_works
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.attention.selection import ALWAYS, Candidates, Selecting
 from reprise.kernels.cpu.available import select_kernels
-from reprise.kernels.selectors.selector import ALWAYS, Candidates, Selecting
 from tests.engine.models import CPU, copied, family_model, random_ids
 from tests.engine.paged import PAGE, Pool, Served, Text, optimise, serve
 

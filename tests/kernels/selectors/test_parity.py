@@ -16,9 +16,7 @@ from reprise.kernels.attention.ragged_batch import (
     KvPages,
     Selection,
 )
-from reprise.kernels.attention.torch_cpu import ExactAttention
-from reprise.kernels.selectors import SELECTORS
-from reprise.kernels.selectors.selector import (
+from reprise.kernels.attention.selection import (
     ALWAYS,
     LayerMoments,
     SelectorInputs,
@@ -27,6 +25,8 @@ from reprise.kernels.selectors.selector import (
     find_candidates,
     most_rows,
 )
+from reprise.kernels.attention.torch_cpu import ExactAttention
+from reprise.kernels.selectors import SELECTORS
 
 PAGE, DIM, SHARE = 32, 64, 0.25
 CONTEXTS = [300, 7, 515, 260, 700]  # the second is too short to be read in part, the fourth is a chunk of a prompt

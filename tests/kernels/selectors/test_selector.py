@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.kernels.attention.selection import ALWAYS, LOG2_E, LayerMoments, Selecting, most_rows, strongest, weights
 from reprise.kernels.selectors.infinigen import ALPHA, how_many, skew, skewed_weights
 from reprise.kernels.selectors.pairs import PAIRS, pair_weights, strongest_pairs
-from reprise.kernels.selectors.selector import ALWAYS, LOG2_E, LayerMoments, Selecting, most_rows, strongest, weights
 
 
 @given(context=st.integers(1, 200_000), share=st.floats(0.001, 1.0))

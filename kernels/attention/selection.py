@@ -1,4 +1,4 @@
-"""What selectors of KV have in common: what they are told, what they answer, and how the strongest rows are taken.
+"""Attention to a part of a context: what a selector of KV is told and answers, and how the strongest rows are taken.
 
 Only sequences that decode one row, behind a context of some length, are read in part. Nothing is dropped: a row that is
 left out by one query is there for the next.
