@@ -303,7 +303,7 @@ async def test_times_go_on_from_the_first_server(replicas):
     rest = frames_of(await relayed(second, CHAT, BODY, journal, elapsed_s=100.0))
     timings = json.loads(rest[-2].events.removeprefix(b"data: "))["timings"]
     assert timings["queue_ms"] == 1.0
-    assert timings["ttft_ms"] < 10_000
+    assert 0 <= timings["ttft_ms"] < 10_000
     assert timings["decode_ms"] > 90_000
 
 

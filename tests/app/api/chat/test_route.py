@@ -147,6 +147,15 @@ async def test_a_stop_string_ends_the_engines_work_too(running: Running):
     assert answer["timings"]["queue_ms"] == 1.0
 
 
+async def test_an_answer_that_the_engine_ends_with_the_stop_string_needs_no_second_end(running: Running):
+    ids = running.engine.tokenizer.encode(ANSWER).ids
+    most = next(n for n in range(1, len(ids)) if "today" in running.engine.tokenizer.decode(ids[:n]))
+    answer = (await running.chat(stop=["today"], max_tokens=most)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == most
+    assert running.engine.finished == []
+
+
 async def test_the_limit_of_tokens_is_kept(running: Running):
     answer = (await running.chat(max_tokens=3)).json()
     assert answer["choices"][0]["finish_reason"] == "length"
