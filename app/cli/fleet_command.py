@@ -51,11 +51,11 @@ def up(
     arguments = ["--host", settings.server.host, "--port", str(settings.server.port)]
     arguments += ["--config", str(config.absolute())] if config is not None else []
     try:
-        from reprise.fleet.supervise.local_fleet import FleetFailed, LocalFleet
+        from reprise.fleet.supervise.local_fleet import FleetFailed, LocalFleet, Scale
 
         fleet = LocalFleet(
-            settings, replicas=replicas, most_replicas=most, ttft_target_s=ttft_target_s,
-            downscale_delay_s=downscale_delay_s, gpus=gpus, gateway=arguments if gateway else None, config=config,
+            settings, Scale(replicas, most, ttft_target_s, downscale_delay_s, gpus),
+            gateway=arguments if gateway else None, config=config,
             tell=lambda line: console.print(f"reprise: {line}", markup=False),
         )  # fmt: skip
     except ImportError as error:

@@ -14,7 +14,6 @@ from typing import Any, TextIO
 
 import msgspec
 
-FORMATS = ("text", "json")
 MAX_LINE = 65_536  # of the engine's output: what is longer is cut into lines of that length
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request whose task this is

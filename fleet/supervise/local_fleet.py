@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,30 @@ class FleetFailed(Exception):
     """The fleet did not come up. The message is for people."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many replicas there are, and when there are more or fewer."""
+
+    replicas: int  # at least
+    most_replicas: int | None  # at most; None: their number is fixed
+    ttft_target_s: float
+    downscale_delay_s: float
+    gpus: float | None  # of each replica; None: 1 if there is any
+
+
 class LocalFleet:
     """A fleet on this machine, whose replicas and gateway read their settings from our environment."""
 
     def __init__(
         self,
         settings: Settings,
+        scale: Scale,
         *,
-        replicas: int,
-        most_replicas: int | None,
-        ttft_target_s: float,
-        downscale_delay_s: float,
-        gpus: float | None,
         gateway: list[str] | None,
         config: Path | None,
         tell: Callable[[str], None],
     ) -> None:
-        """settings: what the environment and `config` say. gpus: of each replica; None: 1 if there is any. gateway: its
+        """settings: what the environment and `config` say. gateway: its
         arguments; None: there is none. tell: shows a line to people. Raises ImportError without Ray."""
         os.environ.update({name: value for name, value in RAY_SETTINGS.items() if name not in os.environ})
         from reprise.fleet import ray_app
@@ -59,11 +67,11 @@ class LocalFleet:
         self._settings, self._tell = settings, tell
         self._options = ray_app.Options(
             # One machine is enough for all: what does not fit is told by the servers, not by counting cores.
-            replicas=replicas, most_replicas=most_replicas, ttft_target_s=ttft_target_s,
-            downscale_delay_s=downscale_delay_s, cpus=0, gpus=gpus or 0,
+            replicas=scale.replicas, most_replicas=scale.most_replicas, ttft_target_s=scale.ttft_target_s,
+            downscale_delay_s=scale.downscale_delay_s, cpus=0, gpus=scale.gpus or 0,
             config=str(config.absolute()) if config is not None else None,
         )  # fmt: skip
-        self._finds_gpus = gpus is None
+        self._finds_gpus = scale.gpus is None
         self._gateway_arguments = gateway
         self._gateway: OwnedProcess | None = None
         self._is_to_roll = False

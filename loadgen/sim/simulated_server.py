@@ -24,7 +24,6 @@ from reprise.loadgen.sim.remote import RemoteKV
 from reprise.loadgen.sim.running_turns import RunningTurns
 from reprise.loadgen.sim.store import SimulatedStore
 from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
-from reprise.loadgen.virtual.greedy import greedy
 from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import MaxTokensPredictor
@@ -192,32 +191,15 @@ class SimulatedServer:
 
     def _arrive(self, when_s: float, session: LiveSession) -> None:
         self._expire(when_s)  # before the arrival counts as an access to its session
-        conversation = session.conversation
-        said = conversation.turns[session.turn]
-        record = TurnRecord(
-            session_id=conversation.session_id,
-            turn=session.turn,
-            arrived_s=when_s,
-            new_tokens=said.prompt_tokens,
-            answer_tokens=max(1, said.answer_tokens),
-        )
+        record = session.arrive(when_s)
         dropped = self.window.fit_prompt(session, record)
         record.prompt_tokens = record.history_tokens + record.new_tokens
-        sequence = QueuedSequence(
-            request_id=f"{conversation.session_id}/{session.turn}",
-            tenant=conversation.tenant,
-            session_id=conversation.session_id,
-            sampling=greedy(record.answer_tokens),
-            arrived_s=when_s,
-            # the queues use only its length
-            token_ids=cast("list[int]", range(record.prompt_tokens)),
-            prompt_tokens=record.prompt_tokens,
-        )
+        sequence = session.queued(record)
         turn = LiveTurn(record, session, sequence, dropped)
         if self.config.reuse:
-            self.store.arrived(conversation.session_id, when_s, record.prompt_tokens)
+            self.store.arrived(session.name, when_s, record.prompt_tokens)
             if self._future is not None:
-                self._future.arrived(conversation.session_id)
+                self._future.arrived(session.name)
         found = sum(self.loads.found(turn, when_s).values())
         turn.expected_s = self.machine.costs.prefill_s(record.prompt_tokens - found, found)
         self.queued_s += turn.expected_s

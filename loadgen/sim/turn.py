@@ -1,7 +1,9 @@
 """A turn in the simulated server, and the session it belongs to."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
+from reprise.loadgen.virtual.greedy import greedy
 from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.sequence import Sequence
 
@@ -54,6 +56,29 @@ class LiveSession:
     @property
     def name(self) -> str:
         return self.conversation.session_id
+
+    def arrive(self, when_s: float) -> TurnRecord:
+        """Begin the record of the session's next turn."""
+        said = self.conversation.turns[self.turn]
+        return TurnRecord(
+            session_id=self.name,
+            turn=self.turn,
+            arrived_s=when_s,
+            new_tokens=said.prompt_tokens,
+            answer_tokens=max(1, said.answer_tokens),
+        )
+
+    def queued(self, record: TurnRecord) -> Sequence:
+        """Return the turn as the queues see it, which use only the length of its prompt."""
+        return Sequence(
+            request_id=f"{self.name}/{record.turn}",
+            tenant=self.conversation.tenant,
+            session_id=self.name,
+            sampling=greedy(record.answer_tokens),
+            arrived_s=record.arrived_s,
+            token_ids=cast("list[int]", range(record.prompt_tokens)),
+            prompt_tokens=record.prompt_tokens,
+        )
 
 
 @dataclass(slots=True)

@@ -107,6 +107,6 @@ def test_servers_get_their_settings_by_the_environment(own_environment, tmp_path
         assert CliRunner().invoke(cli, ["up", *words]).exit_code == 0
     assert os.environ["REPRISE_CACHE__DRAM_GIB"] == "2"
     assert "REPRISE_SERVER__PORT" not in os.environ, "it is the gateway's"
-    given = started.call_args.kwargs
-    assert given["replicas"] == 3
+    (_, scale), given = started.call_args
+    assert scale.replicas == 3
     assert given["gateway"] == ["--host", "127.0.0.2", "--port", "9", "--config", str(config)]
