@@ -12,8 +12,6 @@ from reprise.cache.blocks.stored import is_coded
 from reprise.cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_store import ExtentStore
-from reprise.cache.storage.redis.extents import RedisExtents
-from reprise.cache.storage.redis.reader import RedisReader
 from reprise.cache.storage.slab import CodedSlab, Segments, Slab
 from reprise.cache.transfer.events import Events
 
@@ -109,21 +107,4 @@ class DiskFetches(FetchStream):
         with self._disk.reader(extent) as reader:
             checksums = [reader.checksums(place, key) for key, place, _ in found]
             self._read(extent, found, lambda layer, outs: reader.read(layer, places, outs))
-        return checksums
-
-
-class RedisFetches(FetchStream):
-    """Fetches from Redis."""
-
-    direction = "redis_to_dram"
-
-    def __init__(self, *, slab: Slab, redis: RedisExtents, completions: Events, coded: CodedSlab | None = None) -> None:
-        super().__init__(slab=slab, coded=coded, completions=completions)
-        self._redis = redis
-
-    def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
-        assert isinstance(extent, bytes)
-        reader = RedisReader(self._redis, [(extent, [place for _, place, _ in found])])
-        checksums = [reader.checksums(0, place, key) for key, place, _ in found]
-        self._read(extent, found, reader.read)
         return checksums

@@ -16,13 +16,13 @@ from reprise.cache.transfer.coding import Decoder
 from reprise.cache.transfer.device_streams import DeviceStream
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.key_rotations import KeyRotations
-from reprise.cache.transfer.layer_source import ExtentSource, RedisSource, layers_landed
+from reprise.cache.transfer.layer_source import ExtentSource, layers_landed
 from reprise.cache.transfer.load_placer import LoadPlacer
 from reprise.cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from reprise.cache.transfer.load_reader import LoadReader
 from reprise.cache.transfer.loader import PagePool
 from reprise.cache.transfer.slot_reader import SlotReader
-from reprise.cache.transfer.stores import Stores
+from reprise.cache.transfer.stores import RemoteStreams, Stores
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.device_errors import lacks_memory
 
@@ -45,6 +45,7 @@ class LoadStream:
         *,
         pages: Sequence[KvPages],
         stores: Stores,
+        remote: RemoteStreams | None = None,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
@@ -53,7 +54,7 @@ class LoadStream:
     ) -> None:
         """rotations, compute: the engine's thread's. read_buffer_layers: how many may come before the request runs;
         negative: all."""
-        slab, coded, disk, redis = stores.slab, stores.coded, stores.disk, stores.redis
+        slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
         if self._pool.device.type == "cuda" and slab.num_slots:
@@ -78,12 +79,12 @@ class LoadStream:
                 make=lambda part, landings: ExtentSource(part.blocks, slab, disk, landings, self._coded_of(part)),
                 completions=completions,
             )
-        if redis is not None:
+        if remote is not None:
             self.readers["redis"] = LoadReader(
                 queue=self._queue,
                 slab=slab,
                 tier="redis",
-                make=lambda part, landings: RedisSource(part.blocks, slab, redis, landings, self._coded_of(part)),
+                make=lambda part, landings: remote.source(part.blocks, landings, is_coded=part.is_coded),
                 completions=completions,
             )
         self._placer = LoadPlacer(

@@ -1,11 +1,18 @@
 """Values that the streams of a Transfer share: the memory below HBM, and the links to it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from reprise.cache.moves import BlockLoad, Remote
 from reprise.cache.storage.extent_store import ExtentStore
-from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer.events import Events
+from reprise.cache.transfer.layer_source import LandedSource, Landings
+
+Work = dict[str, tuple[Callable[[], None], int]]
+"""Thread name -> its work, and how much lower its priority is than the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +22,7 @@ class Stores:
     slab: Slab  # DRAM's slots of rows
     coded: CodedSlab | None = None  # DRAM's coded slots, with the codec of extents that are coded; None: no codec
     disk: ExtentStore | None = None
-    redis: RedisExtents | None = None
+    remote: "Callable[[Stores, Events], RemoteStreams] | None" = None  # makes the streams of the tier beyond the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +31,26 @@ class Links:
 
     load: Throttle
     save: Throttle
+
+
+class RemoteStreams(Protocol):
+    """What moves bytes to and from a tier that other servers share. A Transfer owns it; the engine's thread calls the
+    methods."""
+
+    work: Work
+
+    def source(self, blocks: Sequence[BlockLoad], landings: Landings, *, is_coded: bool) -> LandedSource:
+        """Return what gives a load the bytes of these blocks."""
+        ...
+
+    def put(self, move: Remote) -> None:
+        """Take a move, which an event will answer."""
+        ...
+
+    def stop(self) -> None:
+        """Let the threads end once they have done what they were given."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections, after the threads have ended."""
+        ...

@@ -2,8 +2,8 @@
 
 The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
 `load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from
-disk and Redis into DRAM, a thread for each, `encode_stream` encodes in DRAM where KV is coded, `write_stream` writes to
-disk, `upload_stream` copies from there to Redis.
+disk into DRAM, `encode_stream` encodes in DRAM where KV is coded, `write_stream` writes to
+disk. What moves bytes to and from Redis is a wing, `cache/transfer/redis/`.
 So a load, for which a request waits, never queues behind a fetch or a write. Torch and the kernels release the GIL
 while they copy. The threads report what has ended by events, which the engine's thread takes with `poll`. On CUDA the
 copies run on streams of their own over pinned memory, and a thread reports a copy only when the bytes are there.
@@ -23,24 +23,18 @@ from reprise.cache.moves import (
     CapturePiece,
     CopyRows,
     DeleteExtents,
-    DeleteRemote,
-    DropRemote,
     EncodeBlocks,
     Event,
     FetchBlocks,
-    FetchRemote,
     FillFromPage,
     FillFromSlot,
     LoadBlocks,
     Loaded,
     Move,
     PutSession,
-    ReadHeaders,
     ReleaseLoad,
-    RenewRemote,
     Save,
     SealSlot,
-    UploadExtent,
     WriteExtent,
 )
 from reprise.cache.rates import LoadProgress
@@ -49,13 +43,12 @@ from reprise.cache.transfer.capture import Captured, SavedRows
 from reprise.cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
 from reprise.cache.transfer.encode_stream import EncodeStream
 from reprise.cache.transfer.events import Events
-from reprise.cache.transfer.fetch_stream import DiskFetches, RedisFetches
+from reprise.cache.transfer.fetch_stream import DiskFetches
 from reprise.cache.transfer.key_rotations import KeyRotations
 from reprise.cache.transfer.load_stream import LoadStream
 from reprise.cache.transfer.save_stream import SaveStream
 from reprise.cache.transfer.slot_reader import SlotReader
-from reprise.cache.transfer.stores import Links, Stores
-from reprise.cache.transfer.upload_stream import RemoteCalls, UploadStream
+from reprise.cache.transfer.stores import Links, Stores, Work
 from reprise.cache.transfer.write_stream import WriteStream
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
@@ -80,16 +73,17 @@ class Transfer:
         streams: DeviceStreams | None = None,
     ) -> None:
         """streams: None: those of the pages' device."""
-        slab, coded, disk, redis = stores.slab, stores.coded, stores.disk, stores.redis
+        slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._pages = pages
         self._slab = slab
-        self._disk, self._redis = disk, redis
+        self._disk = disk
         self._device = pages[0].k.device
         self._streams = streams_of(self._device) if streams is None else streams
         self.compute = self._streams.compute
         """The stream that steps are computed on. What is ordered here comes behind what was launched on it before."""
         self._inline = rotations()
         self._completions = Events()
+        self._remote = None if stores.remote is None else stores.remote(stores, self._completions)
         self._saves = SaveStream(
             pages=pages,
             slab=slab,
@@ -103,14 +97,14 @@ class Transfer:
         self._loads = LoadStream(
             pages=pages,
             stores=stores,
+            remote=self._remote,
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=links.load,
             compute=self.compute,
             completions=self._completions,
         )
-        # Thread name -> its work, and how much lower its priority is than the engine's.
-        work: dict[str, tuple[Callable[[], None], int]] = {
+        work: Work = {
             "kv-save": (self._on_stream(lambda stream: self._saves.run(rotations(), stream)), SAVING),
             "kv-load": (self._on_stream(lambda stream: self._loads.place(rotations(), stream)), 0),
         }
@@ -123,14 +117,8 @@ class Transfer:
             self._writes = WriteStream(slab=slab, disk=disk, coded=coded, completions=self._completions)
             work["kv-load-disk"] = (self._loads.readers["disk"].run, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
-        if redis is not None:
-            self._calls = RemoteCalls(redis=redis, completions=self._completions)
-            self._redis_fetches = RedisFetches(slab=slab, redis=redis, coded=coded, completions=self._completions)
-            work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), "kv-redis": (self._calls.run, 0)}
-            work["kv-fetch-redis"] = (self._redis_fetches.run, 0)
-        if redis is not None and disk is not None:
-            self._uploads = UploadStream(disk=disk, redis=redis, completions=self._completions)
-            work["kv-upload"] = (self._uploads.run, WRITING)
+        if self._remote is not None:
+            work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), **self._remote.work}
         self._threads = [
             threading.Thread(target=self._run, args=(name, *how), name=name, daemon=True) for name, how in work.items()
         ]
@@ -165,14 +153,11 @@ class Transfer:
                     self._encodes.put(move)
                 case FetchBlocks():
                     self._fetches.put(move)
-                case FetchRemote():
-                    self._redis_fetches.put(move)
                 case WriteExtent() | DeleteExtents() | PutSession():
                     self._writes.put(move)
-                case UploadExtent():
-                    self._uploads.put(move)
-                case ReadHeaders() | RenewRemote() | DropRemote() | DeleteRemote():
-                    self._calls.put(move)
+                case _:
+                    assert self._remote is not None
+                    self._remote.put(move)
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
@@ -244,18 +229,15 @@ class Transfer:
         if self._disk is not None:
             self._fetches.close()
             self._writes.close()
-        if self._redis is not None:
-            self._calls.close()
-            self._redis_fetches.close()
-            if self._disk is not None:
-                self._uploads.close()
+        if self._remote is not None:
+            self._remote.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
         if self._disk is not None:
             self._disk.close()
-        if self._redis is not None:
-            self._redis.close()
+        if self._remote is not None:
+            self._remote.close()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _copy(self, move: CopyRows) -> None:

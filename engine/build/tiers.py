@@ -18,6 +18,7 @@ from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
 from reprise.cache.tiers.dram import split_dram
+from reprise.cache.transfer.redis.streams import RedisStreams
 from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.build.link import decoding, link_rates
@@ -116,7 +117,7 @@ def build_tiers(
     redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
     transfer = make_transfer(
         pages=pages,
-        stores=Stores(slab, coded, disk, redis),
+        stores=Stores(slab, coded, disk, None if redis is None else functools.partial(RedisStreams, redis)),
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=experiment.read_buffer_layers,
         links=Links(load=loaded.link, save=dram_link(experiment, loaded.num_ranks)),

@@ -1,0 +1,1 @@
+"""Streams of the tier that other servers share."""
