@@ -74,13 +74,13 @@ class LoadPlacer:
                     stream.follow(part.load.after)
                     stream.launch(partial(loader.place, layer, failed, rotations, together=together))
                     stream.fence().wait()
-            except RuntimeError as error:
+                if isinstance(source, LandedSource) and not failed:
+                    source.keep(layer)
+            except (RuntimeError, MemoryError, OSError) as error:
                 if not lacks_memory(error):
                     raise
                 failed.update(dict.fromkeys((block.key for block in source.blocks), "memory"))
-        if isinstance(source, LandedSource) and not failed:
-            source.keep(layer)
-        elif isinstance(source, LandedSource):
+        if isinstance(source, LandedSource) and failed:
             source.tell_damage([key for key, reason in failed.items() if reason not in NOT_ITS_COPY], layer)
         part.placing_s += time.perf_counter() - started
         with self._changed:
