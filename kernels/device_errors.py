@@ -1,13 +1,15 @@
 """Tells errors of a device apart: a lack of memory passes, and what it calls sticky stays until the process ends.
 
-torch raises classes of its own for both. Triton, cuBLAS and cuDNN raise plain RuntimeErrors, of which only the text is
-known; what they write of is the driver's wording.
+torch raises classes of its own for both on a device. Triton, cuBLAS, cuDNN and torch's allocator of host memory raise
+plain RuntimeErrors, of which only the text is known. Python's own allocations raise MemoryError or OSError.
 """
+
+import errno
 
 import torch
 
 _OF_A_DEVICE = ("cuda", "cublas", "cudnn", "triton")
-_NO_MEMORY = ("out of memory", "status_alloc_failed")
+_NO_MEMORY = ("out of memory", "status_alloc_failed", "can't allocate memory", "not enough memory")
 _WHILE_CAPTURING = ("captur",)  # refused while a graph is made, or by the graph's end; the device goes on
 _STICKY = (
     "illegal memory access",
@@ -28,9 +30,15 @@ _STICKY = (
 )
 
 
+MEMORY_ERRORS = (RuntimeError, MemoryError, OSError)
+"""The classes that an error has of which `lacks_memory` may be true."""
+
+
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a device has no memory: by torch's account, the driver's, or that of a library."""
-    return isinstance(error, torch.OutOfMemoryError) or (
+    """Whether a device or the host has no memory: by torch's account, the driver's, a library's or Python's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _mentions(error, _NO_MEMORY)
     )
 

@@ -75,8 +75,10 @@ class LoadPart:
         return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
 
     def progress(self, now_s: float) -> LoadProgress | None:
-        """Return how far the disk has come; None if all has landed or the load has failed."""
-        if self.load.failed or self.landed == self.num_layers:
+        """Return how far the disk has come; None if the load does not wait for it: all has landed, the load was given
+        up, or it has failed and nothing is being read."""
+        is_awaited = not self.load.is_abandoned and (self.reading or not self.load.failed)
+        if not is_awaited or self.landed == self.num_layers:
             return None
         reading_s = self.reading_s + (now_s - self.asked_s if self.reading else 0.0)
         return LoadProgress(self.landed, self.landed_s, reading_s - self.landed_s)

@@ -174,8 +174,8 @@ class LoadStream:
             self._changed.notify_all()
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """Return how far disk and Redis have come with a load: the slower of the two. None if they bring none of it,
-        have brought all, or have failed."""
+        """Return how far disk and Redis have come with a load: the slower of the two. None if it does not wait for
+        them: they bring none of it, have brought all, or have failed."""
         with self._changed:
             now_s = time.perf_counter()
             parts = self._queue.far_parts(self._loads.get(job_id))

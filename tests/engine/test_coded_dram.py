@@ -132,6 +132,8 @@ LACKS = [
     torch.OutOfMemoryError(),
     RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
     RuntimeError("CUDA error: out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes."),
+    MemoryError(),
 ]
 
 

@@ -1,5 +1,7 @@
 """Tests of what errors of a device are told by: their class where torch raises them, else their text."""
 
+import errno
+
 import pytest
 import torch
 
@@ -22,6 +24,10 @@ NO_MEMORY = [
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4503599627370496 bytes."),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
 OTHERS = [
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
@@ -29,6 +35,7 @@ OTHERS = [
     torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
     torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
     ValueError("CUDA error: device-side assert triggered"),
+    OSError(errno.EIO, "out of memory on a device's controller"),
 ]
 
 
@@ -47,6 +54,12 @@ def test_errors_after_which_a_device_does_nothing_more(error: Exception) -> None
 def test_a_lack_of_memory_passes(error: Exception) -> None:
     assert lacks_memory(error)
     assert not is_sticky(error)
+
+
+def test_host_memory_that_torch_lacks_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 52, dtype=torch.uint8)
+    assert lacks_memory(raised.value)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)

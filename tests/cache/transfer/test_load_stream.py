@@ -360,6 +360,32 @@ def test_a_load_that_is_given_up_ends_while_the_disk_still_hangs(stream, landed)
     assert not [event for event in stream.completions.take() if not isinstance(event, Transferred)]
 
 
+def test_a_load_that_has_failed_is_given_up_while_the_disk_still_hangs(stream):
+    stream.begin("read")
+    unread, bad = on_disk(0, 0, 4), in_dram(1, 2)
+    stream.put(unread, bad)
+    stream.slab.segment(0, 1)[77] ^= 1
+    end = time.monotonic() + LONG_S
+    while not stream.disk.calls:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    stream.stream.leave_to_threads()
+    stream.begin("place")
+    while len(stream.stream.parts) > 1:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    progress = stream.stream.progress(1)
+    stream.stream.abandon(1)
+    try:
+        events = events_until_loaded(stream, within_s=1.0)
+    finally:
+        stream.disk.let.release(LAYERS)
+    assert progress is not None
+    assert Loaded(1, {bad.key: "checksum", unread.key: "late"}) in events
+    assert [event.direction for event in events if isinstance(event, Late)] == ["disk_to_hbm"]
+    assert stream.stream.progress(1) is None
+
+
 def test_a_load_that_is_given_up_before_it_is_read_is_never_opened(stream):
     block = on_disk(0, 0, 4)
     stream.put(block)
@@ -377,8 +403,8 @@ def test_a_load_that_is_given_up_before_it_is_read_is_never_opened(stream):
     assert stream.stream.progress(1) is None
 
 
-def events_until_loaded(stream):
-    end, events = time.monotonic() + LONG_S, []
+def events_until_loaded(stream, within_s=LONG_S):
+    end, events = time.monotonic() + within_s, []
     while not any(isinstance(event, Loaded) for event in events):
         assert time.monotonic() < end
         stream.completions.wait(0.05)
