@@ -17,7 +17,6 @@ ASKED = {
     "cache/manager.py",
     "cache/rates.py",
     "cache/requests/lifecycle.py",
-    "cache/requests/saving.py",
     "cache/requests/view.py",
     "cache/tiers/write_behind.py",
     "cache/transfer/device_streams.py",
