@@ -18,7 +18,6 @@ ASKED = {
     "cache/rates.py",
     "cache/requests/lifecycle.py",
     "cache/requests/view.py",
-    "cache/tiers/write_behind.py",
     "cache/transfer/device_streams.py",
     "cache/transfer/save_stream.py",
     "cache/transfer/transfer.py",
