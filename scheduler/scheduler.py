@@ -233,7 +233,7 @@ class Scheduler:
             self.queue.refresh()
             loading = self._load_ahead.begin_step(now)
         else:
-            loading = self._cache.stalls_s()
+            loading = self._cache.stalls_s() if self._batch.has_loads else {}
         step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)
         step.prefills = self._batch.prefills(step.loading)

@@ -17,7 +17,6 @@ ASKED = {
     "cache/manager.py",
     "cache/rates.py",
     "cache/requests/lifecycle.py",
-    "cache/requests/view.py",
     "cache/transfer/device_streams.py",
     "cache/transfer/save_stream.py",
     "cache/transfer/transfer.py",
