@@ -16,7 +16,6 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.scheduler.sequence import Chunk
 
-MOST_TOKENS = 7  # of a draft: with the newest token, the rows that processors load at once
 _LEAST_MATCHED = 2
 _MOST_MATCHED = 16  # tokens are compared; more say no more
 _ANCHOR = 4  # tokens of the prompt's end that stand before a prediction
