@@ -21,7 +21,6 @@ ASKED = {
     "cache/transfer/save_stream.py",
     "cache/transfer/transfer.py",
     "scheduler/budgets/budget.py",
-    "scheduler/forecast.py",
     "scheduler/running_batch.py",
     "scheduler/scheduler.py",
     "scheduler/sequence.py",
