@@ -24,7 +24,7 @@ from reprise.app.observe.answer_log import AnswerLog
 from reprise.app.observe.live import MAX_WATCHERS, Live
 from reprise.app.observe.logs import EngineOutput
 from reprise.app.observe.metrics import Metrics, RedisCollector
-from reprise.app.observe.tracing import NoTracer, OtelTracer, make_tracer
+from reprise.app.observe.tracing import OtelTracer, make_tracer
 from reprise.app.settings.settings import Settings
 from reprise.app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
@@ -66,7 +66,7 @@ class Parts:
     responses: Responses
     metrics: Metrics
     live: Live
-    tracer: NoTracer | OtelTracer
+    tracer: OtelTracer | None  # None: no traces are wanted
 
 
 def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastAPI:
@@ -97,7 +97,9 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     text_thread = TextThread(make_transcripts(settings))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
     live = Live(engine=engine, places=MAX_WATCHERS)
-    observers: list[TurnObserver] = [metrics, live, tracer]
+    observers: list[TurnObserver] = [metrics, live]
+    if tracer is not None:
+        observers.append(tracer)
     if settings.server.access_log:
         observers.append(AnswerLog())
     readiness = Readiness(engine=engine, aliases=settings.model.aliases)
@@ -175,7 +177,8 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         await parts.engine.stop()
         await parts.text_thread.close()
         await asyncio.to_thread(parts.secret_keeper.look)
-        await asyncio.to_thread(parts.tracer.shut_down)
+        if parts.tracer is not None:
+            await asyncio.to_thread(parts.tracer.shut_down)
 
 
 def add_routes(app: FastAPI) -> None:

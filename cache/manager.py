@@ -196,7 +196,9 @@ class CacheManager:
         # While turns run, no other waits and none is foretold, there is nothing to look ahead to.
         if line.version != self._ahead.version or line.members or not self._running or tiers.succession.is_foretold:
             self._ahead.plan(line, starting, now)
-        if tiers.writes.has_work(self._running.changes):
+        # While a turn runs, what is dirty is mostly its own, and was looked at when it changed.
+        is_new = tiers.dirty.sessions and tiers.writes.seen != (tiers.dirty.changes, self._running.changes)
+        if is_new or tiers.writes.unrecorded or tiers.disk.refused:
             self.sessions.write_behind(now)
         if tiers.redis.is_on and tiers.redis.has_work:
             tiers.redis.plan(now)

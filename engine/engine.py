@@ -47,7 +47,7 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def accept(self, request: Submit, now: float) -> list[Output]:
-        """See `KnownRequests.accept`."""
+        """See `Intake.open_request`."""
         return self._requests.accept(request, now)
 
     def abort(self, request_id: str) -> None:

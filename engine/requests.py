@@ -5,7 +5,7 @@ from collections.abc import Collection
 from reprise.cache.manager import CacheManager
 from reprise.engine.endings import Endings
 from reprise.engine.intake import Intake
-from reprise.engine.messages import Output, Submit
+from reprise.engine.messages import Output
 from reprise.engine.step.choices import RunningChoices
 
 
@@ -22,11 +22,8 @@ class KnownRequests:
         """The requests that wait for their grammars."""
         self.aborted = 0
         """Choices whose clients have gone, since the start."""
-
-    def accept(self, request: Submit, now: float) -> list[Output]:
-        """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
-        those that cannot be taken."""
-        return self._intake.open_request(request, now)
+        self.accept = intake.open_request
+        """See `Intake.open_request`."""
 
     def before_step(self, now: float) -> list[Output]:
         """Queue requests whose grammars are compiled by now, and end those that can never run. Returns error

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Items
 
+from reprise.scheduler.budgets.budget import Pace
 from reprise.scheduler.predictor import LengthPredictor
 from reprise.scheduler.sequence import Sequence
 
@@ -14,8 +15,7 @@ _UNASKED: tuple[int, list[int]] = 0, []
 _CHANCES = (0.125, 0.375, 0.625, 0.875)  # an answer stands for a quarter of an end at each of these quantiles
 _LEAST_SURE, _SURE = 0.25, 1.0  # ends that have to be expected by when a place is taken to be free
 _LESSON = 0.05  # of an end, for a load that came early or late
-_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
-_STEP_WEIGHT = 0.3  # and in what steps of its kind take: nearer to what the next ones will
+_JOIN_WEIGHT = 0.3  # of a newcomer in what whoever starts has to compute
 
 
 class Forecast:
@@ -26,27 +26,19 @@ class Forecast:
     before the end, so here it is the tokens that are left that count, and not the time that has passed.
     """
 
-    def __init__(self, *, predictor: LengthPredictor) -> None:
-        self._predictor = predictor
-        self._tpot_s: float | None = None
+    def __init__(self, *, predictor: LengthPredictor, pace: Pace) -> None:
+        self._predictor, self._pace = predictor, pace
         self.sureness = 0.75
-        self._plain_s = self._mixed_s = 0.0  # of late, a step that only decodes, and one that computes prompts as well,
-        self._chunk_tokens = 256.0  # of so many tokens
         self._joins_with = 0.0  # tokens that whoever starts has to compute, as a rule
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._expected: dict[Sequence, tuple[int, list[int]]] = {}  # tokens said when it is asked anew, and the answer
         self.errors: Counter[str] = Counter()
         """Tokens of answers that have ended: `error`, by which the first prediction was off, and `actual`."""
 
-    @property
-    def tpot_s(self) -> float:
-        """Mean time between two tokens of a stream; 0 before the first."""
-        return self._tpot_s or 0.0
-
     def started(self, sequence: Sequence) -> None:
         """For the first time: what is predicted now is what the prediction is judged by."""
         self._predicted[sequence] = self._predictor.predict(sequence)
-        self._joins_with += _STEP_WEIGHT * (sequence.pending_tokens - self._joins_with)
+        self._joins_with += _JOIN_WEIGHT * (sequence.pending_tokens - self._joins_with)
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end."""
@@ -60,29 +52,19 @@ class Forecast:
         self._predicted.pop(sequence, None)
         self._expected.pop(sequence, None)
 
-    def decoded(self, period_s: float, prompt_tokens: int) -> None:
-        """A step with decodes, from its start to the next one's, and the tokens of prompts that it computed."""
-        if self._tpot_s is None:
-            self._tpot_s = self._plain_s = self._mixed_s = period_s
-        self._tpot_s += _TPOT_WEIGHT * (period_s - self._tpot_s)
-        if prompt_tokens:
-            self._mixed_s += _STEP_WEIGHT * (period_s - self._mixed_s)
-            self._chunk_tokens += _STEP_WEIGHT * (prompt_tokens - self._chunk_tokens)
-        else:
-            self._plain_s += _STEP_WEIGHT * (period_s - self._plain_s)
-
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
         """When places are expected to be free, in seconds from the start of a step, ascending: the first when as much
         as `sureness` of an end is expected among those who run, the second at one end more. With many who run that is
         long before the likely end of any. Nor is a place of use before the prompts of those who run are computed."""
-        if self._tpot_s is None:
+        pace = self._pace
+        if not pace.is_known:
             return [0.0] * (free_places + len(running))  # nothing is known: rather early than late
         prompt_tokens, ends = 0, list[float]()  # in steps
         for sequence in running:
             steps = self._steps(sequence)
             if (pending := sequence.pending_tokens) > 1:
                 prompt_tokens += pending
-                before = prompt_tokens / self._chunk_tokens
+                before = prompt_tokens / pace.chunk_tokens
                 steps = [before + count for count in steps]
             ends += steps
         ends.sort()
@@ -90,9 +72,9 @@ class Forecast:
         opens_s = []
         for place, step in enumerate([0.0] * free_places + ends[first :: len(_CHANCES)]):
             # Steps are longer while there are prompts: of those who run, and of who starts at the places before.
-            mixed = (prompt_tokens + place * self._joins_with) / self._chunk_tokens
+            mixed = (prompt_tokens + place * self._joins_with) / pace.chunk_tokens
             step = max(step, int(mixed))
-            opens_s.append(min(step, mixed) * self._mixed_s + max(0.0, step - mixed) * self._plain_s)
+            opens_s.append(min(step, mixed) * pace.mixed_s + max(0.0, step - mixed) * pace.plain_s)
         return opens_s
 
     def was_wrong(self, *, early: bool) -> None:

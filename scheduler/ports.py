@@ -1,7 +1,6 @@
 """Says what the scheduler asks of the cache. `reprise.cache.requests.view.SchedulerView` answers it; in tests a fake
 does."""
 
-from collections.abc import Collection, Iterable
 from typing import Protocol
 
 
@@ -66,12 +65,9 @@ class CacheView(Protocol):
         their copies had no room), or None when there is no room; None changes nothing."""
         ...
 
-    def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Reserve room for `num_tokens` rows behind those computed. False changes nothing."""
-        ...
-
-    def without_room(self, request_ids: Iterable[str]) -> Collection[str]:
-        """Return the requests that have no room reserved for one more row after those computed."""
+    def grow(self, request_id: str, num_tokens: int) -> int:
+        """Reserve room for `num_tokens` rows behind those computed. Returns for how many there is room now, which may
+        be more; 0 changes nothing."""
         ...
 
     def stall_s(self, request_id: str) -> float:

@@ -50,6 +50,11 @@ class RunningBatch:
         return len(self.sequences)
 
     @property
+    def has_loads(self) -> bool:
+        """Whether one of them has loaded KV, or still does, and has computed nothing yet."""
+        return bool(self._loaders)
+
+    @property
     def free_places(self) -> int:
         """How many more sequences may run at once."""
         return self._limits.max_seqs - len(self.sequences)
@@ -119,12 +124,11 @@ class RunningBatch:
         decoding = [
             s for s in self.sequences if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in draft.loading
         ]
-        full = self._cache.without_room([sequence.request_id for sequence in decoding])
         for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if sequence.request_id not in full or self._make_room(sequence, 1, draft):
+            if sequence.computed_tokens < sequence.reserved_tokens or self._make_room(sequence, 1, draft):
                 if sequence in self._loaders:
                     self._count_load(sequence, 1, 0.0)
                 draft.chunks.append(self._rows.get(sequence) or self._row(sequence))
@@ -184,7 +188,7 @@ class RunningBatch:
         """The room in HBM of one who runs is gone: it stands first in line again."""
         self.stop(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.reserved_tokens = 0
         self._waiting.resume(sequence)
 
     def stop(self, sequence: Sequence) -> None:
@@ -199,7 +203,7 @@ class RunningBatch:
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself. False, too, if
         it shall sit out the step, for room that comes by itself."""
-        while not self._cache.grow(sequence.request_id, num_tokens):
+        while not (room := self._cache.grow(sequence.request_id, num_tokens)):
             if self._early.withdraw_last():
                 continue
             if self._cache.room_is_coming():
@@ -208,4 +212,5 @@ class RunningBatch:
             self.preempt(victim, draft)
             if victim is sequence:
                 return False
+        sequence.reserved_tokens = sequence.computed_tokens + room
         return True

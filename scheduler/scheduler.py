@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, Pace, StepCost, StepWork
 from reprise.scheduler.budgets.step_budgets import StepBudgets
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
@@ -54,7 +54,8 @@ class Scheduler:
         self.queue = queue
         """Read only."""
         self._tenants = tenants = Tenants(fair_places=fair_places)
-        self._forecast = forecast = Forecast(predictor=predictor)
+        self._pace = pace = Pace()
+        self._forecast = forecast = Forecast(predictor=predictor, pace=pace)
         self._waiting = waiting = Waiting(queue=queue)
         self._early = early = EarlyLoads(cache=cache, forecast=forecast)
         self._batch = batch = RunningBatch(
@@ -117,8 +118,8 @@ class Scheduler:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between two tokens of a stream; 0 before the first."""
-        return self._forecast.tpot_s
+        """See `Pace.tpot_s`."""
+        return self._pace.tpot_s
 
     @property
     def predicted_tokens(self) -> Counter[str]:
@@ -225,7 +226,7 @@ class Scheduler:
         period_s = max(seconds, period_s)
         self.cost.ran(self._work, period_s - waited_s)
         if self._work.decode_rows:
-            self._forecast.decoded(period_s, self._work.prefill_tokens)
+            self._pace.decoded(period_s, self._work.prefill_tokens)
 
     def _decode(self, now: float) -> StepDraft:
         """A step begins with a token of each who decodes."""
@@ -233,7 +234,7 @@ class Scheduler:
             self.queue.refresh()
             loading = self._load_ahead.begin_step(now)
         else:
-            loading = self._cache.stalls_s()
+            loading = self._cache.stalls_s() if self._batch.has_loads else {}
         step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)
         step.prefills = self._batch.prefills(step.loading)

@@ -47,6 +47,7 @@ class Sequence:
     prompt_tokens: int  # when it began
     weight: float = 1.0  # of the request in its tenant's share; 2 costs the tenant half of what 1 does
     computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
+    reserved_tokens: int = 0  # rows that have room in HBM, computed or not, as far as the cache has said while it runs
     cached_tokens: int = 0  # rows of the prompt that were found, not computed
     state: SequenceState = SequenceState.WAITING
     dropped_tokens: int = 0  # of `token_ids`, by truncations since it began

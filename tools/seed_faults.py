@@ -39,7 +39,7 @@ FILES = (
     *("cache/tiers/slot_tier.py", "cache/tiers/hbm.py", "cache/tiers/pages.py", "cache/transfer/load_queue.py"),
     *("cache/transfer/save_stream.py", "engine/build/room.py", "engine/endings.py", "engine/model/batch.py"),
     *("engine/model/hf_model.py", "engine/process/loop.py", "engine/step/batch_step.py", "engine/step/compute.py"),
-    *("engine/drafts/lookup.py", "engine/intake.py", "engine/step/sampler.py", "fleet/directory.py"),
+    *("engine/drafts/drafter.py", "engine/intake.py", "engine/step/sampler.py", "fleet/directory.py"),
     *("fleet/gateway/relay.py", "fleet/routing.py", "fleet/scaling.py", "kernels/attention/torch_cpu.py"),
     *("kernels/block_writer.py", "kernels/codecs/transform.py", "kernels/packed.py", "kernels/int8_rows.py"),
     *("scheduler/budgets/budget.py", "scheduler/queues/fair_share.py", "scheduler/queues/window.py"),

@@ -22,13 +22,6 @@ class TracingUnavailable(Exception):
     """Traces are asked for and OpenTelemetry is not installed."""
 
 
-class NoTracer(TurnObserver):
-    """Traces are off."""
-
-    def shut_down(self) -> None:
-        """Nothing is left to send."""
-
-
 class OtelTracer(TurnObserver):
     """Sends spans in batches from a thread of its own; what does not fit its queue is dropped."""
 
@@ -115,11 +108,11 @@ def _attributes(turn: ObservedTurn) -> dict[str, Any]:
     return attributes
 
 
-def make_tracer(endpoint: str, version: str) -> NoTracer | OtelTracer:
-    """endpoint: where an OTLP collector takes traces over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none.
-    Raises TracingUnavailable."""
+def make_tracer(endpoint: str, version: str) -> OtelTracer | None:
+    """Return a tracer; None without an endpoint. endpoint: where an OTLP collector takes traces over HTTP, such as
+    http://127.0.0.1:4318/v1/traces. Raises TracingUnavailable."""
     if not endpoint:
-        return NoTracer()
+        return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -1,4 +1,5 @@
-"""The chat request: every field's type, range and size. `reprise.app.turn.generation` implements their meaning."""
+"""The chat request: every field's type, range and size. `prepare`, `sampling` and `token_limits` in `reprise.app.turn`
+implement their meaning, and `reprise.app.text.grammars`."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -237,6 +238,13 @@ class ChatCompletionRequest(GenerationRequest):
     def answer_tokens(self) -> int | None:
         """The longest answer requested; the newer field takes precedence."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def may_have_form(self) -> bool:
+        """Whether it has fields that can prescribe the form of its answer."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        fields = (self.response_format, self.structured_outputs, *guided)
+        return bool(self.tools) or any(field is not None for field in fields)
 
     @property
     def answer_logprobs(self) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, StopFinder, WindowDetokenizer
 from reprise.app.text.template import ChatTemplate, TemplateError
 
@@ -46,7 +47,7 @@ class ChatTokenizer:
         self._template = template
         self.template_digest = digest  # covers everything that decides which ids a message list becomes
         self.has_chat_template = template is not None
-        self.template_text = template.text if template is not None else ""
+        self.form = AnswerForm.of(template.text if template is not None else "")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         # Ask the decoder what decoding skips: a token can be special without the flag in the file.
         self.special_ids = frozenset(

@@ -16,7 +16,6 @@ from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
 from reprise.app.settings.sections import CacheSettings
-from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.answer_parser import THINK, AnswerParser
 from reprise.app.text.grammars import grammar_of, param_of
 from reprise.app.text.template import TemplateError
@@ -131,8 +130,9 @@ async def prepare_chat(
         raise limits.too_long(None)
     if not tokenizer.has_chat_template:
         raise invalid("This model has no chat template.", code="no_chat_template", param="model")
-    form = AnswerForm.of(tokenizer.template_text)
-    grammar = await grammar_of(request, form.style)
+    form, grammar, grammar_param = tokenizer.form, "", ""
+    if request.may_have_form:
+        grammar, grammar_param = await grammar_of(request, form.style), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
     tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
     messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
@@ -182,7 +182,7 @@ async def prepare_chat(
         id_prefix="chatcmpl",
         param="messages",
         grammar=grammar,
-        grammar_param=param_of(request),
+        grammar_param=grammar_param,
         keep_first_tokens=_keep_first_tokens(request, messages, prompt, cache.keep_first_tokens),
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
         important=important_ranges(request, prompt.starts[added:]),

@@ -92,7 +92,13 @@ class Lifecycle:
     def capture(self, request_id: str, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
         from `batch_row` on. Call it before `commit`."""
-        return self._saver.capture(self._running[request_id], num_tokens, batch_row)
+        context = self._running[request_id]
+        if num_tokens == 1:
+            # Most decoded rows go on with a block that has its slot.
+            block, place = divmod(context.rows.computed, BLOCK_TOKENS)
+            if (slot := context.saving.slots.get(block)) is not None:
+                return [CapturePiece(batch_row, slot, place, 1)]
+        return self._saver.capture(context, num_tokens, batch_row)
 
     def commit(self, request_id: str, num_tokens: int) -> None:
         """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""

@@ -25,10 +25,6 @@ class Saver:
         from `batch_row` on."""
         if not self._rows.is_on:
             return []
-        if num_tokens == 1:  # the usual case, for every sequence in every step
-            block, place = divmod(context.rows.computed, BLOCK_TOKENS)
-            if (known := context.saving.slots.get(block)) is not None:
-                return [CapturePiece(batch_row, known, place, 1)]
         pieces = []
         end = context.rows.computed + num_tokens
         for block in range(context.rows.computed // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):

@@ -1,7 +1,5 @@
 """Shows the scheduler what the cache has of each request, and gives requests their room."""
 
-from collections.abc import Iterable
-
 from reprise.cache.requests.loading import Loads
 from reprise.cache.requests.matching import Matcher
 from reprise.cache.requests.placing import Placer
@@ -69,19 +67,14 @@ class SchedulerView:
         """See `Placer.admit`."""
         return self._placer.admit(self._running[request_id], num_tokens)
 
-    def grow(self, request_id: str, num_tokens: int) -> bool:
+    def grow(self, request_id: str, num_tokens: int) -> int:
         context = self._running[request_id]
+        rows = context.rows
         if self._parking.is_on and self._parking.concerns(context, num_tokens):
-            return self._parking.grow(context, num_tokens)
-        return self._hbm.grow(context.rows, num_tokens)
-
-    def without_room(self, request_ids: Iterable[str]) -> list[str]:
-        running, page_size = self._running, self._hbm.page_size
-        return [
-            request_id
-            for request_id in request_ids
-            if (rows := running[request_id].rows).computed >= len(rows.pages) * page_size
-        ]
+            has_room = self._parking.grow(context, num_tokens)
+        else:
+            has_room = self._hbm.grow(rows, num_tokens)
+        return len(rows.pages) * self._hbm.page_size - rows.computed if has_room else 0
 
     def room_is_coming(self) -> bool:
         return self._loads.frees_room() or self._parking.waits

@@ -30,6 +30,7 @@ class Hierarchy:
     hbm                 which blocks lie in pages
     dram, disk, redis   which blocks lie where in a tier below, and what leaves it; `below` has them by name
     fetches, writes     what is on its way between DRAM and the tiers below
+    dirty               which blocks in DRAM are still to be written to disk
     form                which blocks and copies are coded
     orders              the moves that all of these and `cache/requests/` have decided on
     """
@@ -44,7 +45,7 @@ class Hierarchy:
         self.regulars = Regulars()
         self.succession = Succession()
         self.form = form = CodedForm(block_bytes=options.coded_block_bytes, has_slots=options.coded_slots > 0)
-        dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
+        self.dirty = dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
         holds = Holds(pinned=self.pinned, dirty=dirty, form=form)
         self.hbm = HbmPool(
             options=options,

@@ -61,22 +61,18 @@ class WriteBehind:
         self._dirty, self._orders, self._stats = dirty, orders, stats
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
-        self._unrecorded: dict[SessionName, None] = {}  # sessions that have changed since the disk was told of them
+        self.unrecorded: dict[SessionName, None] = {}
+        """Sessions that have changed since the disk was told of them. Read only."""
         self._retry_s = 0.0  # when the disk is asked again; 0: it has not refused
-        self._seen = (-1, -1)  # `DirtyBlocks.changes` and `runners` as of the last plan
+        self.seen = (-1, -1)
+        """`DirtyBlocks.changes` and `runners` when `plan` looked for blocks last. Read only."""
         self._run: set[SessionName] = set()  # dirty sessions that were seen to run
         self._runners = -1  # `runners` when they were seen
-
-    def has_work(self, runners: int) -> bool:
-        """Whether `plan` has anything to look at. While a turn runs, what is dirty is mostly its own, and was looked at
-        when it changed."""
-        is_new = (self._dirty.changes, runners) != self._seen
-        return bool((is_new and self._dirty.sessions) or self._unrecorded or self._disk.refused)
 
     @property
     def in_flight(self) -> int:
         """Writes under way, and sessions to be recorded; zero at idle."""
-        return len(self._writes) + len(self._unrecorded)
+        return len(self._writes) + len(self.unrecorded)
 
     def is_writing(self, name: SessionName) -> bool:
         return name in self._writing
@@ -84,7 +80,7 @@ class WriteBehind:
     def session_changed(self, name: SessionName) -> None:
         """Have a session recorded on disk: by its next extent, which says the same, or by a record of its own."""
         if self._disk.capacity_bytes:
-            self._unrecorded[name] = None
+            self.unrecorded[name] = None
             self._disk.reborn(name)
 
     def forget(self, name: SessionName) -> None:
@@ -93,18 +89,18 @@ class WriteBehind:
             left = self._table.get(key)
             if left is not None and left.in_dram and left.owners:
                 self._dirty.add(left)
-        self._unrecorded.pop(name, None)
+        self.unrecorded.pop(name, None)
 
     def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
         """Order what can be written now: blocks, then records of sessions. runners: a number that changes whenever a
         request ceases to run."""
         changes = (self._dirty.changes, runners)
         # Without a change there is nothing new to write: while a turn runs, what is dirty is mostly its own.
-        if changes != self._seen and self._may_write(now):
-            self._seen = changes
+        if changes != self.seen and self._may_write(now):
+            self.seen = changes
             self._write_blocks(is_running, runners, record, now)
         self._disk.go_on(now)
-        if self._unrecorded:
+        if self.unrecorded:
             self._record_sessions(is_running, record)
 
     def _may_write(self, now: float) -> bool:
@@ -173,7 +169,7 @@ class WriteBehind:
         job = self._orders.next_job()
         self._writes[job] = _Write(name, [row.key for row in rows], slots, tier, size)
         self._writing.add(name)
-        self._unrecorded.pop(name, None)
+        self.unrecorded.pop(name, None)
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
         self._orders.add(WriteExtent(job, record, blocks, tuple(slots), is_coded=is_coded, from_coded=from_coded))
 
@@ -215,7 +211,7 @@ class WriteBehind:
         coming: set[SessionName] = set()
         if not self._retry_s and not self._disk.is_quarantined:
             coming = self._writing.union(self._dirty.sessions, self._saves.owners())
-        for name in [name for name in self._unrecorded if name not in coming or is_running(name)]:
-            self._unrecorded.pop(name, None)
+        for name in [name for name in self.unrecorded if name not in coming or is_running(name)]:
+            self.unrecorded.pop(name, None)
             if (known := record(name)) is not None:
                 self._orders.add(PutSession(known))

@@ -1,14 +1,187 @@
-"""Gives choices that decode drafts, as long as they are worth their rows."""
+"""Drafts from the past (prompt lookup, Saxena 2023): what followed the last tokens where they stood before may follow
+them again, as where code is edited, a document quoted or a tool's result passed on. A step that computes a draft
+behind a choice's newest token says of every token of it whether the choice would have said it; what it would not have
+said is computed for nothing, and changes no answer. So choices get drafts only as long as these are worth their rows.
 
+No torch, no clock. Single-threaded.
+"""
+
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from reprise.cache.blocks.keys import BLOCK_TOKENS
-from reprise.engine.drafts.lookup import Acceptance, Candidate, Draft, DraftSource, StepTimes, worthwhile
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.scheduler.sequence import Chunk
 
+_LEAST_MATCHED = 2
+_MOST_MATCHED = 16  # tokens are compared; more say no more
+_ANCHOR = 4  # tokens of the prompt's end that stand before a prediction
+_NO_TOKEN = -1
 _SOURCES = ("context", "prediction")
+
+# By tokens that match, at least: how likely the next one is to be right, as long as nobody knows.
+_CLASSES = {2: 0.25, 3: 0.4, 5: 0.6, 9: 0.8}
+_TRUST = 4.0  # tokens that an expectation counts as
+_KEPT = 0.97  # of what was seen, at every draft
+_DRIFT = 0.995  # of what was seen, at every draft that was not worth it: so that it is tried again
+
+_WORTH = 1.2  # times as many tokens as its time brings otherwise, that a row has to be expected to bring
+_PRIOR_ROW = 0.1  # of a step of no rows, that another row takes, as long as nobody knows
+_LEAST_STEPS = 8
+_KEPT_STEPS = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """token_ids: what may follow. matched: how many tokens before them match. is_predicted: it is from the prediction
+    that came with the request."""
+
+    token_ids: list[int]
+    matched: int
+    is_predicted: bool
+
+
+class DraftSource:
+    """The tokens of one choice, and those of a prediction, among which its last ones are looked up."""
+
+    def __init__(self, token_ids: Sequence[int], prompt_tokens: int, prediction: Sequence[int]) -> None:
+        """token_ids: the context, of which the first `prompt_tokens` are the prompt."""
+        end = max(0, min(prompt_tokens, len(token_ids)))
+        anchor = token_ids[max(0, end - _ANCHOR) : end] if prediction else []
+        ahead = [*anchor, *prediction, _NO_TOKEN] if prediction else []
+        self._first = max(0, len(anchor) - 1)  # place of the first match: what follows it is more than the prompt
+        self._num_predicted = len(ahead)
+        self._count = len(ahead) + len(token_ids)
+        self._tokens = np.empty(self._count + 256, np.int32)
+        self._tokens[: self._count] = [*ahead, *token_ids]
+
+    def append(self, token_id: int) -> None:
+        """Add a token that the choice has said."""
+        if self._count == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
+        self._tokens[self._count] = token_id
+        self._count += 1
+
+    def find(self, most: int) -> Draft | None:
+        """Return up to `most` tokens that followed the longest match of the last ones: in the prediction if there is
+        one as long there, else the latest. None if nothing matches."""
+        tokens, last = self._tokens, self._count - 1
+        if most <= 0 or last < _LEAST_MATCHED:
+            return None
+        places = self._first + np.flatnonzero(tokens[self._first : last] == tokens[last])
+        matched = 0
+        while len(places) and matched < _MOST_MATCHED:
+            found, matched = places, matched + 1
+            places = places[places >= matched]
+            places = places[tokens[places - matched] == tokens[last - matched]]
+        if matched < _LEAST_MATCHED:
+            return None
+        is_predicted = bool(found[0] < self._num_predicted)
+        place = int(found[np.searchsorted(found, self._num_predicted) - 1] if is_predicted else found[-1])
+        drafted = self._following(place, most)
+        return Draft(drafted, matched, is_predicted) if drafted else None
+
+    def _following(self, place: int, most: int) -> list[int]:
+        """What follows a place; behind the end, it goes on as it began."""
+        following: list[int] = self._tokens[place + 1 : min(place + 1 + most, self._count)].tolist()
+        if _NO_TOKEN in following:
+            return following[: following.index(_NO_TOKEN)]
+        for number in range(len(following), most):
+            following.append(following[number - (self._count - 1 - place)])
+        return following
+
+
+class Acceptance:
+    """How likely the next token of a draft is to be right, by how many tokens match before it: as it was of late, and
+    as `before` says where little was seen."""
+
+    def __init__(self, before: "Acceptance | None" = None) -> None:
+        self._before = before
+        self._seen = [0.0] * len(_CLASSES)
+        self._right = [0.0] * len(_CLASSES)
+
+    def probability(self, matched: int) -> float:
+        return self._of(_class_of(matched))
+
+    def _of(self, kind: int) -> float:
+        expected = tuple(_CLASSES.values())[kind] if self._before is None else self._before._of(kind)
+        return (self._right[kind] + _TRUST * expected) / (self._seen[kind] + _TRUST)
+
+    def learn(self, matched: int, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens was computed; the first `accepted` were right."""
+        kind = _class_of(matched)
+        self._seen[kind] = _KEPT * self._seen[kind] + accepted + (accepted < drafted)
+        self._right[kind] = _KEPT * self._right[kind] + accepted
+        if self._before is not None:
+            self._before.learn(matched, drafted, accepted)
+
+    def forget(self, matched: int) -> None:
+        """A draft was not worth its rows."""
+        kind = _class_of(matched)
+        self._seen[kind] *= _DRIFT
+        self._right[kind] *= _DRIFT
+
+
+def _class_of(matched: int) -> int:
+    return sum(matched >= least for least in _CLASSES) - 1
+
+
+class StepTimes:
+    """Seconds of steps that only decode, by rows: a straight line through those of late."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, rows, seconds, rows * rows, rows * seconds
+
+    def learn(self, rows: int, seconds: float) -> None:
+        self._sums *= _KEPT_STEPS
+        self._sums += (1, rows, seconds, rows * rows, rows * seconds)
+
+    def line(self) -> tuple[float, float]:
+        """Return (seconds of a step of no rows, more for each row). Both 0 as long as nothing is known."""
+        count, rows, seconds, squares, products = self._sums.tolist()
+        if not count:
+            return 0.0, 0.0
+        mean_rows, mean_s = rows / count, seconds / count
+        spread = squares / count - mean_rows**2
+        fixed = mean_s / (1 + _PRIOR_ROW * mean_rows)
+        slope = _PRIOR_ROW * fixed
+        if count >= _LEAST_STEPS / 2 and spread > 0.1:
+            slope = (products / count - mean_rows * mean_s) / spread
+        slope = min(max(slope, 0.01 * fixed), mean_s / max(mean_rows, 1.0))
+        return mean_s - slope * mean_rows, slope
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A draft that could be computed. probability: of each of its tokens, if those before it are right."""
+
+    tokens: int
+    probability: float
+
+
+def worthwhile(
+    candidates: Sequence[Candidate], *, rows: int, most_rows: int, fixed_s: float, row_s: float
+) -> list[int]:
+    """Return how many tokens of each draft are to be computed in a step of `rows` rows, one for each choice: those by
+    which more tokens a second are expected. A step of n rows takes fixed_s + n * row_s."""
+    lengths = [0] * len(candidates)
+    expected, taken_s, step_rows = float(rows), fixed_s + rows * row_s, rows
+    queue = [(-candidate.probability, place) for place, candidate in enumerate(candidates) if candidate.tokens > 0]
+    heapq.heapify(queue)
+    while queue and step_rows < most_rows:
+        gain, place = -queue[0][0], queue[0][1]
+        if gain * taken_s < _WORTH * expected * row_s:
+            break
+        lengths[place] += 1
+        expected, taken_s, step_rows = expected + gain, taken_s + row_s, step_rows + 1
+        if lengths[place] < candidates[place].tokens:
+            heapq.heapreplace(queue, (-gain * candidates[place].probability, place))
+        else:
+            heapq.heappop(queue)
+    return lengths
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""How much one step may compute: what a step costs, learned as it runs, and the chunks that fit a target for the time
-between two tokens."""
+"""How much one step may compute: what steps cost and how long they are, learned as they run, and the chunks that fit a
+target for the time between two tokens."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -19,6 +19,8 @@ LEAST_CHUNK = 16  # tokens: less would not pay for the step
 _LEAST_SHARE = 0.2  # of the target, for prompts, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
+_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
+_STEP_WEIGHT = 0.3  # of a new step in what steps of its kind take: nearer to what the next ones will
 _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
@@ -184,6 +186,30 @@ class StepCost:
         # A prompt is never free of charge: where noise says so, a trace of the prior's price is left.
         terms[1] = max(terms[1], 0.05 * prior[1])
         return tuple(max(0.0, term) for term in terms)
+
+
+class Pace:
+    """What has passed of late from the start of a step with decodes to the next one's: what those who decode wait."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.tpot_s = 0.0
+        """Mean time between two tokens of a stream; 0 before the first."""
+        self.plain_s = self.mixed_s = 0.0
+        """Steps that only decode, and those that compute prompts as well."""
+        self.chunk_tokens = 256.0
+        """Of prompts, in one of the latter."""
+
+    def decoded(self, period_s: float, prompt_tokens: int) -> None:
+        """A step with decodes has run. prompt_tokens: of prompts, that it computed beside them."""
+        if not self.is_known:
+            self.is_known, self.tpot_s, self.plain_s, self.mixed_s = True, period_s, period_s, period_s
+        self.tpot_s += _TPOT_WEIGHT * (period_s - self.tpot_s)
+        if prompt_tokens:
+            self.mixed_s += _STEP_WEIGHT * (period_s - self.mixed_s)
+            self.chunk_tokens += _STEP_WEIGHT * (prompt_tokens - self.chunk_tokens)
+        else:
+            self.plain_s += _STEP_WEIGHT * (period_s - self.plain_s)
 
 
 class StepBudget(Protocol):

@@ -16,7 +16,7 @@ import pytest
 
 from reprise.engine.build import page_dtype
 from reprise.engine.drafts import drafter
-from reprise.engine.drafts.lookup import Candidate
+from reprise.engine.drafts.drafter import Candidate
 from reprise.kernels.cpu.available import decode_kernels, flash_kernels, product_kernels
 from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model

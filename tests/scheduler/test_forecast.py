@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.scheduler.budgets.budget import Pace
 from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.predictor import MaxTokensPredictor, QuantilePredictor
 from tests.conftest import greedy, make_sequence
@@ -19,15 +20,15 @@ def running(said, *, most=100, pending=1):
 
 def forecast(*, plain_s=0.02, mixed_s=0.1, chunk=50, predictor=None):
     """After many steps of both kinds."""
-    made = Forecast(predictor=predictor or MaxTokensPredictor())
+    pace = Pace()
     for _ in range(40):
-        made.decoded(plain_s, 0)
-        made.decoded(mixed_s, chunk)
-    return made
+        pace.decoded(plain_s, 0)
+        pace.decoded(mixed_s, chunk)
+    return Forecast(predictor=predictor or MaxTokensPredictor(), pace=pace)
 
 
 def test_before_the_first_step_places_are_as_good_as_free():
-    made = Forecast(predictor=MaxTokensPredictor())
+    made = Forecast(predictor=MaxTokensPredictor(), pace=Pace())
     assert made.opens_s([running(1), running(2)], 1) == [0.0, 0.0, 0.0]
 
 

@@ -62,12 +62,9 @@ class FakeCache:
     def grow(self, request_id, num_tokens):
         rows = max(self.held[request_id], self.sequences[request_id].computed_tokens + num_tokens)
         if sum(self.held.values()) - self.held[request_id] + rows > self.room:
-            return False
+            return 0
         self.held[request_id] = rows
-        return True
-
-    def without_room(self, request_ids):
-        return [r for r in request_ids if self.held[r] <= self.sequences[r].computed_tokens]
+        return rows - self.sequences[request_id].computed_tokens
 
     def stall_s(self, request_id):
         return self.stalls.get(request_id, 0.0)

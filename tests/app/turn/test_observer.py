@@ -5,16 +5,19 @@ from typing import Any
 import pytest
 
 from reprise.app.errors import ApiError
-from reprise.app.observe.tracing import NoTracer
 from reprise.app.turn.answer import Answer
 from reprise.app.turn.observer import ObservedTurn, Observers, TurnObserver
 from tests.app.fakes import Running, events, in_process, make_settings, until
 
 
-class Listener(NoTracer):
+class Listener(TurnObserver):
+    """Stands in for the tracer."""
+
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.turns: list[ObservedTurn] = []
+
+    def shut_down(self) -> None: ...
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         self.heard.append(f"first {answer.index}")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.engine.drafts.lookup import (
+from reprise.engine.drafts.drafter import (
     Acceptance,
     Candidate,
     DraftSource,
