@@ -269,8 +269,8 @@ class Late:
 
 NOT_ITS_COPY = frozenset({"late", "deadline", "io", "memory"})
 """Reasons for which a block did not come that prove nothing of its copy: nobody waited any longer, the device did not
-answer in time, it reported an error, or there was no memory to decode it. Another read may bring it. With any other
-reason the copy is bad."""
+answer in time, it reported an error, or there was no memory to read or decode it. Another read may bring it. With any
+other reason the copy is bad."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ _STICKY = (
 )
 
 
+MEMORY_ERRORS = (RuntimeError, MemoryError, OSError)
+"""The classes that an error has of which `lacks_memory` may be true."""
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Whether a device or the host has no memory: by torch's account, the driver's, a library's or Python's."""
     if isinstance(error, OSError):

@@ -2,10 +2,11 @@
 
 from typing import Literal, NamedTuple
 
-Reason = Literal["missing", "checksum", "forged", "short_read", "deadline", "fingerprint", "format", "io"]
+Reason = Literal["missing", "checksum", "forged", "short_read", "deadline", "fingerprint", "format", "io", "memory"]
 """Why stored bytes could not be read or kept. missing: gone. checksum: altered. forged: not written with this server's
 secret. short_read: cut off. deadline: the device did not answer in time. fingerprint: of another model. format: not a
-record of this layout and version, or of other blocks. io: the device or the file system reported an error."""
+record of this layout and version, or of other blocks. io: the device or the file system reported an error. memory: this
+process had none to read or write with."""
 
 
 class Problem(NamedTuple):

@@ -181,7 +181,10 @@ class ExtentReader:
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = io_buffer(self._buffer_bytes)
+            try:
+                buffer = io_buffer(self._buffer_bytes)
+            except OSError as error:
+                raise BlockMissing(f"no memory to read into: {error}", reason="memory") from error
         view = memoryview(buffer)[: size * len(blocks)]
 
         fd = self._descriptor()

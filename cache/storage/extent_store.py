@@ -238,6 +238,8 @@ class ExtentStore:
             return threads.call(work, late)
         except IoDeadline as error:
             raise TierFailed(f"{what}: {error}", reason="deadline") from error
+        except MemoryError as error:
+            raise TierFailed(f"{what}: no memory", reason="memory") from error
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise TierFull(f"{what}: {error}") from error

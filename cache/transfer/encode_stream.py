@@ -1,11 +1,14 @@
 """Encodes blocks in DRAM, on a thread of its own whose priority is low: nobody waits for it."""
 
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 from reprise.cache.moves import EncodeBlocks, Encoded
+from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.transfer.coding import encode_into
 from reprise.cache.transfer.events import Events
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 _AT_ONCE = 8  # blocks, so that copies of their rows stay small
 
@@ -17,6 +20,7 @@ class EncodeStream:
     def __init__(self, *, slab: Slab, coded: CodedSlab, completions: Events) -> None:
         self._slab, self._coded, self._completions = slab, coded, completions
         self._orders: SimpleQueue[EncodeBlocks | None] = SimpleQueue()
+        self._log = RareLog()
 
     def put(self, order: EncodeBlocks) -> None:
         """Order blocks to be encoded, after those ordered before."""
@@ -32,5 +36,15 @@ class EncodeStream:
             taken: list[bool] = []
             for first in range(0, len(order.blocks), _AT_ONCE):
                 _, slots, targets = zip(*order.blocks[first : first + _AT_ONCE], strict=True)
-                taken += encode_into(self._coded, targets, self._slab, slots)
+                taken += self._encode(targets, slots)
             self._completions.tell(Encoded(order.job_id, tuple(taken)))
+
+    def _encode(self, targets: Sequence[int], slots: Sequence[int]) -> list[bool]:
+        """Return which blocks were encoded; none if there was no memory: they are kept as they are."""
+        try:
+            return encode_into(self._coded, targets, self._slab, slots)
+        except MEMORY_ERRORS as error:
+            if not lacks_memory(error):
+                raise
+            self._log.warn("memory", "%d blocks were not encoded, there was no memory: %s", len(slots), error)
+            return [False] * len(slots)

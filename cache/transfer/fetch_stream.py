@@ -12,10 +12,12 @@ from reprise.cache.blocks.stored import is_coded
 from reprise.cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.redis.reader import RedisReader
 from reprise.cache.storage.slab import CodedSlab, Segments, Slab
 from reprise.cache.transfer.events import Events
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 Found = Sequence[tuple[BlockKey, int, int]]
 """Blocks of one extent, each with its place in it and its slot; places ascend."""
@@ -30,6 +32,7 @@ class FetchStream(ABC):
         """coded: where extents that are coded go."""
         self._slab, self._coded, self._completions = slab, coded, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
+        self._log = RareLog()
 
     def put(self, order: FetchBlocks | FetchRemote) -> None:
         """Order a fetch, after those ordered before."""
@@ -72,6 +75,12 @@ class FetchStream(ABC):
             except BlockMissing as error:
                 failed.update((key, error.reason) for key, place, _ in found if error.concerns(extent, place))
                 found = [block for block in found if block[0] not in failed]
+            except MEMORY_ERRORS as error:
+                if not lacks_memory(error):
+                    raise
+                self._log.warn("memory", "%d blocks were not fetched, there was no memory: %s", len(found), error)
+                failed.update((key, "memory") for key, _, _ in found)
+                break
             else:
                 for (_, _, slot), sums in zip(found, checksums, strict=True):
                     self._slots_for(extent).seal_as(slot, sums)

@@ -218,7 +218,7 @@ class LandedSource(ABC):
         try:
             self._memory = landings.take(self._num_landed * self._room)
         except OSError as error:
-            raise BlockMissing(f"no memory to read into: {error}", reason="io") from error
+            raise BlockMissing(f"no memory to read into: {error}", reason="memory") from error
         self._view = memoryview(self._memory)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._may_be_written = False  # whether a read that hangs may still write to the memory

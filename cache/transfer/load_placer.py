@@ -5,6 +5,7 @@ from functools import partial
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.moves import NOT_ITS_COPY, Loaded, Transferred
+from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.cache.storage.throttle import Throttle
 from reprise.cache.transfer.device_streams import DeviceStream
@@ -13,7 +14,7 @@ from reprise.cache.transfer.key_rotations import KeyRotations
 from reprise.cache.transfer.layer_source import LandedSource, SlotSource, slot_source
 from reprise.cache.transfer.load_queue import LoadPart, LoadQueue
 from reprise.cache.transfer.loader import Loader, PagePool
-from reprise.kernels.device_errors import lacks_memory
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class LoadPlacer:
@@ -34,6 +35,7 @@ class LoadPlacer:
         self._pool, self._slab, self._coded = pool, slab, coded
         self._throttle = throttle
         self._completions = completions
+        self._log = RareLog()
 
     def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
         """Place layers that no step places by itself, until the queue is closed. rotations, stream: the calling
@@ -76,10 +78,11 @@ class LoadPlacer:
                     stream.fence().wait()
                 if isinstance(source, LandedSource) and not failed:
                     source.keep(layer)
-            except (RuntimeError, MemoryError, OSError) as error:
+            except MEMORY_ERRORS as error:
                 if not lacks_memory(error):
                     raise
                 failed.update(dict.fromkeys((block.key for block in source.blocks), "memory"))
+                self._log.warn("memory", "%d blocks were not loaded, there was no memory: %s", len(failed), error)
         if isinstance(source, LandedSource) and failed:
             source.tell_damage([key for key, reason in failed.items() if reason not in NOT_ITS_COPY], layer)
         part.placing_s += time.perf_counter() - started

@@ -7,10 +7,12 @@ from functools import partial
 from reprise.cache.moves import Late
 from reprise.cache.rates import LoadProgress
 from reprise.cache.storage.errors import BlockMissing
+from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.slab import Slab
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.layer_source import LandedSource, Landings, SlotSource
 from reprise.cache.transfer.load_queue import LoadPart, LoadQueue
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 MakeSource = Callable[[LoadPart, Landings], LandedSource]
 
@@ -24,6 +26,7 @@ class LoadReader:
         self._slab, self._tier, self._make = slab, tier, make
         self._completions = completions
         self._landings = Landings()
+        self._log = RareLog()
 
     def run(self) -> None:
         """Read until the queue is closed."""
@@ -39,6 +42,11 @@ class LoadReader:
                 reason = error.reason
                 addresses = [(block.key, block.extent or block.redis) for block in part.blocks]
                 failed = {key: reason for key, where in addresses if where is None or error.concerns(*where)}
+            except MEMORY_ERRORS as error:
+                if not lacks_memory(error):
+                    raise
+                reason, failed = "memory", {block.key: "memory" for block in part.blocks}
+                self._log.warn("memory", "%d blocks were not loaded, there was no memory: %s", len(failed), error)
             with self._changed:
                 progress = part.progress(time.perf_counter())
                 if progress is not None and reason in {"deadline", "io"}:

@@ -27,6 +27,7 @@ from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.transfer.events import Events
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class UploadStream:
@@ -64,6 +65,11 @@ class UploadStream:
         except TierFailed as error:
             self._log.warn(error.reason, "an extent was not uploaded: %s", error)
             return Uploaded(order.job_id, None, error.reason)
+        except MEMORY_ERRORS as error:
+            if not lacks_memory(error):
+                raise
+            self._log.warn("memory", "an extent was not uploaded, there was no memory: %s", error)
+            return Uploaded(order.job_id, None, "memory")
         extent = _told(name, header)
         self._completions.tell(Transferred("disk_to_redis", extent.size_bytes, time.perf_counter() - started))
         return Uploaded(order.job_id, extent, None)

@@ -16,6 +16,7 @@ from reprise.cache.storage.rare_log import RareLog
 from reprise.cache.storage.slab import CodedSlab, Segments, Slab
 from reprise.cache.transfer.coding import encode_slots
 from reprise.cache.transfer.events import Events
+from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 _TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
@@ -43,7 +44,7 @@ class WriteStream:
         while (order := self._next()) is not None:
             match order:
                 case WriteExtent():
-                    self._write(order)
+                    self._write_if_there_is_memory(order)
                 case DeleteExtents():
                     self._delete(self._with_later_ones(order))
                 case PutSession():
@@ -53,6 +54,15 @@ class WriteStream:
                         self._log.warn(f"session {error.reason}", "a session was not recorded: %s", error)
             if lost := self._disk.take_lost():
                 self._completions.tell(Lost(tuple(lost)))
+
+    def _write_if_there_is_memory(self, order: WriteExtent) -> None:
+        try:
+            self._write(order)
+        except MEMORY_ERRORS as error:
+            if not lacks_memory(error):
+                raise
+            self._log.warn("write memory", "%d blocks were not written, no memory: %s", len(order.blocks), error)
+            self._completions.tell(Written(order.job_id, None, "there was no memory"))
 
     def _write(self, order: WriteExtent) -> None:
         started = time.perf_counter()

@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 
 import reprise.cache.storage.extent_file as extent_file
+import reprise.cache.storage.extent_reader as extent_reader
 import reprise.cache.storage.extent_store as disk
+import reprise.cache.storage.extent_writer as extent_writer
 from reprise.cache.storage.directory_lock import DirectoryLocked
 from reprise.cache.storage.errors import BlockMissing, TierFailed, TierFull
 from reprise.cache.storage.extent_store import READ_THREADS, WRITE_THREADS
@@ -151,6 +153,32 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.005)
+
+
+def test_without_memory_to_read_into_a_block_is_missing_and_without_memory_to_write_a_tier_has_failed(
+    tier, monkeypatch
+):
+    info = put(tier, "x")
+    with monkeypatch.context() as patch:
+
+        def none(size):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        patch.setattr(extent_reader, "io_buffer", none)
+        tier._opener._buffers.clear()
+        with tier.reader(info.extent_id) as reader, pytest.raises(BlockMissing) as missing:
+            reader.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))])
+        assert missing.value.reason == "memory"
+
+        def exhausted(**_):
+            raise MemoryError
+
+        patch.setattr(extent_writer, "write_extent", exhausted)
+        with pytest.raises(TierFailed) as failed:
+            put(tier, "y")
+        assert failed.value.reason == "memory"
+    assert read_wrongly(tier, info) == []
+    assert read_wrongly(tier, put(tier, "y")) == []
 
 
 def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(tier):

@@ -160,7 +160,7 @@ def test_without_memory_to_read_into_a_block_is_missing(slab, monkeypatch):
     monkeypatch.setattr(layer_source, "io_buffer", none)
     with pytest.raises(BlockMissing) as caught:
         ExtentSource([block(1, 0)], slab, Disk(slab.segment_bytes), Landings())
-    assert caught.value.reason == "io"
+    assert caught.value.reason == "memory"
 
 
 def test_threads_take_and_give_back_at_once(monkeypatch):

@@ -1,6 +1,7 @@
 """Tests what the transfer threads do to bytes. A "rotation" here adds the position to the key, so that every row shows
 exactly for which position it is rotated."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from reprise.cache.moves import (
     CopyRows,
     Deleted,
     DeleteExtents,
+    EncodeBlocks,
+    Encoded,
     FetchBlocks,
     Fetched,
     FillFromPage,
@@ -29,6 +32,8 @@ from reprise.cache.moves import (
     Saved,
     SealSlot,
     Transferred,
+    Uploaded,
+    UploadExtent,
     WriteExtent,
     Written,
 )
@@ -37,12 +42,15 @@ from reprise.cache.storage.extent_format import checksum
 from reprise.cache.storage.slab import LayerShape, Slab
 from reprise.cache.storage.thread_priority import SAVING, WRITING
 from reprise.cache.storage.throttle import Throttle
+from reprise.cache.transfer import encode_stream
 from reprise.cache.transfer.capture import Captured
 from reprise.cache.transfer.device_streams import HostStream
+from reprise.cache.transfer.encode_stream import EncodeStream
 from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.save_stream import SaveStream
 from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
+from reprise.cache.transfer.upload_stream import UploadStream
 from reprise.kernels.attention.ragged_batch import KvPages
 from tests.cache.intact import is_intact
 from tests.cache.storage.disk_helpers import make_tier
@@ -335,6 +343,66 @@ def test_blocks_go_to_disk_and_come_back(made, passes):
     assert all(is_intact(slab, layer, 2) for layer in range(LAYERS))
     assert not disk.extents
     assert disk.open_readers == 0
+
+
+LACKS_MEMORY = [
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+    BlockMissing("no memory to read into", reason="memory"),
+]
+
+
+@pytest.mark.parametrize("error", LACKS_MEMORY, ids=lambda error: type(error).__name__)
+def test_without_memory_a_move_fails_and_its_thread_lives(made, monkeypatch, error):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=4, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    key = BlockKey(b"a" * 16)
+    stored = (StoredBlock(key, BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+
+    def lacks(*given, **named):
+        raise error
+
+    def last(kind):
+        return [event for event in until(transfer, kind) if isinstance(event, kind)][-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "read", lacks)
+        transfer.carry_out([FetchBlocks(2, ((key, (1, 0), 2),))])
+        assert last(Fetched) == Fetched(2, {key: "memory"})
+        transfer.carry_out([LoadBlocks(3, "r", (BlockLoad(key, 32, 2, (1, 0), 4, 0, 0),))])
+        assert last(Loaded).failed == {key: "memory"}
+        if not isinstance(error, BlockMissing):  # a disk has another error for what it could not write
+            patch.setattr(MemoryDisk, "write", lacks)
+            transfer.carry_out([WriteExtent(4, RECORD, stored, (0,))])
+            assert last(Written).extent is None
+    assert not slab.is_sealed(2)
+    transfer.carry_out([FetchBlocks(5, ((key, (1, 0), 2),))])
+    assert last(Fetched) == Fetched(5, {})
+    transfer.carry_out([WriteExtent(6, RECORD, stored, (0,))])
+    assert last(Written).extent is not None
+
+
+@pytest.mark.parametrize("error", LACKS_MEMORY[:3], ids=lambda error: type(error).__name__)
+def test_without_memory_nothing_is_encoded_or_uploaded_and_the_thread_lives(monkeypatch, error):
+    def lacks(*given, **named):
+        raise error
+
+    completions = Events()
+    monkeypatch.setattr(encode_stream, "encode_into", lacks)
+    encodes = EncodeStream(slab=None, coded=None, completions=completions)
+    encodes.put(EncodeBlocks(1, ((BlockKey(b"a" * 16), 0, 1), (BlockKey(b"b" * 16), 2, 3))))
+    encodes.close()
+    encodes.run()
+    monkeypatch.setattr(MemoryDisk, "reader", lacks)
+    uploads = UploadStream(disk=MemoryDisk(), redis=None, completions=completions)
+    uploads.put(UploadExtent(2, 1, 0.0))
+    uploads.close()
+    uploads.run()
+    assert completions.take() == [Encoded(1, (False, False)), Uploaded(2, None, "memory")]
 
 
 def test_a_fetch_does_not_wait_for_a_write(made):
