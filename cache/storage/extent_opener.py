@@ -19,6 +19,7 @@ from reprise.cache.storage.throttle import Throttle
 
 READ_THREADS = 8
 MAX_CACHED_HEADER_BYTES = 32 << 20
+_PROVES_NOTHING = frozenset({"io", "deadline", "memory"})
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +66,9 @@ class ExtentOpener:
             self._tell(extent_id, missing)
             raise
         except IoDeadline as error:
-            raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
+            late = BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline")
+            self._tell(extent_id, late)
+            raise late from error
         self._headers.put(extent_id, extent)
         return ExtentReader(
             fd=opened[0],
@@ -101,9 +104,11 @@ class ExtentOpener:
 
     def _tell(self, extent_id: int, missing: BlockMissing) -> None:
         """Log why an extent could not be read: damage once per extent, since every reader of it would report it again;
-        an error of the device, behind which the record may be intact, rarely, since it may concern all extents."""
-        if missing.reason == "io":
-            self._rare_log.warn("read", "a stored record cannot be read, its KV will be computed again: %s", missing)
+        what proves nothing of the record (an error of the device, no answer, no memory) rarely, since it may concern
+        all extents."""
+        if missing.reason in _PROVES_NOTHING:
+            cannot = "a stored record cannot be read, its KV will be computed again: %s"
+            self._rare_log.warn(f"read {missing.reason}", cannot, missing)
             return
         with self._lock:
             if extent_id in self._damaged:

@@ -184,7 +184,9 @@ class ExtentReader:
             try:
                 buffer = io_buffer(self._buffer_bytes)
             except OSError as error:
-                raise BlockMissing(f"no memory to read into: {error}", reason="memory") from error
+                lacking = BlockMissing(f"no memory to read into: {error}", reason="memory")
+                self._on_failure(lacking)
+                raise lacking from error
         view = memoryview(buffer)[: size * len(blocks)]
 
         fd = self._descriptor()
@@ -233,7 +235,9 @@ class ExtentReader:
                 for reader in readers:
                     # the thread that still uses it closes it, so that its number cannot be reused meanwhile
                     reader._fd = None
-            raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
+            late = BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline")
+            self._on_failure(late)
+            raise late from error
 
 
 def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:

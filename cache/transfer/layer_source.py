@@ -185,8 +185,8 @@ class Landings:
 
 class LandedSource(ABC):
     """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
-    copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
-    with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
+    copied from there into slots if DRAM is to have it too. Making one raises MemoryError if there is no room to land
+    in; end with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
     all. coded: where such blocks are kept, if all of these are coded. What is not rows is checked and decoded by
     `prepare`."""
 
@@ -218,7 +218,7 @@ class LandedSource(ABC):
         try:
             self._memory = landings.take(self._num_landed * self._room)
         except OSError as error:
-            raise BlockMissing(f"no memory to read into: {error}", reason="memory") from error
+            raise MemoryError(f"no memory to read into: {error}") from error
         self._view = memoryview(self._memory)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._may_be_written = False  # whether a read that hangs may still write to the memory

@@ -199,6 +199,27 @@ def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(
     assert read_wrongly(tier, info) == []
 
 
+def test_a_disk_that_does_not_answer_is_logged_once_in_a_while(tier, caplog):
+    info = put(tier, "x")
+
+    reader = tier.reader(info.extent_id)
+    with hanging("preadv", tier._reads) as hang:
+        hang.catches(lambda: reader.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))]))
+        other = tier.reader(info.extent_id)
+        hang.catches(lambda: other.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))]))
+    (said,) = [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()]
+    assert f"{info.extent_id:016x}: " in said
+    reader.close()
+    other.close()
+
+
+def test_an_extent_that_cannot_be_opened_in_time_is_logged(tier, caplog):
+    info = put(tier, "x")
+    with hanging("fstat", tier._reads) as hang:
+        hang.catches(lambda: tier.reader(info.extent_id))
+    assert [record for record in caplog.records if "cannot be read" in record.getMessage()]
+
+
 def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tier):
     readers = [tier.reader(put(tier, name).extent_id) for name in "xy"]
     descriptors = [reader._fd for reader in readers]
