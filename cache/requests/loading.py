@@ -149,14 +149,14 @@ class Loads:
         return sum(self._rates.load_s(f"{source}_to_hbm", n * self._bytes_per_token) for source, n in tokens.items())
 
     def release(self, context: RequestContext) -> bool:
-        """Let go of a request's load, because it gives its pages back. Returns whether the load is still under way; it
-        goes on, for no request."""
-        load, context.load = _wanted(context), None
-        if load is None:
-            return False
-        load.state = LoadState.RELEASED
-        self._orders.add(ReleaseLoad(load.job))
-        return True
+        """Let go of a request's load, because it gives its pages back. Returns whether its rows must not be used,
+        because the load has failed or is still under way; it goes on then, for no request."""
+        load, context.load = context.load, None
+        if load is not None and load.state is LoadState.WANTED:
+            load.state = LoadState.RELEASED
+            self._orders.add(ReleaseLoad(load.job))
+            return True
+        return load is not None and load.state is LoadState.FAILED
 
     def outlive(self, context: RequestContext) -> None:
         """Let a request that is voided wait for the end of its load outside of the batch, as others wait for a sibling,

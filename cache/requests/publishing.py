@@ -106,10 +106,10 @@ class Publisher:
         """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
         Returns the open block's key."""
         open_key = None
-        loading = self._loads.release(context)
+        lacks_rows = self._loads.release(context)
         if self._reuse:
             self._siblings.give_up(context)
-        if self._reuse and not loading:
+        if self._reuse and not lacks_rows:
             full, rows = divmod(context.rows.computed, BLOCK_TOKENS)
             tokens = context.token_ids[full * BLOCK_TOKENS : context.rows.computed]
             if rows and full == context.rows.sealed:

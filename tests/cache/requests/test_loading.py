@@ -86,3 +86,15 @@ def test_behind_a_cut_a_copy_that_could_not_be_read_is_not_asked_for_again_eithe
     assert model.contexts["r"].reuse.lost_lineage
     assert before.items() <= addresses(model).items()
     model.close("r")
+
+
+@pytest.mark.parametrize("reason", ["checksum", "io"])
+def test_a_request_that_ends_right_after_its_load_has_failed_publishes_nothing_of_it(reason):
+    model = on_disk()
+    model.open("r", [*TEXT, 7])
+    model.fails = lambda order: reason if isinstance(order, LoadBlocks) else None
+    assert model.manager.view.admit("r", 1) is not None
+    model.forward("r", 1)
+    model.hear()  # nobody has asked which loads have failed
+    model.close("r")
+    assert not [row for row in model.manager.tiers.table if row.page is not None]
