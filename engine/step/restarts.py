@@ -46,10 +46,14 @@ class Restarts:
         void = failed | computed.late
         self.failed(failed)
         self.failed(computed.late - failed)
+        ran = {chunk.sequence.request_id for chunk in computed.chunks}
         for sequence_id in void:
             choice = self._choices[sequence_id]
-            choice.load_wait_s += computed.waited_s
-            choice.void_s = now
+            if sequence_id in ran:
+                choice.load_wait_s += computed.waited_s
+                choice.void_s = now
+            elif choice.void_s is None:  # it was not in the batch: its wait is counted when it runs
+                choice.void_s = now
         return void
 
     def contradicted(self, computed: Computed) -> None:
