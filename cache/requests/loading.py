@@ -24,11 +24,12 @@ class Loads:
     WANTED     stands on its pages                                                start      any other
     RELEASED   has given its pages back; the load goes on for no request          release    ENDED
     OUTLIVED   was voided because the load is late, and waits for its end         outlive    ENDED
-    FAILED     stands on rows that did not come, until it is voided               on_loaded  (let go)
+    FAILED     stands on rows that did not come, until `Restarts` voids it        on_loaded  -
     ENDED      has what came                                                      on_loaded  -
 
-    Its pages and slots are pinned until it has ended, even if no request wants it any more. A load may be given up in
-    every state: then no more is read for it, and it ends with what came out of DRAM.
+    Its pages and slots are pinned until the threads have ended it, even if no request wants it any more. Until then it
+    may be given up, whatever its state, also if a part of it has failed: no more is read for it, and it ends with what
+    came out of DRAM.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class LoadReader:
     def _on_landed(self, part: LoadPart, count: int) -> int:
         """Note layers that have come off the disk. Returns how many are to come next: as many as are there already, for
         every call takes processor time from the step that computes meanwhile, and while there is something to place,
-        nobody waits for the first of them. None if another load is more urgent."""
+        nobody waits for the first of them. 0, which ends the read, if the load has failed or another is more urgent."""
         with self._changed:
             part.landed += count
             part.landed_s = part.reading_s + time.perf_counter() - part.asked_s
