@@ -8,7 +8,7 @@ from dataclasses import replace
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.stored import is_coded
 from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
-from reprise.cache.rates import LoadProgress, Rates, deadline_s
+from reprise.cache.rates import LoadProgress, Rates, worth_waiting_s
 from reprise.cache.requests.context import Load, LoadState, RequestContext
 from reprise.cache.requests.siblings import Siblings
 from reprise.cache.tiers.hierarchy import Hierarchy
@@ -121,7 +121,7 @@ class Loads:
         coming = [block for block, key in enumerate(context.chain()) if is_fetching(key)]
         tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
         # A fetch is of no use before its last layer has come, so it counts as a load of a single layer.
-        allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
+        allowed_s = worth_waiting_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
         if context.waiting.fetch_due_s is None:
             context.waiting.fetch_due_s = self.now + allowed_s
         if self.now < context.waiting.fetch_due_s:
@@ -140,7 +140,7 @@ class Loads:
         end = max(block.position + block.num_rows for block in load.blocks)
         tokens = len(load.context.token_ids)
         new_s, all_s = self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - load.first)
-        return deadline_s(new_s, all_s, self._rates.num_layers)
+        return worth_waiting_s(new_s, all_s, self._rates.num_layers)
 
     def _expected_s(self, load: Load) -> float:
         """Return how long a load should take by the rates measured so far."""
