@@ -23,11 +23,11 @@ from reprise.cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
-    Late,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
+    NotTransferred,
     ReleaseLoad,
     Saved,
     SealSlot,
@@ -54,7 +54,7 @@ _MOVES: dict[str, type[Any]] = {
     )
 }
 _EVENTS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Transferred, Late, Saved, Loaded, Fetched, Written, Deleted, Lost)
+    kind.__name__: kind for kind in (Transferred, NotTransferred, Saved, Loaded, Fetched, Written, Deleted, Lost)
 }
 
 

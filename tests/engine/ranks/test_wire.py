@@ -23,11 +23,11 @@ from reprise.cache.moves import (
     FillFromPage,
     FillFromSlot,
     HeadersRead,
-    Late,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
+    NotTransferred,
     PutSession,
     ReleaseLoad,
     Remote,
@@ -77,7 +77,7 @@ MOVES: list[Move] = [
 ]
 EVENTS: list[Event] = [
     Transferred("disk_to_hbm", 5, 0.25),
-    Late("disk_to_dram", 5, 0.25),
+    NotTransferred("disk_to_dram", 5, 0.25),
     Saved(3),
     Loaded(4, {KEY: "io"}, frozenset({KEY})),
     Fetched(5, {KEY: "late"}),
