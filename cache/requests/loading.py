@@ -129,7 +129,7 @@ class Loads:
         chain = context.chain()
         for tier, count in Counter(self._fetches.tier_of(chain[block]) for block in coming).items():
             self._rates.late(f"{tier}_to_dram", count * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
-        self._stats.load_failures["late"] += 1
+        self._stats.load_failures["late"] += len(coming)
         context.reuse.skips_disk, context.reuse.miss_reason = True, "load_late"
         return True
 
