@@ -79,7 +79,7 @@ class LoadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseLoad:
+class FinishLoad:
     """Finish a load whose request has given its pages back. Layers that the read buffer holds back come now, because
     the pages stay pinned until the load has ended."""
 
@@ -226,7 +226,7 @@ Remote = UploadExtent | FetchRemote | ReadHeaders | RenewRemote | DropRemote | D
 Move = (
     CopyRows
     | LoadBlocks
-    | ReleaseLoad
+    | FinishLoad
     | AbandonLoad
     | FetchBlocks
     | Save

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.stored import is_coded
-from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
+from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, FinishLoad, LoadBlocks, Loaded
 from reprise.cache.rates import LoadProgress, Rates, worth_waiting_s
 from reprise.cache.requests.context import Load, LoadState, RequestContext
 from reprise.cache.requests.siblings import Siblings
@@ -155,7 +155,7 @@ class Loads:
         load, context.load = context.load, None
         if load is not None and load.state is LoadState.WANTED:
             load.state = LoadState.RELEASED
-            self._orders.add(ReleaseLoad(load.job))
+            self._orders.add(FinishLoad(load.job))
             return True
         return load is not None and load.state is LoadState.FAILED
 

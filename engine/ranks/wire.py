@@ -23,12 +23,12 @@ from reprise.cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
+    FinishLoad,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
     NotTransferred,
-    ReleaseLoad,
     Saved,
     SealSlot,
     Transferred,
@@ -49,7 +49,7 @@ Tagged = tuple[str, msgspec.Raw]
 _MOVES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(CopyRows, LoadBlocks, ReleaseLoad, AbandonLoad, FetchBlocks),
+        *(CopyRows, LoadBlocks, FinishLoad, AbandonLoad, FetchBlocks),
         *(FillFromSlot, FillFromPage, SealSlot, WriteExtent, DeleteExtents),
     )
 }
