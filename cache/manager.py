@@ -22,10 +22,10 @@ from reprise.cache.moves import (
     Event,
     Fetched,
     HeadersRead,
-    Late,
     Loaded,
     Lost,
     Move,
+    NotTransferred,
     RemoteDeleted,
     RemoteUsed,
     Renewed,
@@ -178,7 +178,7 @@ class CacheManager:
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
-            case Late():
+            case NotTransferred():
                 self.rates.late(event.direction, event.num_bytes, event.seconds)
         self.sessions.deletions.go_on()
 

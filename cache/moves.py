@@ -79,7 +79,7 @@ class LoadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseLoad:
+class FinishLoad:
     """Finish a load whose request has given its pages back. Layers that the read buffer holds back come now, because
     the pages stay pinned until the load has ended."""
 
@@ -88,8 +88,8 @@ class ReleaseLoad:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """Give up what the disk has not brought of a load, because computing it has become cheaper. Answered by Late and
-    Loaded at once, whether the disk answers or not."""
+    """Give up what the disk has not brought of a load, because computing it has become cheaper. Answered by
+    NotTransferred and Loaded at once, whether the disk answers or not."""
 
     job_id: int
 
@@ -226,7 +226,7 @@ Remote = UploadExtent | FetchRemote | ReadHeaders | RenewRemote | DropRemote | D
 Move = (
     CopyRows
     | LoadBlocks
-    | ReleaseLoad
+    | FinishLoad
     | AbandonLoad
     | FetchBlocks
     | Save
@@ -258,7 +258,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class NotTransferred:
     """Reports bytes that did not come, because the device failed or the load was given up, and the seconds that they
     would have taken."""
 
@@ -369,7 +369,7 @@ class RemoteDeleted:
 
 Event = (
     Transferred
-    | Late
+    | NotTransferred
     | Saved
     | Loaded
     | Fetched

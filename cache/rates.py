@@ -11,7 +11,7 @@ _PASSES = 8  # loads of a direction that were not worth it, after which one bloc
 _KEPT_PASSED = 0.8  # of a direction's evidence after each of them
 _SURPRISE = 2  # a look that is so many times faster than was believed is another device than the one that was measured
 _FETCH_WORTH = 4  # what a fetch may cost beside computing the same, for the waiting that it may hide behind
-_LEAST_DEADLINE_S = 0.25  # of a load; any device stutters now and then, and nobody notices less
+_LEAST_WAIT_S = 0.25  # of a load; any device stutters now and then, and nobody notices less
 
 
 class _Duration:
@@ -185,7 +185,7 @@ class Rates:
         """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs nobody anything while the turn
         waits, but one that takes several times as long as computing is hardly ever in time, and holds up all fetches
         after it."""
-        return self.load_s(direction, num_bytes) <= max(_LEAST_DEADLINE_S, _FETCH_WORTH * self.compute_s(tokens))
+        return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH * self.compute_s(tokens))
 
     @property
     def prefill_s_per_token(self) -> float:
@@ -226,9 +226,9 @@ class LoadProgress(NamedTuple):
         return max(pace_s, self.silent_s) * num_layers
 
 
-def deadline_s(new_s: float, all_s: float, num_layers: int) -> float:
+def worth_waiting_s(new_s: float, all_s: float, num_layers: int) -> float:
     """Return the longest that a load may take for the first token to come no later than if all were computed, which
     takes all_s. new_s: time to compute what comes after the load. The inverse of `first_token_s`, but never less than
     any device may take."""
     exposed = all_s - new_s / num_layers
-    return max(_LEAST_DEADLINE_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))
+    return max(_LEAST_WAIT_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))

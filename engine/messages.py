@@ -340,7 +340,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     evictions: dict[str, int] = {}  # tier -> blocks that left it
     refused: dict[str, int] = {}  # tier -> blocks it had no room for
     write_failures: dict[str, int] = {}  # tier -> writes that it refused or failed in
-    load_failures: dict[str, int] = {}  # reason (checksum, missing, deadline, ...) -> loads
+    load_failures: dict[str, int] = {}  # reason (checksum, missing, deadline, ...) -> blocks
     truncated_tokens: int = 0
     recalled_tokens: int = 0
     in_flight: int = 0  # saves and loads under way; zero at idle

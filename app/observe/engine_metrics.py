@@ -113,7 +113,7 @@ def _totals_by_label(stats: Stats) -> Iterator[Metric]:
         ("tier_evictions", "Blocks that left a tier to make room.", "tier", evictions),
         ("refused_blocks", "Blocks that a tier had no room for.", "tier", refused),
         ("tier_write_failures", "Writes that a tier refused or failed in.", "tier", failed),
-        ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
+        ("load_failures", "Blocks that a load or a fetch did not bring.", "reason", stats.load_failures),
     )
     for name, help_text, label, values in counters:
         yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.stored import is_coded
-from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
-from reprise.cache.rates import LoadProgress, Rates, deadline_s
+from reprise.cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, FinishLoad, LoadBlocks, Loaded
+from reprise.cache.rates import LoadProgress, Rates, worth_waiting_s
 from reprise.cache.requests.context import Load, LoadState, RequestContext
 from reprise.cache.requests.siblings import Siblings
 from reprise.cache.tiers.hierarchy import Hierarchy
@@ -24,11 +24,12 @@ class Loads:
     WANTED     stands on its pages                                                start      any other
     RELEASED   has given its pages back; the load goes on for no request          release    ENDED
     OUTLIVED   was voided because the load is late, and waits for its end         outlive    ENDED
-    FAILED     stands on rows that did not come, until it is voided               on_loaded  (let go)
+    FAILED     stands on rows that did not come, until `Restarts` voids it        on_loaded  -
     ENDED      has what came                                                      on_loaded  -
 
-    Its pages and slots are pinned until it has ended, even if no request wants it any more. A load may be given up in
-    every state: then no more is read for it, and it ends with what came out of DRAM.
+    Its pages and slots are pinned until the threads have ended it, even if no request wants it any more. Until then it
+    may be given up, whatever its state, also if a part of it has failed: no more is read for it, and it ends with what
+    came out of DRAM.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Loads:
         coming = [block for block, key in enumerate(context.chain()) if is_fetching(key)]
         tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
         # A fetch is of no use before its last layer has come, so it counts as a load of a single layer.
-        allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
+        allowed_s = worth_waiting_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
         if context.waiting.fetch_due_s is None:
             context.waiting.fetch_due_s = self.now + allowed_s
         if self.now < context.waiting.fetch_due_s:
@@ -128,7 +129,7 @@ class Loads:
         chain = context.chain()
         for tier, count in Counter(self._fetches.tier_of(chain[block]) for block in coming).items():
             self._rates.late(f"{tier}_to_dram", count * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
-        self._stats.load_failures["late"] += 1
+        self._stats.load_failures["late"] += len(coming)
         context.reuse.skips_disk, context.reuse.miss_reason = True, "load_late"
         return True
 
@@ -139,7 +140,7 @@ class Loads:
         end = max(block.position + block.num_rows for block in load.blocks)
         tokens = len(load.context.token_ids)
         new_s, all_s = self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - load.first)
-        return deadline_s(new_s, all_s, self._rates.num_layers)
+        return worth_waiting_s(new_s, all_s, self._rates.num_layers)
 
     def _expected_s(self, load: Load) -> float:
         """Return how long a load should take by the rates measured so far."""
@@ -154,7 +155,7 @@ class Loads:
         load, context.load = context.load, None
         if load is not None and load.state is LoadState.WANTED:
             load.state = LoadState.RELEASED
-            self._orders.add(ReleaseLoad(load.job))
+            self._orders.add(FinishLoad(load.job))
             return True
         return load is not None and load.state is LoadState.FAILED
 

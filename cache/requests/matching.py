@@ -39,7 +39,8 @@ class Matcher:
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
             answer = self._match_anew(context, basis)
             context.reuse.remembered = None if context.rows.pages else answer
-        if answer.is_rest_cheaper_to_compute:
+        # A load that failed is the better explanation: without it these blocks might have been loaded.
+        if answer.is_rest_cheaper_to_compute and context.reuse.miss_reason is None:
             context.reuse.miss_reason = "cheaper_to_recompute"
         return answer
 

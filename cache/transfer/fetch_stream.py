@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.stored import is_coded
-from reprise.cache.moves import FetchBlocks, Fetched, FetchRemote, Late, Transferred
+from reprise.cache.moves import FetchBlocks, Fetched, FetchRemote, NotTransferred, Transferred
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.rare_log import RareLog
@@ -61,7 +61,7 @@ class FetchStream(ABC):
         if not failed:
             self._completions.tell(Transferred(self.direction, size, seconds))
         elif "deadline" in failed.values():
-            self._completions.tell(Late(self.direction, size, seconds))
+            self._completions.tell(NotTransferred(self.direction, size, seconds))
         self._completions.tell(Fetched(order.job_id, failed))
 
     def _fetch_what_can_be(self, extent: int | bytes, found: Found) -> dict[BlockKey, str]:

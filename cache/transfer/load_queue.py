@@ -14,7 +14,7 @@ from reprise.cache.transfer.loader import Loader
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load under way, in one part or two."""
+    """A load under way, in a part for each tier and form (rows or coded) that its blocks lie in: one to six."""
 
     job_id: int
     after: Fence  # behind all that has used its pages before

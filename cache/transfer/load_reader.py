@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from reprise.cache.moves import Late
+from reprise.cache.moves import NotTransferred
 from reprise.cache.rates import LoadProgress
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.rare_log import RareLog
@@ -50,7 +50,7 @@ class LoadReader:
             with self._changed:
                 progress = part.progress(time.perf_counter())
                 if progress is not None and reason in {"deadline", "io"}:
-                    self.tell_late(part, progress)
+                    self.tell_not_transferred(part, progress)
                 part.reading_s += time.perf_counter() - started
                 part.landed_s = part.reading_s
                 if part.has_ended:
@@ -62,10 +62,10 @@ class LoadReader:
                 part.reading = 0
                 self._changed.notify_all()
 
-    def tell_late(self, part: LoadPart, progress: LoadProgress) -> None:
-        """Tell that a part was given up, and what it would have taken at its pace."""
+    def tell_not_transferred(self, part: LoadPart, progress: LoadProgress) -> None:
+        """Tell that a part did not come, and what it would have taken at its pace."""
         seconds = progress.whole_s(self._slab.num_layers)
-        self._completions.tell(Late(f"{part.tier}_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
+        self._completions.tell(NotTransferred(f"{part.tier}_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
 
     def _next(self) -> LoadPart | None:
         with self._changed:
@@ -85,7 +85,7 @@ class LoadReader:
     def _on_landed(self, part: LoadPart, count: int) -> int:
         """Note layers that have come off the disk. Returns how many are to come next: as many as are there already, for
         every call takes processor time from the step that computes meanwhile, and while there is something to place,
-        nobody waits for the first of them. None if another load is more urgent."""
+        nobody waits for the first of them. 0, which ends the read, if the load has failed or another is more urgent."""
         with self._changed:
             part.landed += count
             part.landed_s = part.reading_s + time.perf_counter() - part.asked_s

@@ -170,7 +170,7 @@ class LoadStream:
             load.is_abandoned = True
             for part, progress in late:
                 load.failed.update((block.key, "late") for block in part.blocks if block.key not in load.failed)
-                self.readers[part.tier].tell_late(part, progress)
+                self.readers[part.tier].tell_not_transferred(part, progress)
             self._changed.notify_all()
 
     def progress(self, job_id: int) -> LoadProgress | None:

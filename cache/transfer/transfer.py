@@ -28,11 +28,11 @@ from reprise.cache.moves import (
     FetchBlocks,
     FillFromPage,
     FillFromSlot,
+    FinishLoad,
     LoadBlocks,
     Loaded,
     Move,
     PutSession,
-    ReleaseLoad,
     Save,
     SealSlot,
     WriteExtent,
@@ -142,7 +142,7 @@ class Transfer:
                     self.compute.launch(partial(self._copy, move))
                 case LoadBlocks():
                     self._loads.put(move, in_step=move.request_id in running)
-                case ReleaseLoad():
+                case FinishLoad():
                     self._loads.start(move.job_id)
                 case AbandonLoad():
                     self._loads.abandon(move.job_id)

@@ -11,11 +11,11 @@ from reprise.cache.moves import (
     DeleteExtents,
     Event,
     Fetched,
-    Late,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
+    NotTransferred,
     Saved,
     Transferred,
     WriteExtent,
@@ -69,7 +69,7 @@ class JoinedEvents:
                 case Transferred():
                     if rank == 0:  # the ranks move at the same time
                         joined.append(replace(event, num_bytes=event.num_bytes * self._num_ranks))
-                case Late():
+                case NotTransferred():
                     joined.append(replace(event, num_bytes=event.num_bytes * self._num_ranks))
                 case Lost():
                     self.delete(event.extent_ids)

@@ -23,12 +23,12 @@ from reprise.cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
-    Late,
+    FinishLoad,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
-    ReleaseLoad,
+    NotTransferred,
     Saved,
     SealSlot,
     Transferred,
@@ -49,12 +49,12 @@ Tagged = tuple[str, msgspec.Raw]
 _MOVES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(CopyRows, LoadBlocks, ReleaseLoad, AbandonLoad, FetchBlocks),
+        *(CopyRows, LoadBlocks, FinishLoad, AbandonLoad, FetchBlocks),
         *(FillFromSlot, FillFromPage, SealSlot, WriteExtent, DeleteExtents),
     )
 }
 _EVENTS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Transferred, Late, Saved, Loaded, Fetched, Written, Deleted, Lost)
+    kind.__name__: kind for kind in (Transferred, NotTransferred, Saved, Loaded, Fetched, Written, Deleted, Lost)
 }
 
 

@@ -28,10 +28,10 @@ from reprise.cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
+    FinishLoad,
     LoadBlocks,
     Loaded,
     PutSession,
-    ReleaseLoad,
     Saved,
     SealSlot,
     Transferred,
@@ -214,7 +214,7 @@ class PoolModel:
                     self.rows[target : target + move.num_rows] = [(value, p + turn) for value, p in copied]
                 case LoadBlocks():
                     self.loads.append(move)
-                case ReleaseLoad():
+                case FinishLoad():
                     pass  # loads come whole here, sooner or later
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self.saves.append(move)

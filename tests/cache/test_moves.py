@@ -1,9 +1,9 @@
-from reprise.cache.moves import AbandonLoad, Orders, ReleaseLoad
+from reprise.cache.moves import AbandonLoad, FinishLoad, Orders
 
 
 def test_moves_are_taken_once_in_the_order_of_the_decisions():
     orders = Orders()
-    first, second = ReleaseLoad(orders.next_job()), AbandonLoad(orders.next_job())
+    first, second = FinishLoad(orders.next_job()), AbandonLoad(orders.next_job())
     orders.add(second)
     orders.add(first)
     assert orders.take() == [second, first]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.cache.rates import LoadProgress, Rates, deadline_s
+from reprise.cache.rates import LoadProgress, Rates, worth_waiting_s
 from reprise.cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 
 MB = 1_000_000
@@ -202,7 +202,7 @@ def test_what_is_left_of_a_load_is_no_less_than_its_pace_and_its_silence(layers,
 @given(new_s=st.floats(1e-3, 1e3), history_s=st.floats(0, 1e3), num_layers=st.integers(1, 80))
 def test_a_deadline_is_the_longest_load_worth_waiting_for(new_s, history_s, num_layers):
     all_s = new_s + history_s
-    longest = deadline_s(new_s, all_s, num_layers)
+    longest = worth_waiting_s(new_s, all_s, num_layers)
     assert longest >= 0.25
     if longest > 0.25:
         assert first_token_s(longest, new_s, num_layers) == pytest.approx(all_s)

@@ -9,9 +9,9 @@ from tests.cache.requests.test_matching import CUT, tokens
 TEXT = tokens(1, 200)
 
 
-def on_disk() -> PoolModel:
+def on_disk(**options: float) -> PoolModel:
     """A history of three extents on disk alone: six full blocks, then one of 8 rows."""
-    manager = make_manager(num_pages=16, dram_slots=4, staging_slots=16, disk_bytes=1 << 20, window=256)
+    manager = make_manager(num_pages=16, dram_slots=4, staging_slots=16, disk_bytes=1 << 20, window=256, **options)
     model = PoolModel(manager)
     for end in (64, 128, 200):
         model.run(f"to {end}", TEXT[:end])
@@ -98,3 +98,15 @@ def test_a_request_that_ends_right_after_its_load_has_failed_publishes_nothing_o
     model.hear()  # nobody has asked which loads have failed
     model.close("r")
     assert not [row for row in model.manager.tiers.table if row.page is not None]
+
+
+@pytest.mark.parametrize(
+    ("known", "said"), [(None, "cheaper_to_recompute"), ("load_failed", "load_failed"), ("load_late", "load_late")]
+)
+def test_why_a_load_failed_is_not_forgotten_because_the_rest_is_cheaper_to_compute(known, said):
+    model = on_disk(bytes_per_s=1.0)
+    model.open("r", [*TEXT, 7])
+    context = model.contexts["r"]
+    context.reuse.miss_reason = known
+    assert model.manager.view.resident_tokens("r") == 0
+    assert context.reuse.miss_reason == said

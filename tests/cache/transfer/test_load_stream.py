@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from reprise.cache.moves import BlockLoad, Late, LoadBlocks, Loaded, Transferred
+from reprise.cache.moves import BlockLoad, LoadBlocks, Loaded, NotTransferred, Transferred
 from reprise.cache.rates import LoadProgress
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_format import checksum
@@ -338,7 +338,7 @@ def test_a_load_that_is_given_up_ends_while_the_disk_still_hangs(stream, landed)
     stream.stream.abandon(1)
     events = events_until_loaded(stream)
     assert Loaded(1, {late.key: "late"}, frozenset({whole.key})) in events
-    (told,) = [event for event in events if isinstance(event, Late)]
+    (told,) = [event for event in events if isinstance(event, NotTransferred)]
     assert (told.direction, told.num_bytes) == ("disk_to_hbm", stream.slab.slot_bytes)
     assert told.seconds >= before.whole_s(LAYERS) * 0.999
     assert stream.disk.open_readers == 1, "who hangs in it closes it"
@@ -382,7 +382,7 @@ def test_a_load_that_has_failed_is_given_up_while_the_disk_still_hangs(stream):
         stream.disk.let.release(LAYERS)
     assert progress is not None
     assert Loaded(1, {bad.key: "checksum", unread.key: "late"}) in events
-    assert [event.direction for event in events if isinstance(event, Late)] == ["disk_to_hbm"]
+    assert [event.direction for event in events if isinstance(event, NotTransferred)] == ["disk_to_hbm"]
     assert stream.stream.progress(1) is None
 
 

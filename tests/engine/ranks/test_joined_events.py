@@ -13,10 +13,10 @@ from reprise.cache.moves import (
     DeleteExtents,
     Event,
     Fetched,
-    Late,
     LoadBlocks,
     Loaded,
     Lost,
+    NotTransferred,
     Saved,
     Transferred,
     WriteExtent,
@@ -125,7 +125,7 @@ def test_bytes_are_those_of_all_ranks_and_trouble_that_of_any() -> None:
     moved = Transferred("dram_to_hbm", 10, 0.5)
     assert joined.add(0, [moved]) == [Transferred("dram_to_hbm", 20, 0.5)]
     assert joined.add(1, [moved]) == []
-    assert joined.add(1, [Late("disk_to_hbm", 10, 1.0)]) == [Late("disk_to_hbm", 20, 1.0)]
+    assert joined.add(1, [NotTransferred("disk_to_hbm", 10, 1.0)]) == [NotTransferred("disk_to_hbm", 20, 1.0)]
     assert joined.add(1, [Fetched(8, {KEYS[0]: "io"})]) == []
     assert joined.add(0, [Fetched(8)]) == [Fetched(8, {KEYS[0]: "io"})]
     assert joined.add(0, [Deleted(9, "busy")]) == []

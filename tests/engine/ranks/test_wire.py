@@ -22,14 +22,14 @@ from reprise.cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
+    FinishLoad,
     HeadersRead,
-    Late,
     LoadBlocks,
     Loaded,
     Lost,
     Move,
+    NotTransferred,
     PutSession,
-    ReleaseLoad,
     Remote,
     RemoteDeleted,
     RemoteUsed,
@@ -66,7 +66,7 @@ BLOCK = StoredBlock(key=KEY, parent=BlockKey(b"p" * 16), token_ids=b"\x01\x00\x0
 MOVES: list[Move] = [
     CopyRows(1, 2, 3, 4, 5, 6, 7),
     LoadBlocks(1, "r", (BlockLoad(KEY, 32, None, (1 << 60, 3), 2, 0, 64), BlockLoad(KEY, 5, 4, None, 2, 0, 64))),
-    ReleaseLoad(1),
+    FinishLoad(1),
     AbandonLoad(2),
     FetchBlocks(3, ((KEY, (5, 6), 7),)),
     FillFromSlot(1, 2, 3),
@@ -77,7 +77,7 @@ MOVES: list[Move] = [
 ]
 EVENTS: list[Event] = [
     Transferred("disk_to_hbm", 5, 0.25),
-    Late("disk_to_dram", 5, 0.25),
+    NotTransferred("disk_to_dram", 5, 0.25),
     Saved(3),
     Loaded(4, {KEY: "io"}, frozenset({KEY})),
     Fetched(5, {KEY: "late"}),
@@ -116,7 +116,7 @@ def test_what_is_no_move_is_not_taken() -> None:
     with pytest.raises(KeyError):
         unpack_moves(pack([PutSession(SESSION)]))
     with pytest.raises(msgspec.DecodeError):
-        unpack_moves([("ReleaseLoad", msgspec.Raw(msgspec.msgpack.encode({"job_id": "one"})))])
+        unpack_moves([("FinishLoad", msgspec.Raw(msgspec.msgpack.encode({"job_id": "one"})))])
     with pytest.raises(msgspec.DecodeError):
         decode_to_rank(b"\xc1")
 
