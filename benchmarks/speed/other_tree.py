@@ -7,8 +7,8 @@ Both servers have the same settings, all else by default, and hold the 125 M-sha
 works while the other waits, and get the same conversations in a round: a first turn of some 600 tokens and two that
 return, with answers of 48 tokens. What is compared are the two answers to the same request. Where a process happens to
 lie in memory is worth some per cent, so the servers are started anew several times, and take turns in being first.
-Nothing is measured before both have moved their memory into large pages: one that still does so in its pauses takes
-100 ms from a turn of the other.
+Nothing is measured before both are calm: trees of version 0.2 move their memory into large pages in their first
+pauses, which takes 100 ms from a turn of the other.
 
 Held: the medians of TTFT and TPOT, this over other, are at most 1.02.
 """

@@ -15,6 +15,7 @@ from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.requests.parking import chunk_pages
 from reprise.engine.build.assemble import assemble
 from reprise.engine.build.first_steps import WarmModel, warm_up
+from reprise.engine.build.large_pages import move_into_large_pages
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link, load, probe_model
 from reprise.engine.build.resources import memory
 from reprise.engine.build.room import DRAM_FREE_BUFFER, Room, find_room
@@ -60,6 +61,8 @@ def build_engine(
         remembered_in = config.cache.disk_dir if ready is None else ready.first_steps
         warm = warm_up(config, loaded, probed, room, tiers, remembered_in=remembered_in)
         build_selector(config, loaded, probed, warm.runner, num_pages=room.num_pages, max_context=room.max_context)
+    if ready is None and loaded.device.type == "cpu":
+        move_into_large_pages()
     if loaded.offloaded is not None:
         warm.runner.weights = loaded.offloaded.stream
     info = _model_info(config, loaded, probed, room, tiers, warm)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import zmq
 
 from reprise.cache.transfer.capture import CaptureSink
+from reprise.engine.build.large_pages import move_into_large_pages
 from reprise.engine.build.model import load, probe_model
 from reprise.engine.build.shared import decode_room
 from reprise.engine.build.tiers import build_tiers
@@ -82,6 +83,8 @@ def _built(launch: RankLaunch, socket: "zmq.Socket[bytes]") -> Rank:
     whole = replace(probed, fingerprint=order.fingerprint)
     tiers = build_tiers(launch.config, loaded, whole, decode_room(order.room))
     socket.send(encode(TiersMade({extent.extent_id: extent.size_bytes for extent in tiers.extents})))
+    if loaded.device.type == "cpu":
+        move_into_large_pages()
     sink = CaptureSink() if tiers.num_slots else None
     runner = ModelRunner(model=loaded.module, pages=tiers.pages, backend=probed.backend, sink=sink)
     return Rank(socket=socket, transfer=tiers.transfer, runner=runner, sink=sink, device=loaded.device)
