@@ -10,15 +10,10 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.truncate import apply_cuts
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from tests.engine.driver import Answer, Driver
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids
 
 SLOT = 32 * 4 * 2 * (16 + 16) * 4  # bytes of a block of the tiny model: layers, heads, K and V, fp32
 WINDOW = 256
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def make(path: Path, **changes: Any) -> Driver:

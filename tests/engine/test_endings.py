@@ -7,24 +7,9 @@ import pytest
 import torch
 
 from tests.engine.driver import Driver, assert_greedy, generate
-from tests.engine.models import RARE, random_ids, save_tiny, tiny_model, vanilla_logits
+from tests.engine.models import RARE, random_ids, vanilla_logits
 
 END = 2  # the model's end-of-text token
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
-
-
-@pytest.fixture
-def driver(path: Path) -> Driver:
-    return Driver(path)
 
 
 def test_the_end_of_text_ends_an_answer(driver: Driver, vanilla: Any) -> None:

@@ -10,24 +10,9 @@ import torch
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver, assert_greedy, generate
-from tests.engine.models import random_ids, save_tiny, tiny_model, vanilla_logits
+from tests.engine.models import random_ids, vanilla_logits
 
 END = 2  # the model's end-of-text token
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
-
-
-@pytest.fixture
-def driver(path: Path) -> Driver:
-    return Driver(path)
 
 
 # --- reuse ------------------------------------------------------------------------------------------------------------

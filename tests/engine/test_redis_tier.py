@@ -11,23 +11,13 @@ import pytest
 from reprise.engine.messages import Adopt, Head, SessionReply, SessionRequest
 from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
-from tests.engine.models import random_ids, save_tiny, tiny_model
+from tests.engine.models import random_ids
 
 __all__ = ["redis_server"]
 
 HISTORY, ANSWER = 150, 9
 SESSION = "s"
 Make = Callable[..., Driver]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
 
 
 @pytest.fixture

@@ -6,22 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.driver import Driver, assert_greedy
-from tests.engine.models import VOCAB, random_ids, save_tiny, tiny_model
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
-
-
-@pytest.fixture
-def driver(path: Path) -> Driver:
-    return Driver(path)
+from tests.engine.models import VOCAB, random_ids
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,10 @@ import pytest
 
 from reprise.engine.messages import SessionReply, SessionRequest
 from tests.engine.driver import Driver
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids
 
 SLOT = 32 * 4 * 2 * (16 + 16) * 4
 SYSTEM = random_ids(70, 99)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 from tests.engine.driver import Answer, Driver
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids
 
 HISTORY, ANSWER, LAYERS = 150, 9, 4
 READ_S = 0.5
 SETTINGS = {"hbm_tokens": 512, "max_context": 256}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 class Reads:

@@ -13,15 +13,10 @@ import pytest
 
 from reprise.cache.storage.extent_format import aligned, header_size
 from tests.engine.driver import Answer, Driver
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids
 
 SETTINGS = {"hbm_tokens": 1024, "max_context": 256}
 TURNS, ANSWER = (55, 55, 55, 15, 15), 9  # tokens; the first three leave 1, 2 and 2 full blocks and an open one
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def flip(file: Path, _: pytest.MonkeyPatch) -> None:

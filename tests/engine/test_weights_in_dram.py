@@ -14,11 +14,6 @@ from tests.engine.models import random_ids, save_tiny
 SLOT = 32 * 4 * 2 * (16 + 16) * 4  # bytes of a block of the tiny model: layers, heads, K and V, fp32
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
-
-
 def make(path: Path, *, hbm_layers: int = 0, **changes: Any) -> Driver:
     driver = Driver(path, weights=WeightsConfig(offload="dram", hbm_layers=hbm_layers), exact="off", **changes)
     # Else it depends on how busy the machine is whether KV of such a model is loaded or computed again.

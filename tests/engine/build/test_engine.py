@@ -21,11 +21,6 @@ from tests.engine.models import FAMILIES, family_model, random_ids, save_tiny, t
 KV_BYTES = 4 * 2 * (16 + 16) * 4  # layers x heads x (K + V) x fp32, of the tiny model
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def built(path: Path, **changes: Any) -> ModelInfo:
     return build_engine(config(path, **changes)).model
 

@@ -16,16 +16,11 @@ from reprise.cache.storage.extent_reader import ExtentReader
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver
-from tests.engine.models import family_model, random_ids, save_tiny
+from tests.engine.models import family_model, random_ids
 from tests.example_counts import examples
 
 SLOT = 32 * 4 * 2 * (16 + 16) * 4  # bytes of a block of the tiny model: layers, heads, K and V, fp32
 WINDOW = 256
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def tiered(path: Path, **changes: Any) -> Driver:

@@ -6,20 +6,10 @@ from typing import Any
 import pytest
 
 from tests.engine.driver import Answer, Driver, assert_greedy
-from tests.engine.models import random_ids, save_tiny, tiny_model
+from tests.engine.models import random_ids
 
 HISTORY = 200
 STAGING = 6 * 32  # tokens: too little to fetch a conversation into
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
 
 
 def restarted(path: Path, directory: Path, **changes: Any) -> tuple[Driver, list[Answer]]:

@@ -9,7 +9,7 @@ import pytest
 from reprise.cache.transfer.device_streams import Fence, HostStream
 from reprise.engine.step.batch_step import StepClock
 from tests.engine.driver import Driver
-from tests.engine.models import random_ids, save_tiny
+from tests.engine.models import random_ids
 
 
 def test_a_step_goes_on_with_its_callers_clock_and_counts_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +44,6 @@ class _LateDevice(HostStream):
 
     def fence(self) -> Any:
         return _LateFence(self)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def test_a_step_is_launched_when_the_one_before_is_over_and_learned_from_then(

@@ -10,13 +10,7 @@ import torch
 
 from reprise.engine.model.batch import BatchInput
 from tests.engine.driver import Driver
-from tests.engine.models import random_ids, save_tiny
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
+from tests.engine.models import random_ids
 
 NO_MEMORY = [
     torch.OutOfMemoryError("2 GiB"),

@@ -9,17 +9,7 @@ import torch
 from reprise.engine.messages import TokenLogprob
 from reprise.engine.step.sampler import token_logprobs
 from tests.engine.driver import Driver, assert_greedy
-from tests.engine.models import random_ids, save_tiny, tiny_model, vanilla_logits
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def vanilla() -> Any:
-    return tiny_model()
+from tests.engine.models import random_ids, vanilla_logits
 
 
 def assert_transformers_own(vanilla: Any, prompt: list[int], found: list[TokenLogprob] | None, top: int) -> None:
