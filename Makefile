@@ -160,6 +160,7 @@ sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 r
 figures: setup  ## the papers' figures from the simulator, and all pictures of docs/ from the committed results
 	@$(BIN)/python -m benchmarks.paper.figures $(ARGS)
 	@$(BIN)/python -m benchmarks.figures.draw
+	@$(BIN)/python -m benchmarks.claims
 
 screenshots: setup  ## the page's pictures in docs/; needs Chromium
 	@$(BIN)/python -m tests.page.screenshots

@@ -1,8 +1,10 @@
-"""Draw the committed results: docs/*.png and docs/results.md.
+"""Draws the committed results: docs/*.png and docs/results/*.md.
 
 python -m benchmarks.figures.draw
 """
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.claims.read import machine_of
 from benchmarks.figures import classes as classes_figure
 from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, sparsity
 from benchmarks.figures.fleet import fleet_sections
@@ -22,28 +25,6 @@ from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
 from benchmarks.scheduling.report import DEFAULT, POLICIES
 
 MEASURES = ("mean", "p50", "p95", "p99")
-HELD = {
-    "Text with reuse against text without, after restarts and kills, in a crowd and after cuts": "equality",
-    "The same, of SmolLM2-135M-Instruct": "equality_smollm2",
-    "The same, of SmolLM2-135M-Instruct in bf16 with model.exact on, of contexts never cut": "equality_exact_smollm2",
-    "After a restart and a crash": "restart",
-    "What the cache costs where nothing is reused": "zero_reuse",
-    "The same, step by step in one process": "zero_reuse_steps",
-    "How long threads wait awake": "waiting_threads",
-    "Soak": "soak",
-    "The simulator beside the server": "sim_agreement",
-    "Gaps in running streams while long prompts arrive": "itl",
-    "One tenant beside another's flood": "tenants",
-    "What planning a step costs": "planning_cost",
-    "What a decode step costs beside the model": "host_work",
-    "How well `reprise load` keeps time": "load_rate",
-    "One workload, four servers": "modes",
-    "KV in Redis beside a bare socket loop": "redis_tier",
-    "What the gateway adds": "gateway",
-    "A fleet whose Redis is in trouble": "fleet_faults",
-    "One server before packed weights, drafts and layers in one call, and after": "other_tree",
-}
-"""Results that say what held, by title."""
 POISSON = {
     "First tokens under load": "poisson",
     "First tokens where a queue stands": "poisson_load",
@@ -72,12 +53,8 @@ def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def machine(result: dict[str, Any]) -> str:
-    m = result["machine"]
-    versions = ", ".join(f"{name} {v}" for name, v in m["packages"].items() if v)
-    return (
-        f"`{result['command']}`; {m['cores']} cores of {m['cpu']}, {m['memory_gib']:.0f} GiB, no GPU; load average at "
-        f"the end {m['load_average'][0]}; {versions}; commit {m['commit']}; {result['finished'][:10]}."
-    )
+    date, commit = result.get("finished", "")[:10], result["machine"]["commit"]
+    return f"`{result['command']}`; {machine_of(result)}; {date}, {commit}."
 
 
 def replay_section(title: str, result: dict[str, Any]) -> list[str]:
@@ -220,31 +197,26 @@ def poisson_section(title: str, result: dict[str, Any]) -> list[str]:
     return [*lines, "", machine(result), ""]
 
 
-def main() -> None:
-    DOCS.mkdir(exist_ok=True)
-    lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures.draw`.", ""]
-    lines += [
-        "What the papers' figures come to on the papers' machines, simulated: [paper_figures.md](paper_figures.md).",
+def dialogues() -> list[str]:
+    titles = {"bundled model (5.6 M)": "replay_dialogues", "SmolLM2-135M-Instruct": "replay_dialogues_smollm2"}
+    replays = {title: result for title, name in titles.items() if (result := load(name)) is not None}
+    draw_replay(replays, DOCS / "ttft_by_turn.png")
+    lines = [
+        "## Real dialogues, reuse against recompute",
+        "",
+        "![TTFT by turn](ttft_by_turn.png)",
+        "",
+        "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the "
+        "same requests to two servers that differ in `cache.mode`, turn about.",
         "",
     ]
-    names = {
-        "bundled model (5.6 M)": "replay_dialogues",
-        "SmolLM2-135M-Instruct": "replay_dialogues_smollm2",
-        "random model (100 M)": "replay_dialogues_100m",
-    }
-    replays = {title: result for title, name in names.items() if (result := load(name)) is not None}
-    if replays:
-        draw_replay(replays, DOCS / "ttft_by_turn.png")
-        lines += ["## Real dialogues, reuse against recompute", "", "![TTFT by turn](ttft_by_turn.png)", ""]
-        lines += [
-            "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the "
-            "same requests to two servers that differ in `cache.mode`, turn about.",
-            "",
-        ]
-        for title, result in replays.items():
-            lines += replay_section(title, result)
-    if (speed := load("raw_speed")) is not None:
-        lines += speed_section(speed)
+    return lines + [line for title, result in replays.items() for line in replay_section(title, result)]
+
+
+def speed() -> list[str]:
+    lines = []
+    if (raw := load("raw_speed")) is not None:
+        lines += speed_section(raw)
     if (on_cpu := load("cpu_speed")) is not None:
         cpu.draw(on_cpu, DOCS / "packed.png")
         lines += cpu.section(on_cpu, machine(on_cpu))
@@ -254,13 +226,21 @@ def main() -> None:
     if (packed := load("int8_pages_smollm2")) is not None:
         int8_pages.draw(packed, DOCS / "int8.png")
         lines += int8_pages.section(packed, machine(packed))
-    lines += tier_sections(load, machine, DOCS)
+    if (on_gpu := load("gpu_day")) is not None:
+        gpu.draw(on_gpu, DOCS / "gpu.png")
+    return lines
+
+
+def tiers() -> list[str]:
+    lines = dialogues() + tier_sections(load, machine, DOCS)
     if (capacity := load("coded_capacity")) is not None:
         coded_capacity.draw(capacity, DOCS / "coded_capacity.png")
         lines += coded_capacity.section(capacity, machine(capacity))
-    lines += codecs.sections(load, machine, DOCS)
-    if (on_gpu := load("gpu_day")) is not None:
-        gpu.draw(on_gpu, DOCS / "gpu.png")
+    return lines
+
+
+def texts() -> list[str]:
+    lines = codecs.sections(load, machine, DOCS)
     sparse = {"SmolLM2-135M-Instruct": load("sparsity_smollm2"), "bundled model (5.6 M)": load("sparsity")}
     if found := {title: result for title, result in sparse.items() if result is not None}:
         sparsity.draw(found, DOCS / "sparsity.png")
@@ -270,6 +250,11 @@ def main() -> None:
         draw_truncation(parts, DOCS / "truncation.png")
         lines += truncation_section(parts)
         lines += [line for result in cuts for line in (machine(result), "")]
+    return lines
+
+
+def scheduling() -> list[str]:
+    lines = []
     if (schedulers := load("schedulers")) is not None:
         lines += schedulers_section(schedulers)
         if (foretold := load("schedulers_foretold")) is not None:
@@ -282,13 +267,25 @@ def main() -> None:
     for title, name in POISSON.items():
         if (result := load(name)) is not None:
             lines += poisson_section(title, result)
-    for title, name in HELD.items():
-        if (result := load(name)) is not None:
-            held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
-            lines += [f"## {title}", "", held + ".", "", machine(result), ""]
-    lines += fleet_sections(load, machine)
-    (DOCS / "results.md").write_text("\n".join(lines), encoding="utf-8")
-    print(f"written: {DOCS / 'results.md'}")
+    return lines
+
+
+PAGES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "speed": ("Speed of the model", speed),
+    "tiers": ("Tiers below HBM", tiers),
+    "texts": ("What changes a text", texts),
+    "scheduling": ("The order of requests", scheduling),
+    "fleet": ("Fleets", lambda: fleet_sections(load, machine)),
+}
+"""Name -> title and content of each page in docs/results/."""
+
+
+def main() -> None:
+    (DOCS / "results").mkdir(parents=True, exist_ok=True)
+    for name, (title, sections) in PAGES.items():
+        lines = [f"# {title}", "", "[All results](../results.md), with a number on every line.", "", *sections()]
+        text = re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines))
+        (DOCS / "results" / f"{name}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

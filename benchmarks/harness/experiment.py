@@ -8,7 +8,8 @@ it, and its own options. Everything else is the same for all:
     --no-result    write no result file
     --quick        the small form, for `benchmarks.harness.quick`; its result goes to build/quick/
 
-The exit status is 1 if something under `held` in the result does not hold.
+A result to be committed comes from sources without changes. The exit status is 1 if something under `held` in the
+result does not hold, and 2 if nothing was measured.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.result_files import QUICK, RESULTS, write_result
+from benchmarks.harness.result_files import QUICK, RESULTS, commit, write_result
 
 Arm = TypeVar("Arm")
 Item = TypeVar("Item")
@@ -179,6 +180,9 @@ class Experiment:
         console = Console() if Console().is_terminal else Console(width=WIDTH)
         folder = QUICK if getattr(arguments, "quick", False) else RESULTS
         file = folder / f"{self.file_name(arguments)}.json"
+        if folder is RESULTS and not arguments.no_result and str(commit()).endswith("-dirty"):
+            console.print("The sources have changes: commit them first, or measure with --no-result.")
+            return 2
 
         def write(result: Result) -> None:
             if not arguments.no_result:

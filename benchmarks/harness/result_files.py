@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 QUICK = ROOT / "build" / "quick"  # results of small forms; never committed
 DOCS = ROOT / "docs"
 PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
+_NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
 
@@ -74,8 +75,16 @@ def describe_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packages": {name: _installed(name) for name in PACKAGES},
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Return the commit of the sources, with -dirty if one has changed. Results and documents are not sources: several
+    are measured, and drawn, before they are committed together."""
+    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", *_NO_SOURCES)
+    return f"{found}-dirty" if found and changed else found
 
 
 def _installed(package: str) -> str | None:

@@ -17,6 +17,7 @@ from benchmarks.harness.result_files import ROOT, command_line, write_result
 def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(experiment, "QUICK", tmp_path / "quick")
+    monkeypatch.setattr(experiment, "commit", lambda: "abc")
     return tmp_path
 
 
@@ -133,3 +134,11 @@ def test_a_command_is_as_it_would_be_typed_in_the_checkout():
 def test_paths_in_a_result_are_those_of_the_checkout(tmp_path):
     write_result(tmp_path / "new" / "r.json", {"settings": {"model.source": str(ROOT / "model" / "bundled")}})
     assert json.loads((tmp_path / "new" / "r.json").read_text())["settings"] == {"model.source": "model/bundled"}
+
+
+def test_changed_sources_give_no_result(folders, monkeypatch):
+    monkeypatch.setattr(experiment, "commit", lambda: "abc-dirty")
+    assert STUB.main([]) == 2
+    assert not (folders / "results" / "stub.json").exists()
+    assert STUB.main(["--no-result"]) == 0
+    assert STUB.main(["--quick", "--limit", "9"]) == 0

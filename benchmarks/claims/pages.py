@@ -1,0 +1,65 @@
+"""Writes docs/results.md of all claims, and puts their numbers into the documents that repeat them."""
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.claims.read import Claim
+
+_NUMBER = r"[\d,.]*\d(?: %)?"
+_HEAD = """# Results
+
+Every number here is read from a file in `benchmarks/results/` by `python -m benchmarks.claims`, which also puts it
+into the documents that repeat it. Each file holds its command, the versions, the machine and every round.
+"""
+
+
+def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> str:
+    """Return docs/results.md. detail: titles and addresses of pages with tables and plots."""
+    lines = [_HEAD, *(f"- [{title}]({address})" for title, address in detail)]
+    for theme, together in groupby(claims, key=lambda claim: claim.theme):
+        lines += ["", f"## {theme}", "", "| | measured by | on | of |", "|---|---|---|---|"]
+        lines += [_row(claim) for claim in together]
+    return "\n".join(lines) + "\n"
+
+
+def _row(claim: Claim) -> str:
+    return f"| {claim.marked} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
+
+
+def with_numbers(text: str, claims: Iterable[Claim]) -> str:
+    """Return a document with the numbers of these claims in the sentences that it repeats. Line breaks and emphasis
+    stay, and so do sentences that are written in other words."""
+    for claim in claims:
+        parts = claim.marked.split("**")
+        pattern = "".join(_NUMBER if n % 2 else f"({_words(part)})" for n, part in enumerate(parts))
+        text = re.sub(f"(?i){pattern}", functools.partial(_between, numbers=parts[1::2]), text)
+    return text
+
+
+def _between(found: re.Match[str], numbers: Sequence[str]) -> str:
+    """Return the words that were found, with these numbers between them."""
+    return "".join(word + number for word, number in zip(found.groups(), [*numbers, ""], strict=True))
+
+
+def missing(text: str, claims: Iterable[Claim]) -> Iterator[str]:
+    """Yield the claims that a document does not repeat, word by word and with their numbers."""
+    words = _bare(text)
+    return (claim.sentence for claim in claims if _bare(claim.sentence) not in words)
+
+
+def _bare(text: str) -> str:
+    """Return a text without emphasis and line breaks, its first letters small."""
+    return " ".join(text.replace("*", "").split()).lower()
+
+
+def _words(text: str) -> str:
+    """Return what matches these words with any line breaks and emphasis between them."""
+    return re.sub(r"(?:\\ )+", lambda _: r"[\s*]+", re.escape(text))
+
+
+def of_page(claims: Iterable[Claim], page: Path, root: Path) -> list[Claim]:
+    """Return the claims that a document repeats."""
+    return [claim for claim in claims if str(page.relative_to(root)) in claim.pages]
