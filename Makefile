@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.reprise-llm-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-all test-times test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick figures screenshots sim house coverage wheel test-wheel wheels lock clean
+.PHONY: help setup model serve test test-all test-times test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick evidence figures screenshots sim house coverage wheel test-wheel wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -156,6 +156,9 @@ bench-quick: setup  ## a small form of each benchmark beside the committed resul
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
 	@$(BIN)/python -m reprise.loadgen.virtual.simulation $(ARGS)
+
+evidence: setup  ## measures again what documents claim, where the result is stale; hours on an idle machine
+	@$(BIN)/python -m benchmarks.claims.evidence $(ARGS)
 
 figures: setup  ## the papers' figures from the simulator, and all pictures of docs/ from the committed results
 	@$(BIN)/python -m benchmarks.paper.figures $(ARGS)

@@ -13,7 +13,8 @@ A claim is a sentence with places for numbers, the name of a result file, and wh
 A path is names, in quotes if there is a point in them, and list indices, with points between them. `name[key=value]`
 is the first item of a list that has this value, `*` is each item, where `min`, `max` or `sum` stands before the path;
 `#` counts the items, and `path / path` is a quotient. `pages` are documents that contain the sentence: a test finds
-each that says another number than the result does.
+each that says another number than the result does. `command` measures the result again where its program has got
+another name since.
 """
 
 import json
@@ -32,7 +33,7 @@ _STEP = re.compile(r'"([^"]*)"|((?:[^."\[]|\[[^\]]*\])+)')
 _ITEM = re.compile(r"(?P<name>[^\[]*)\[(?P<key>[^=]+)=(?P<value>[^\]]*)\]")
 _OVER: dict[str, Callable[[list[Any]], Any]] = {"min": min, "max": max, "sum": sum}
 _PERCENT = re.compile(r"(\d)%")
-_KEYS = {"theme", "text", "result", "pages"}
+_KEYS = {"theme", "text", "result", "pages", "command"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Claim:
     marked: str  # the sentence, each number between **
     result: str  # name of the file
     pages: tuple[str, ...]
-    command: str
+    command: str  # that measures it again
     date: str  # YYYY-MM-DD
     machine: str
     commit: str
@@ -73,7 +74,7 @@ def _claim(told: Mapping[str, Any], results: Path) -> Claim:
         marked=_PERCENT.sub(r"\1 %", _Marking().format(told["text"], **numbers)),
         result=told["result"],
         pages=tuple(told.get("pages", ())),
-        command=result["command"],
+        command=told.get("command", result["command"]),
         date=str(result.get("finished", ""))[:10],
         machine=machine_of(result),
         commit=str(result["machine"]["commit"]),
