@@ -131,6 +131,7 @@ check: setup  ## formatting, lint, types, import rules, documents
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m tools.english
 	@$(BIN)/python -m pytest tests/test_imports.py tests/test_one_name.py tests/test_docs.py
 	@$(MAKE) --no-print-directory docs
 	@echo "check: ok"

@@ -15,27 +15,27 @@ _ON_TIME_S, _ON_TIME_SHARE = 0.05, 0.25  # so far from its turn, or by such a pa
 @dataclass(slots=True)
 class _EarlyLoad:
     started_s: float
-    looked_s: float  # when it was looked at last, and
-    left_s: float  # what was left of it then
+    looked_s: float  # the time of the last look
+    left_s: float  # seconds that were left of it at the last look
     had_time: bool  # it could have been started before
     turn_s: float | None = None
     finished_s: float | None = None
 
 
 class EarlyLoads:
-    """Single-threaded, part of the Scheduler. In the order in which they start."""
+    """The sequences with early loads, in the order in which they start. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
         self._forecast = forecast
         self._loads: dict[Sequence, _EarlyLoad] = {}
         self.overdue: dict[Sequence, _EarlyLoad] = {}
-        """Run, and are not loaded yet. Read only."""
+        """The sequences that run and are not loaded yet. Read only."""
         self.changes = 0
         """How often a load has come to these or left them."""
         self.outcomes: Counter[str] = Counter()
         """on_time: a load ended within 50 ms, or a quarter of what it took, of the moment when its turn came; early,
-        late: farther before or behind it; at_once: behind it, but started as soon as it was known; wasted: the pages
+        late: farther before or after it; at_once: after it, but started as soon as it was known; wasted: the pages
         were needed for others, or the request went away."""
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class EarlyLoads:
         self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """Notice what has arrived; seconds of loading that are left of those who wait."""
+        """Notice what has arrived, and return the seconds of loading that are left for the waiting requests."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
         for sequence, load in [*self.overdue.items()]:
             if not self._look(sequence, load, now):
@@ -65,7 +65,7 @@ class EarlyLoads:
             return 0.0
         left_s = self._cache.stall_s(sequence.request_id)
         if not left_s:
-            # Within the last step: by what was left before it, for nobody looked meanwhile.
+            # It ended within the last step: estimate when by what was left before it.
             load.finished_s = min(now, load.looked_s + load.left_s)
         load.looked_s, load.left_s = now, left_s
         return left_s
@@ -96,7 +96,7 @@ class EarlyLoads:
             self._forecast.was_wrong(early=outcome == "early")
 
     def stopped(self, sequence: Sequence) -> None:
-        """It runs no more: what is left of its load is for nobody."""
+        """Forget a sequence that runs no more: the rest of its load is for none."""
         self.overdue.pop(sequence, None)
 
     def withdraw(self, sequence: Sequence) -> None:

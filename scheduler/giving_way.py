@@ -1,4 +1,4 @@
-"""Room for a tenant who has nothing running: a request of a tenant with several gives way."""
+"""Makes room for a tenant that has nothing running: a request of a tenant with several gives way."""
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
 from reprise.scheduler.budgets.step_budgets import StepBudgets
@@ -10,7 +10,7 @@ from reprise.scheduler.sequence import Sequence
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
 
-_STRETCH = 1.5  # of the usual length, for a step that ends a starved prompt by itself: another would cost as much
+_STRETCH = 1.5  # times the usual length of a step, if it ends a starved prompt: another step would cost as much
 
 
 class GivingWay:
@@ -35,12 +35,12 @@ class GivingWay:
         self._budgets = budgets
         self._limits = limits
         self.is_full = False
-        """The last step left somebody waiting. Set by whoever ends a step."""
+        """Whether the last step left a request waiting. Set by the Scheduler at the end of a step."""
         self.preemptions = 0
 
     def starved(self) -> Sequence | None:
-        """The next request of a tenant who has nothing running, while another has all places, room or the budget of the
-        steps; see `Tenants.starved`."""
+        """Return the next request of a tenant that has nothing running, while another has all places, room or the
+        budget of the steps; see `Tenants.starved`."""
         waiting = self._waiting
         if waiting.favoured is not None:
             return waiting.favoured
@@ -53,12 +53,12 @@ class GivingWay:
         sequence = self.starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return
-        # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
+        # The margin protects the sequences that decode beside it; they are many, and not as urgent.
         draft.budget.is_urgent = True
-        aside, beside = self._who_sits_out(sequence, draft)
+        aside, beside = self._sitting_out(sequence, draft)
         reserved = self._batch.place(sequence, beside)
         while reserved is None and self._give_way(draft):
-            # Whoever gives way stays out until it has been of use.
+            # A request that gives way stays out until that has been of use.
             self._waiting.favoured = sequence
             reserved = self._batch.place(sequence, beside)
         if reserved:
@@ -70,11 +70,12 @@ class GivingWay:
             self._batch.start(sequence, reserved, draft)
         draft.budget.is_urgent = False
 
-    def _who_sits_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
-        """Choose who sits out this step so that a starved prompt can end in it, and return the budget without them.
+    def _sitting_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
+        """Choose the sequences that sit out this step so that a starved prompt can end in it, and return the budget
+        without them.
 
-        They are of tenants with more than one in the batch. Nobody sits out if the prompt can be ended beside them or
-        takes another step anyway, and nobody twice in a row: however many tenants come, an answer goes on in every
+        They are of tenants with more than one in the batch. None sits out if the prompt can be ended beside them or
+        takes another step anyway, and none twice in a row: however many tenants come, an answer goes on in every
         other step."""
         aside = frozenset(
             chunk.sequence
@@ -91,7 +92,7 @@ class GivingWay:
         return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), draft.budget)
 
     def _give_way(self, draft: StepDraft) -> bool:
-        """Preempt one of the tenant with the most running. False if nobody has more than one."""
+        """Preempt one of the tenant with the most running. False if no tenant has more than one."""
         if self._tenants.most_running < 2:
             return False
         self._batch.preempt(self._tenants.to_give_way(self._batch.sequences), draft)

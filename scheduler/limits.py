@@ -1,4 +1,4 @@
-"""What bounds the batch, its steps and the queue."""
+"""Bounds of the batch, its steps and the queue."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ class SchedulerLimits:
     """Sizes and switches of a `Scheduler`; they do not change while it runs."""
 
     max_seqs: int  # that run at once
-    max_queued: int  # that wait; who comes beyond that is refused
-    step_tokens: int  # while somebody decodes, and so waits for the end of every step
-    lone_step_tokens: int  # while nobody does
+    max_queued: int  # waiting requests; a later one is refused
+    step_tokens: int  # most tokens while a sequence decodes, and so waits for the end of every step
+    lone_step_tokens: int  # most tokens while none does
     itl_target_s: float | None
     """What a step may take while somebody decodes; 0: whatever its tokens take; None: what serves all of them best."""
-    least_chunk_tokens: int  # of a prompt: below that, products are inefficient
+    least_chunk_tokens: int  # least of a prompt in a step: fewer make products inefficient
     chunked_prefill: bool  # a prompt may be computed in several steps

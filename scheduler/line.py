@@ -1,4 +1,4 @@
-"""The waiting order as a value: who waits, next first, and what has changed since an earlier look."""
+"""The waiting order as a value: the waiting requests, next first, and what has changed since an earlier look."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ _LEFT = 8  # so many of the first members may have left since: beyond that the l
 
 
 class Change(NamedTuple, Generic[T]):
-    """How one line becomes another: `gone` leave its head, and then, from `start` on, `came` stand for `went`. Whoever
-    has only moved is among both."""
+    """A change of one line into another: `gone` leave its head, and then, from `start` on, `came` stand for `went`. A
+    member that has only moved is among both."""
 
     gone: tuple[T, ...]
     start: int
@@ -33,7 +33,8 @@ class Change(NamedTuple, Generic[T]):
         return [member for member in (*self.gone, *self.went) if member not in stand]
 
     def apply(self, values: list[V], value_of: Callable[[T], V]) -> None:
-        """Bring a list with one value per member up to date, in place. value_of: of whoever came."""
+        """Bring a list with one value per member up to date, in place. value_of: returns the value of a member that
+        came."""
         del values[: len(self.gone)]
         values[self.start : self.start + len(self.went)] = map(value_of, self.came)
 
@@ -41,8 +42,8 @@ class Change(NamedTuple, Generic[T]):
 @dataclass(frozen=True, slots=True, eq=False)
 class Line(Generic[T]):
     """The sequences that wait, next first, each once. It never changes: after an event its owner makes another line of
-    the last one, with the next version. So lines of one owner with the same version are the same line, and whoever
-    keeps the one that was seen last asks `since` what is new. Costs O(members) to make and to compare, at the speed of
+    the last one, with the next version. So lines of one owner with the same version are the same line, and a
+    caller that keeps the last one asks `since` what is new. Costs O(members) to make and to compare, at the speed of
     slices."""
 
     version: int = 0
@@ -53,8 +54,8 @@ class Line(Generic[T]):
         return Line(self.version + 1, tuple(members))
 
     def since(self, before: "Line[T] | None") -> Change[T]:
-        """What has changed since an earlier line; None: since nobody waited. A line changes at its head and its tail,
-        or somewhere in its middle: what is the same at both ends is not looked at one by one."""
+        """Return what has changed since an earlier line; None: since an empty one. A line changes at its head and its
+        tail, or somewhere in its middle: what is the same at both ends is not looked at one by one."""
         old, new = () if before is None else before.members, self.members
         gone = old.index(new[0], 0, _LEFT) if new and new[0] in old[:_LEFT] else 0
         stayed = old[gone:]
@@ -63,7 +64,7 @@ class Line(Generic[T]):
 
 
 def common_ends(before: Sequence[Any], after: Sequence[Any]) -> tuple[int, int]:
-    """How many elements two sequences share at their heads, and how many of the rest at their tails."""
+    """Count the elements that two sequences share at their heads, and those of the rest at their tails."""
     most = min(len(before), len(after))
     head = 0
     while head < most and before[head : head + _STRIDE] == after[head : head + _STRIDE]:

@@ -1,4 +1,5 @@
-"""When the KV of those next in line starts to come: CaR's prefetch timer, for the read buffer of AttentionStore."""
+"""Starts the loads of the next requests in line in time: CaR's prefetch timer, for the read buffer of
+AttentionStore."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -10,13 +11,13 @@ from reprise.scheduler.running_batch import RunningBatch
 from reprise.scheduler.sequence import Sequence
 from reprise.scheduler.waiting import Waiting
 
-_FRONT = 4  # of those who wait, so many are looked at for loads to start
-_FRONT_TOKENS = 256  # and so many tokens of theirs, one request at least, are looked up again in a step
+_FRONT = 4  # waiting requests that are looked at for loads to start
+_FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of at least one request
 
 
 class LoadAhead:
-    """While those who run take all places, or all of the step, those next in line get their pages as soon as the timer
-    says that their KV has to start coming, each as late as will do. Single-threaded, part of the Scheduler."""
+    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as the
+    timer says that their KV has to start coming, each as late as will do. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class LoadAhead:
         self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
 
     def begin_step(self, now: float) -> dict[str, float]:
-        """Time has passed. Returns, of those who run and wait for KV, what is left of that, in seconds."""
+        """Notice that time has passed. Return, for each running request that waits for KV, the seconds left of its
+        load."""
         stalls_s = self._stalls_s()
         self._foresee(stalls_s, now)
         return stalls_s

@@ -1,4 +1,4 @@
-"""How near each request is to needing its KV, as the cache is told (CaR §III-B-3)."""
+"""Tells the cache how near each request is to needing its KV (CaR §III-B-3)."""
 
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.running_batch import RunningBatch
@@ -14,10 +14,13 @@ class Nearness:
         self._waiting = waiting
         self._batch = batch
         self._scores: dict[Sequence, int] = {}  # as the cache was told
-        self._told: tuple[list[Sequence], int] = [], -1  # who was close, and how often the batch had changed
+        self._told: tuple[list[Sequence], int] = (
+            [],
+            -1,
+        )  # the sequences that were close, and how often the batch had changed
 
     def tell(self) -> None:
-        """Tell the cache who has come nearer, and who has gone away."""
+        """Tell the cache which requests have come nearer, and which have gone away."""
         near = self._waiting.queue.near()
         if near is None:
             return

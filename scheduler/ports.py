@@ -5,7 +5,8 @@ from typing import Protocol
 
 
 class Residency(Protocol):
-    """Where the KV of a request's tokens is right now. Tokens are counted once, in the fastest tier that has them."""
+    """The tiers that hold the KV of a request's tokens right now. Tokens are counted once, in the fastest tier that has
+    them."""
 
     @property
     def hbm_tokens(self) -> int: ...
@@ -18,7 +19,7 @@ class Residency(Protocol):
     def bytes_to_load(self) -> int: ...
     @property
     def missing_tokens(self) -> int:
-        """To be computed, whatever is loaded."""
+        """Tokens to be computed, whatever is loaded."""
         ...
 
     @property
@@ -28,7 +29,7 @@ class Residency(Protocol):
 
     @property
     def load_s(self) -> float:
-        """How long the bytes would take at the live rate, nothing else being loaded."""
+        """Seconds that the bytes would take at the live rate, nothing else being loaded."""
         ...
 
     @property
@@ -46,7 +47,7 @@ class CacheView(Protocol):
     """HBM room, asked for in tokens. Every method is O(blocks of the request) and answers at once."""
 
     def residency(self, request_id: str) -> Residency:
-        """What would have to move or be computed for the request if it started now."""
+        """Return what would have to move or be computed for the request if it started now."""
         ...
 
     def resident_tokens(self, request_id: str) -> int:
@@ -60,13 +61,13 @@ class CacheView(Protocol):
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """Pin what is cached of the request and reserve room for `num_tokens` rows behind its resident tokens.
+        """Pin what is cached of the request and reserve room for `num_tokens` rows after its resident tokens.
         Returns the number of leading rows that need no computing (`resident_tokens`; fewer where nothing else runs and
         their copies had no room), or None when there is no room; None changes nothing."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Reserve room for `num_tokens` rows behind those computed. Returns for how many there is room now, which may
+        """Reserve room for `num_tokens` rows after those computed. Return for how many there is room now, which may
         be more; 0 changes nothing."""
         ...
 
@@ -75,7 +76,7 @@ class CacheView(Protocol):
         ...
 
     def stalls_s(self) -> dict[str, float]:
-        """`stall_s` of all for whom it is not 0."""
+        """Return `stall_s` of every request whose value is not 0."""
         ...
 
     def room_is_coming(self) -> bool:
@@ -87,8 +88,8 @@ class CacheView(Protocol):
         ...
 
     def expect(self, request_id: str, score: int) -> None:
-        """How near the request is to needing its KV (CaR §III-B-3): 0 far, 1 in the window, 2 running. What has the
-        smallest sum leaves HBM first."""
+        """Tell how near the request is to needing its KV (CaR §III-B-3): 0 far, 1 in the window, 2 running. The blocks
+        with the smallest sum leave HBM first."""
         ...
 
     def preempt(self, request_id: str) -> None:

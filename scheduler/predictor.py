@@ -1,4 +1,4 @@
-"""How long an answer will be: learned from the answers of its session, its tenant and everybody."""
+"""Predicts how long an answer will be, from the answers of its session, its tenant and all tenants."""
 
 import math
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from typing import Protocol
 from reprise.scheduler.sequence import Sequence
 
 _STEP = math.log(1.1)  # between buckets: lengths spread over orders of magnitude
-_FADE = 0.98  # of the evidence after one more answer: about the last fifty count
+_FADE = 0.98  # share of the evidence left after one more answer: about the last fifty count
 _BORROWED = 2.0  # answers that what is known of a wider group counts as
 _MAX_GROUPS = 10_000  # the ones not used for longest are forgotten
 _LAST_BUCKET = int(math.log(1 << 24) / _STEP)
@@ -40,7 +40,7 @@ class MaxTokensPredictor:
         return [sequence.sampling.max_tokens] * len(shares)
 
     def learn(self, sequence: Sequence) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
 
 class _Histogram:
@@ -64,9 +64,9 @@ class _Histogram:
 class QuantilePredictor:
     """The `quantile` of the lengths known, given that the answer is as long as it is already.
 
-    A session speaks for itself as far as it has spoken; the rest is borrowed from its tenant, and from everybody. While
-    nothing is known the answer is as long as it may be. CaR asks the language model itself ([40] there) and pays a
-    prefill for it; this costs microseconds.
+    A session speaks for itself as far as it has spoken; the rest is borrowed from its tenant, and from all tenants.
+    While nothing is known the answer is as long as it may be. CaR asks the language model itself ([40] there) and pays
+    a prefill for it; this costs microseconds.
     """
 
     def __init__(self, *, quantile: float) -> None:
@@ -108,7 +108,7 @@ class QuantilePredictor:
         ascending, a bucket once for each group that has it."""
         evidence: list[tuple[int, float, float]] = []
         total = 0.0
-        for group in reversed(_groups(sequence)):  # from everybody to the session
+        for group in reversed(_groups(sequence)):  # from all tenants to the session
             histogram = self._groups.get(group)
             if histogram is None:
                 continue
@@ -130,5 +130,5 @@ def _bucket(num_tokens: int) -> int:
 
 
 def _groups(sequence: Sequence) -> tuple[tuple[str, ...], ...]:
-    """The session, its tenant, everybody."""
+    """Return the groups that an answer belongs to: the session, its tenant, all tenants."""
     return (sequence.tenant, sequence.session_id), (sequence.tenant,), ()

@@ -15,8 +15,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:
-    """Single-threaded, part of the Scheduler. Where HBM is full, those who wait with early loads give their pages back
-    first; then whoever runs and arrived last is preempted, and stands first in line again."""
+    """The sequences that run. Where HBM is full, waiting ones with early loads give their pages back first; then the
+    running one that arrived last is preempted, and stands first in line again. Single-threaded, part of the
+    Scheduler."""
 
     def __init__(
         self,
@@ -39,10 +40,10 @@ class RunningBatch:
         self.sequences: list[Sequence] = []
         """In order of admission. Read only."""
         self.changes = 0
-        """How many have joined and left."""
+        """Number of sequences that have joined and left."""
         self.preemptions = 0
         self.loads: Counter[str] = Counter()
-        """At the first chunk of those with KV to load: finished, hidden or exposed."""
+        """Loads by what had become of them at the first chunk: finished, hidden or exposed."""
         self._loaders: set[Sequence] = set()  # have loaded, and computed nothing yet
         self._rows: dict[Sequence, Chunk] = {}  # the one token that each decodes in nearly every step
 
@@ -56,7 +57,7 @@ class RunningBatch:
 
     @property
     def free_places(self) -> int:
-        """How many more sequences may run at once."""
+        """Number of sequences that may run beside those that do."""
         return self._limits.max_seqs - len(self.sequences)
 
     # --- joining ------------------------------------------------------------------------------------------------------
@@ -114,8 +115,8 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return who has more than a token to compute, in order of admission; with fair places, tenants with the least
-        to do first."""
+        """Return the sequences with more than a token to compute, in order of admission; with fair places, tenants with
+        the least to do first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
@@ -141,7 +142,7 @@ class RunningBatch:
                 continue
             left_s = draft.loading.get(sequence.request_id, 0.0)
             if draft.has_decodes and left_s > STALL_BUDGET_S:
-                continue  # its KV is still on its way, and those who decode don't wait for it
+                continue  # its KV is still on its way, and decoding sequences do not wait for it
             draft.budget.wait(left_s)
             num_tokens = self._chunk_tokens(draft.budget, sequence.pending_tokens, sequence.computed_tokens)
             if not num_tokens:
@@ -185,7 +186,7 @@ class RunningBatch:
         draft.chunks[:] = [chunk for chunk in draft.chunks if chunk.sequence is not victim]
 
     def lose_room(self, sequence: Sequence) -> None:
-        """The room in HBM of one who runs is gone: it stands first in line again."""
+        """Put a running sequence whose room in HBM is gone first in line again."""
         self.stop(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = sequence.reserved_tokens = 0

@@ -1,4 +1,4 @@
-"""One step: who computes how many tokens of its own, while it is drafted and as the engine carries it out."""
+"""One step: how many tokens of which sequences it computes, while it is drafted and as the engine carries it out."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The continuous batch: who runs in the next step, and how many tokens of each."""
+"""The continuous batch: which sequences run in the next step, and how many tokens of each."""
 
 from collections import Counter
 
@@ -28,11 +28,11 @@ class QueueFull(Exception):
 class Scheduler:
     """Continuous batching with chunked prefill under a budget of tokens, or of time.
 
-    Every step decodes all running sequences, then spends what is left of the budget on prefills: of those who run, then
-    of those who wait, in the order of `queue`. When HBM is full the sequence that arrived last is preempted and stands
-    first in line again, before the queue; what it computed stays cached (`RunningBatch`). While all places are taken,
-    those next in line get their pages in time for their KV to come while others run (`LoadAhead`); they give way to
-    those who run when these need the room. With `fair_places`, a tenant who has nothing running does not wait until
+    Every step decodes all running sequences, then spends what is left of the budget on prefills: of running sequences,
+    then of waiting ones, in the order of `queue`. When HBM is full the sequence that arrived last is preempted and
+    stands first in line again, before the queue; what it computed stays cached (`RunningBatch`). While all places are
+    taken, those next in line get their pages in time for their KV to come while others run (`LoadAhead`); they give way
+    to running ones that need the room. With `fair_places`, a tenant that has nothing running does not wait until
     another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
@@ -47,7 +47,7 @@ class Scheduler:
         fair_places: bool,
         scores: bool,
     ) -> None:
-        """fair_places: tenants share the places. scores: the cache is told who needs its KV soon."""
+        """fair_places: tenants share the places. scores: the cache is told which requests need their KV soon."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
@@ -69,17 +69,17 @@ class Scheduler:
             cache=cache, waiting=waiting, batch=batch, early=early, forecast=forecast, limits=limits
         )
         self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
-        self._lacks_room = False  # of HBM, for one of those who wait, and nobody has ended since
-        self._work = StepWork()  # of the step that was scheduled last
-        self._sat_out: frozenset[Sequence] = frozenset()  # of it: see `StepDraft.sits_out`
-        self._began_s = 0.0  # and when
+        self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
+        self._work = StepWork()  # work of the step that was scheduled last
+        self._sat_out: frozenset[Sequence] = frozenset()  # sequences that sat out that step: see `StepDraft.sits_out`
+        self._began_s = 0.0  # start of that step
         self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """In order of admission."""
+        """The running sequences in order of admission."""
         return tuple(self._batch.sequences)
 
     @property
@@ -88,13 +88,13 @@ class Scheduler:
 
     @property
     def free_places(self) -> int:
-        """How many more sequences may run at once."""
+        """Number of sequences that may run beside those that do."""
         return self._batch.free_places
 
     @property
     def num_starting(self) -> int:
-        """How many of those who wait may start in the next step, and load for themselves: as many as there are places,
-        but nobody while HBM has no room for the first."""
+        """Number of waiting sequences that may start in the next step, and load for themselves: as many as there are
+        places, but none while HBM has no room for the first."""
         return 0 if self._lacks_room else self._batch.free_places
 
     @property
@@ -108,22 +108,22 @@ class Scheduler:
 
     @property
     def loads(self) -> Counter[str]:
-        """See `RunningBatch.loads`."""
+        """Loads by what became of them; see `RunningBatch.loads`."""
         return self._batch.loads
 
     @property
     def timer_outcomes(self) -> Counter[str]:
-        """See `EarlyLoads.outcomes`."""
+        """Early loads by when they ended; see `EarlyLoads.outcomes`."""
         return self._early.outcomes
 
     @property
     def tpot_s(self) -> float:
-        """See `Pace.tpot_s`."""
+        """Mean seconds between two tokens of a stream; see `Pace.tpot_s`."""
         return self._pace.tpot_s
 
     @property
     def predicted_tokens(self) -> Counter[str]:
-        """See `Forecast.errors`."""
+        """Tokens by which predicted lengths were off; see `Forecast.errors`."""
         return self._forecast.errors
 
     def has_work(self) -> bool:
@@ -137,12 +137,12 @@ class Scheduler:
         """Request ids in the order in which their KV is needed, next first; the cache plans by it."""
         waiting = self._waiting
         if not (waiting.count or waiting.seen.members):
-            return waiting.seen  # nobody waits, and nobody has when it was asked for last
+            return waiting.seen  # none waits, and none did at the last call
         return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
         """The sequences whose order is settled, next first, each with the seconds until its place is expected to be
-        free; None behind the last of those who run."""
+        free; None after the last of the running ones."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
         front = self._waiting.front()
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
@@ -192,7 +192,7 @@ class Scheduler:
             self._learn(seconds)
 
     def ran_before(self, work: StepWork, seconds: float) -> None:
-        """A step in which nobody decoded is known to have taken so long, waiting for loads not included, after another
+        """A step without decodes is known to have taken so long, waiting for loads not included, after another
         was scheduled."""
         self.cost.ran(work, seconds)
 
@@ -208,8 +208,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
-        """What runs in the next step. Empty while a sequence runs or waits only if what it needs is on its way, as long
-        as every sequence alone fits into HBM; the engine sees to that on arrival."""
+        """Return what runs in the next step. It is empty while a sequence runs or waits only if what it needs is on its
+        way, as long as every sequence alone fits into HBM; the engine sees to that on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False
@@ -218,7 +218,7 @@ class Scheduler:
         return self._finish(step)
 
     def _learn(self, period_s: float) -> None:
-        """From the last step: it cost those who decode all that passed from its start to the next one's."""
+        """Learn from the last step: it cost the decoding sequences all the time from its start to the next one's."""
         if self._ran is None:
             return
         seconds, waited_s = self._ran
@@ -229,7 +229,7 @@ class Scheduler:
             self._pace.decoded(period_s, self._work.prefill_tokens)
 
     def _decode(self, now: float) -> StepDraft:
-        """A step begins with a token of each who decodes."""
+        """Begin a step with a token of each decoding sequence."""
         if self._waiting.count or self._early.overdue:
             self.queue.refresh()
             loading = self._load_ahead.begin_step(now)
@@ -241,7 +241,7 @@ class Scheduler:
         return step
 
     def _fill(self, step: StepDraft) -> None:
-        """What is left of a step is for prompts: of a starved request, of those who run, and of those who wait."""
+        """Give the rest of a step to prompts: of a starved request, of running sequences, and of waiting ones."""
         step.budget = self._budgets.beside(step.chunks, step.now)
         self._giving_way.admit(step)
         self._batch.prefill(step)
@@ -249,12 +249,12 @@ class Scheduler:
         self._start_loads(step)
 
     def _admit(self, step: StepDraft) -> None:
-        """Admit those who wait, as far as places, budget and HBM go."""
+        """Admit waiting sequences, as far as places, budget and HBM go."""
         # Room that was just taken from one is not given to another.
         self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
 
     def _admit_in_order(self, step: StepDraft) -> bool:
-        """False: somebody has found no room."""
+        """Return False if a sequence has found no room."""
         skipped: set[Sequence] = set()
         has_room = True
         while self._batch.free_places:
@@ -264,7 +264,7 @@ class Scheduler:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=True):
                 skipped.add(sequence)  # keeps its place; those after it may go first
                 if sequence is self._waiting.favoured:
-                    self._waiting.favoured = None  # and may have been passed often enough by the time it can go
+                    self._waiting.favoured = None  # other sequences may pass it until it can start
                 continue
             reserved = self._batch.place(sequence, step.budget)
             if reserved:
@@ -279,7 +279,7 @@ class Scheduler:
         return has_room
 
     def _start_loads(self, step: StepDraft) -> None:
-        """Not while somebody lacks room: who stands first would be kept out by the loads of those after it, step after
+        """Start early loads, unless a waiting sequence lacks HBM: loads for later ones would keep it out, step after
         step."""
         if not self._lacks_room:
             self._load_ahead.start_loads(step.now)

@@ -1,4 +1,4 @@
-"""What the scheduler orders: one Sequence per choice of a request, and the chunks of it that steps compute."""
+"""The unit that the scheduler orders: one Sequence per choice of a request, and the chunks that steps compute of it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,8 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. Validated by `reprise.app.schemas.chat`; here every value is taken as in range."""
+    """The rules by which the next token is drawn. Validated by `reprise.app.schemas.chat`; here every value is taken as
+    in range."""
 
     temperature: float  # 0 is greedy
     top_p: float  # 1 is off
@@ -45,12 +46,12 @@ class Sequence:
     arrived_s: float  # monotonic clock of the engine
     token_ids: list[int]  # the context: the prompt, then what we generate, less what truncations dropped
     prompt_tokens: int  # when it began
-    weight: float = 1.0  # of the request in its tenant's share; 2 costs the tenant half of what 1 does
+    weight: float = 1.0  # the request's weight in its tenant's share; 2 costs the tenant half of what 1 does
     computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
     reserved_tokens: int = 0  # rows that have room in HBM, computed or not, as far as the cache has said while it runs
     cached_tokens: int = 0  # rows of the prompt that were found, not computed
     state: SequenceState = SequenceState.WAITING
-    dropped_tokens: int = 0  # of `token_ids`, by truncations since it began
+    dropped_tokens: int = 0  # tokens that truncations took from `token_ids` since it began
     preemptions: int = 0
     scheduled_s: float | None = None  # first time it ran
     first_token_s: float | None = None

@@ -1,4 +1,4 @@
-"""Tenants: who of them runs, waits and has come lately, and whose turn it is by that."""
+"""Tenants: which of them run, wait and have come lately, and whose turn it is by that."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.sequence import Sequence
 
-_LATELY_S = 10.0  # a tenant who came in these may come again at any moment
+_LATELY_S = 10.0  # a tenant that came in these seconds may come again at any moment
 
 
 class _OfTenants:
@@ -21,14 +21,14 @@ class _OfTenants:
 
 
 class Tenants:
-    """Counts sequences by tenant. Without fair places nobody is starved and nobody comes before another: all are
+    """Counts sequences by tenant. Without fair places no tenant is starved and none comes before another: all are
     treated as one. Pure, single-threaded."""
 
     def __init__(self, *, fair_places: bool) -> None:
         self._fair_places = fair_places
-        self._arrivals: list[tuple[str, float]] = []  # of the two who came last, and when; the later one last
-        self._running: Counter[str] = Counter()  # tenant -> how many; nobody has none
-        self._present: Counter[str] = Counter()  # those who wait included; nobody has none
+        self._arrivals: list[tuple[str, float]] = []  # the two tenants that came last, and when; the later one last
+        self._running: Counter[str] = Counter()  # tenant -> how many, at least one
+        self._present: Counter[str] = Counter()  # the same, waiting ones included
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -62,32 +62,32 @@ class Tenants:
         return self._running[sequence.tenant] > 1
 
     def several(self, now: float) -> bool:
-        """Whether places are shared, and a tenant has come lately beside the one who runs."""
+        """Whether places are shared, and a tenant has come lately beside the one that runs."""
         if not self._fair_places:
             return False
         lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
         return len(lately.union(self._running)) > 1
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
-        """In their order as long as their tenants have equally many."""
+        """Sort by how much their tenants have, stable among those whose tenants have equally many."""
         if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))
 
     def to_give_way(self, running: Many[Sequence]) -> Sequence:
-        """The latest arrival; with fair places, of the tenants with the most running. So the earliest of all is never
-        chosen before the others, and gets on."""
+        """Return the latest arrival; with fair places, of the tenants with the most running. So the earliest of all is
+        never chosen before the others, and gets on."""
         if self._fair_places:
             most = self.most_running
             running = [sequence for sequence in running if self._running[sequence.tenant] == most]
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Return the next in the queue of a tenant who has nothing running and nothing before the queue, while another
+        """Return the next in the queue of a tenant that has nothing running and nothing before the queue, while another
         tenant has all that there is to give, and more than one request to spend it on. A tenant with one request keeps
         its place, but not the steps."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
-            return None  # asked several times a step: nobody in the queue need be looked at
+            return None  # asked several times a step: no need to look at the queue
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:
             return None
         if not has_places and self.most_running < 2:

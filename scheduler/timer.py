@@ -14,11 +14,11 @@ class WaitingLoad:
 
 
 def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: Sequence[WaitingLoad]) -> list[str]:
-    """Return whose loads have to start now, in order.
+    """Return the requests whose loads have to start now, in order.
 
     running_s: expected rest of each running request; queued_s: what is left of the loads under way; waiting: in the
     order in which they start. The paper asks of the next request whether min_i of the rests is no longer than SIZE /
-    bandwidth. For the one behind it that is the second smallest rest, and so on; loads go one after the other, so SIZE
+    bandwidth. For the one after it that is the second smallest rest, and so on; loads go one after the other, so SIZE
     includes those ahead. With a place free the rest is 0, and the load starts at once.
     """
     opens_s = [0.0] * max(0, free_places) + sorted(running_s)

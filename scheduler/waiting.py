@@ -1,4 +1,4 @@
-"""All who wait: those in the queue, and those who go before it."""
+"""All waiting sequences: those in the queue, and those that go before it."""
 
 from collections import deque
 from collections.abc import Container
@@ -22,7 +22,10 @@ class Waiting:
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self.seen: Line[str] = Line()
         """What `line` returned last."""
-        self._made_of: tuple[int, tuple[Sequence, ...]] = 0, ()  # version of the queue's line, and those before it
+        self._made_of: tuple[int, tuple[Sequence, ...]] = (
+            0,
+            (),
+        )  # the version of the queue's line, and the sequences before it
 
     def add(self, sequence: Sequence) -> None:
         """A request has arrived."""
@@ -35,7 +38,7 @@ class Waiting:
         self.count += 1
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return who starts next if those in `skipped` cannot start now. None: nobody may pass them."""
+        """Return the sequence that starts next if those in `skipped` cannot start now. None: no other may pass them."""
         if self.favoured is not None and self.favoured not in skipped:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)
@@ -73,8 +76,8 @@ class Waiting:
         return list(islice(chain(self.resumed, self.queue.once_loaded()), count))
 
     def line(self, starved: Sequence | None) -> Line[str]:
-        """Request ids of all, next first. starved: who goes before the queue, if anybody does. Answers at once while
-        nothing has changed, and another version means another order."""
+        """Request ids of all, next first. starved: a sequence that goes before the queue, if any does. Answers at once
+        while nothing has changed, and another version means another order."""
         queued = self.queue.upcoming()
         first = tuple(self.resumed) if starved is None else (*self.resumed, starved)
         if (made_of := (queued.version, first)) != self._made_of:

@@ -1,1 +1,1 @@
-"""How much a step may compute."""
+"""Budgets of a step: how much it may compute."""

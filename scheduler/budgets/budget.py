@@ -1,5 +1,5 @@
-"""How much one step may compute: what steps cost and how long they are, learned as they run, and the chunks that fit a
-target for the time between two tokens."""
+"""Limits how much one step may compute: learns what steps cost as they run, and finds the chunks that fit a target for
+the time between two tokens."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -9,23 +9,24 @@ from typing import NamedTuple, Protocol
 from reprise.scheduler.sequence import Chunk
 
 STALL_BUDGET_S = 0.02
-"""What those who decode wait for the KV of one who joins. A load that holds up a step no longer is taken as hidden."""
+"""Seconds that a step with decodes may wait for the KV of a request that joins. A load that takes no longer than the
+step and this is counted as hidden."""
 _TERMS = 5
-_KEPT = 0.96  # of the evidence after one more step of its kind: about the last twenty-five count
-_ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: others are what is asked for
+_KEPT = 0.96  # share of the evidence left after one more step of its kind: about the last 25 count
+_ASIDE = 0.1  # weight of steps that only decode or only compute prompts; predictions are for mixed steps
 _PRIOR_STEPS = 0.05  # what the prior counts as, in steps of its size
 _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_CONTEXT = 256, 8, 1024
 LEAST_CHUNK = 16  # tokens: less would not pay for the step
-_LEAST_SHARE = 0.2  # of the target, for prompts, however long the rest of the step takes
+_LEAST_SHARE = 0.2  # share of the target that prompts get, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
-_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
-_STEP_WEIGHT = 0.3  # of a new step in what steps of its kind take: nearer to what the next ones will
+_TPOT_WEIGHT = 0.1  # weight of a new step in the mean time between tokens
+_STEP_WEIGHT = 0.3  # weight of a new step in the time of its kind: higher, to follow the latest steps
 _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
 class StepWork(NamedTuple):
-    """What a step computes. Every token attends to its context: their products, in thousands, are `attended` for
+    """The work of a step. Every token attends to its context: their products, in thousands, are `attended` for
     tokens of prompts, which read a context once for many, and `read` for rows that decode."""
 
     prefill_tokens: int = 0
@@ -35,7 +36,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "StepWork":
-        """What a step with these chunks computes. A chunk of a single token counts as a row that decodes."""
+        """Return the work of a step with these chunks. A chunk of a single token counts as a row that decodes."""
         work = cls().plus_rows([chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1])
         for chunk in chunks:
             if chunk.num_tokens != 1:
@@ -43,16 +44,16 @@ class StepWork(NamedTuple):
         return work
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
-        """With a chunk of a prompt behind `context_len` tokens."""
+        """Return this work and that of a chunk of a prompt after `context_len` tokens."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
     def plus_row(self, context_len: int) -> "StepWork":
-        """With one more sequence that decodes."""
+        """Return this work and that of one more sequence that decodes."""
         return self.plus_rows([context_len])
 
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
-        """With one more sequence that decodes for each of these."""
+        """Return this work and that of one more sequence that decodes for each of these contexts."""
         read = self.read + sum(context_lens) / 1000
         return StepWork(self.prefill_tokens, self.attended, self.decode_rows + len(context_lens), read)
 
@@ -67,8 +68,8 @@ class _Evidence:
     __slots__ = ("products", "squares")
 
     def __init__(self) -> None:
-        self.squares = [[0.0] * _TERMS for _ in range(_TERMS)]  # of feature * feature / seconds^2
-        self.products = [0.0] * _TERMS  # of feature / seconds
+        self.squares = [[0.0] * _TERMS for _ in range(_TERMS)]  # sums of feature * feature / seconds^2
+        self.products = [0.0] * _TERMS  # sums of feature / seconds
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         x = [feature / seconds for feature in features]
@@ -116,11 +117,12 @@ class StepCost:
 
     @property
     def margin(self) -> float:
-        """What 99 of 100 steps with decodes and prompts take at most, in units of what was predicted."""
+        """The most that 99 of 100 steps with decodes and prompts take, in units of what was predicted."""
         return min(_MOST_MARGIN, max(1.0, self._in_order[-1 - len(self._in_order) // 100]))
 
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
-        """Most tokens of a prompt, behind `context_len` others, that take no longer than that beside a step's rest."""
+        """Return the most tokens of a prompt, after `context_len` others, that take no longer than that beside a step's
+        rest."""
         _, per_token, per_pair, _, _ = self.current()
         # per_pair / 2000 * n^2 + (per_token + per_pair * context / 1000) * n = seconds
         square, linear = per_pair / 2000, per_token + per_pair * context_len / 1000
@@ -189,7 +191,8 @@ class StepCost:
 
 
 class Pace:
-    """What has passed of late from the start of a step with decodes to the next one's: what those who decode wait."""
+    """The recent times from the start of a step with decodes to the start of the next: what a decoding sequence
+    waits."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -213,21 +216,21 @@ class Pace:
 
 
 class StepBudget(Protocol):
-    """What is left of one step. At least one chunk fits, so that prompts get on whatever the decodes take."""
+    """The rest of one step. At least one chunk fits, so that prompts get on whatever the decodes take."""
 
     is_urgent: bool
-    """Whether the next chunk may use what is kept back in case that the step takes longer than expected."""
+    """Whether the next chunk may use the time that is kept back for a step that takes longer than expected."""
 
     def wait(self, seconds: float) -> None:
         """The step is expected to wait so long for KV."""
         ...
 
     def chunk(self, pending: int, context_len: int) -> int:
-        """How many of `pending` tokens, behind `context_len` others, may be computed; 0: the step is full."""
+        """Return how many of `pending` tokens, after `context_len` others, may be computed; 0: the step is full."""
         ...
 
     def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
-        """A chunk is taken, of whatever size. ends: and the prompt with it, so that somebody waits for the step."""
+        """Take a chunk of any size. ends: it ends its prompt, so that a client waits for the end of the step."""
         ...
 
 
@@ -259,7 +262,7 @@ class TimeBudget:
         self._target_s = target_s
         self.is_urgent = False
         self._margin = cost.margin
-        self._is_empty = True  # of prompts: one chunk is taken however late the step is
+        self._is_empty = True  # True: no prompt yet, and one chunk is taken however late the step is
 
     def wait(self, seconds: float) -> None:
         self._target_s -= seconds

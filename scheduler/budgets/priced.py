@@ -1,5 +1,5 @@
-"""How long a step may take where no target is set: what its length costs those who read along, against what more and
-shorter steps cost those who wait for a first token."""
+"""Finds how long a step may take where no target is set: what its length costs the streams that decode, against what
+more and shorter steps cost the prompts that wait for a first token."""
 
 import math
 
@@ -7,7 +7,7 @@ from reprise.scheduler.budgets.budget import StepCost, StepWork
 
 _GAP_S = 24.0
 """A gap of g seconds between two tokens is as bad as g^2 / (2 * this) more seconds before a first one: readers are
-behind their streams and hardly see a short gap, while there is nothing to read of a stream that has not begun."""
+later than their streams and hardly see a short gap, while there is nothing to read of a stream that has not begun."""
 _PLENTY = 30.0  # times its rest: a step that is longer is hardly any more efficient
 _BESIDE = 2.0  # a prompt that ends in a step waits no more than so many times what it alone would have
 
@@ -16,7 +16,7 @@ class PricedBudget:
     """Room for prompts in a step, of the length that costs all of them the least.
 
     Each piece of a prompt pays anew for the rest of a step, `rest_s`, and all `prompts` wait for that; each of the
-    `readers`, who decode, bears the step as a gap. Over a long prompt the sum is least where a step gives it
+    `readers`, sequences that decode, bears the step as a gap. Over a long prompt the sum is least where a step gives it
 
         sqrt(rest_s^2 + 2 * _GAP_S * rest_s * prompts / readers)
 

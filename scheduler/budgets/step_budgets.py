@@ -1,4 +1,4 @@
-"""What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
+"""Makes the budget that a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from reprise.scheduler.budgets.priced import PricedBudget
@@ -10,7 +10,7 @@ from reprise.scheduler.waiting import Waiting
 
 
 class StepBudgets:
-    """Makes the budget of every step. A step in which nobody decodes may take more tokens, and has no target of time;
+    """Makes the budget of every step. A step without decodes may take more tokens, and has no target of time;
     not while several tenants come, since the next one to come waits for its end."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fair shares between tenants: in which order requests come to the front, whoever sends how many."""
+"""Shares the front of the queue fairly between tenants, however many requests each of them sends."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container
@@ -18,8 +18,8 @@ Cost = Callable[[Sequence], float]
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     sequence: Sequence
-    number: int  # of its arrival
-    cost: float  # in tokens, over its weight
+    number: int  # its place in the order of arrival
+    cost: float  # tokens over the weight of the request
     tag: float  # its place among the requests of its tenant
 
 
@@ -28,20 +28,21 @@ class _Tenant:
     served: float = 0.0  # virtual time at which its next request may start
     last_tag: dict[float, float] = field(default_factory=dict)  # weight -> where its last request ends
     waiting: list[tuple[float, int, _Waiting]] = field(default_factory=list)
-    starts: list[tuple[float, int, Sequence]] | None = None  # of `waiting`, in virtual time; None: to be found
+    starts: list[tuple[float, int, Sequence]] | None = None  # virtual start times of `waiting`; None: not yet computed
 
 
 class FairShare:
     """Start-time fair queueing, the deficit that a tenant runs up being the lead of its clock over the common one.
 
     A tenant's clock advances by cost / weight of each request that it gets through; the request whose start is earliest
-    goes first, so tenants with work get equal shares in tokens, and one who comes seldom is next. A clock that has
-    fallen behind is put to the common time: nobody saves up. What was charged on a guess is settled at the end of the
-    request, and given back if it never started. Within a tenant, requests of different weights share likewise.
+    goes first, so tenants with work get equal shares in tokens, and one that comes seldom is next. A clock that is
+    slower than the common time is put to it, so that no tenant saves up. What was charged on a guess is settled at the
+    end of the request, and given back if it never started. Within a tenant, requests of different weights share
+    likewise.
 
     Cost: an arrival or a departure touches one tenant's requests; the order over all is merged from them when it is
-    asked for after a change. In a long line that waits a few steps after a request has ended and its tenant's clock was
-    put right by what it has cost: nobody who is next is chosen by it.
+    asked for after a change. In a long line, the merge after a request has ended and its tenant's clock was settled
+    waits a few steps: no request that is next is chosen by it.
     """
 
     def __init__(self, *, cost: Cost) -> None:
@@ -50,7 +51,7 @@ class FairShare:
         self._arrivals = 0
         self._tenants: dict[str, _Tenant] = {}
         self._entries: dict[Sequence, _Waiting] = {}
-        self._charged: dict[Sequence, float] = {}  # those who went and have not ended
+        self._charged: dict[Sequence, float] = {}  # requests that have started and have not ended
         self._line: Line[Sequence] = Line()
         self._is_current = True  # the line, or but for clocks that were put right:
         self._outdated = 0  # steps since the first of these; 0: there is none
@@ -79,7 +80,7 @@ class FairShare:
     def take(self, sequence: Sequence) -> None:
         """The request goes, at its tenant's expense."""
         entry = self._entries.pop(sequence)
-        # Whoever goes out of turn does not take the common time past those who wait for theirs.
+        # A request that starts out of turn does not move the common time past those that wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
         tenant, was_current = self._tenants[sequence.tenant], self._is_current
         is_first = tenant.waiting[0][2] is entry
@@ -117,7 +118,7 @@ class FairShare:
         return best[2] if best is not None else None
 
     def upcoming(self) -> Line[Sequence]:
-        """In the order in which they would go if nothing else happened."""
+        """Return the requests in the order in which they would start if nothing else happened."""
         if not self._is_current:
             starts: list[tuple[float, int, Sequence]] = []
             for tenant in self._tenants.values():
@@ -134,7 +135,7 @@ class FairShare:
                 self._is_current = False
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
-        """When each waiting request of a tenant would start, in virtual time."""
+        """Return the virtual start time of each waiting request of a tenant."""
         if tenant.starts is None:
             begin, tenant.starts = tenant.served, []
             for _, number, entry in tenant.waiting:
@@ -149,7 +150,7 @@ class FairShare:
     def _settle(self, name: str, cost: float) -> None:
         """Something of a tenant's has changed, and its clock with it."""
         if not (self._entries or self._charged):
-            self._tenants, self._now, self._is_current = {}, 0.0, False  # nobody owes anybody anything
+            self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant has a deficit
             return
         tenant = self._tenants[name]
         tenant.served = max(tenant.served + cost, self._now)

@@ -1,5 +1,6 @@
-"""The shuffled window by what a load costs instead of by where KV is: a load that holds nobody up is as good as in HBM.
-Departs from CaR's §III-B-1. The policy `car-hidden`, the default (docs/decisions/0010-car-hidden-is-the-default.md)."""
+"""The shuffled window by what a load costs instead of by where KV is: a load that holds no step up is as good as KV in
+HBM. Departs from CaR's §III-B-1. The policy `car-hidden`, the default
+(docs/decisions/0010-car-hidden-is-the-default.md)."""
 
 from collections.abc import Sequence as Items
 
@@ -31,7 +32,7 @@ class HiddenWindow(ShuffledWindow):
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
         hidden: set[Sequence] = set()
         if opens_s and opens_s[0] > 0:
-            # The link takes one load after the other, and who has waited longest is served first.
+            # The link takes one load after the other, the one of the earliest arrival first.
             for place, sequence in enumerate(sorted(self._members, key=self._arrived.__getitem__)):
                 load_s = self._standings.load_s(sequence)
                 if load_s is not None:
@@ -43,7 +44,8 @@ class HiddenWindow(ShuffledWindow):
             self._changed()
 
     def once_loaded(self) -> tuple[Sequence, ...]:
-        """Loads that count for nothing change nothing when they end; who has to load stands where it will start."""
+        """Loads that count for nothing change nothing when they end; a request with a load stands where it will
+        start."""
         return self.front()
 
     def _standing(self, sequence: Sequence) -> Standing:

@@ -27,14 +27,14 @@ Standing = tuple[TransferClass, int]
 
 
 def standing(residency: Residency) -> Standing:
-    """As the paper has it: a load counts until it has ended, however well it may hide behind computation."""
+    """The paper's rule: a load counts until it has ended, even if computation would hide all of it."""
     if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
     return without_load(residency)
 
 
 def without_load(residency: Residency) -> Standing:
-    """Where a request stands with nothing to load."""
+    """Return the standing of a request with nothing to load."""
     # Tokens that it has in common with others do not count: a flood that shares nothing but its first words would be
     # shuffled.
     return (TransferClass.IN_HBM if residency.own_tokens else TransferClass.NOTHING_TO_LOAD), 0
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 
 
 class Standings:
-    """Where each of some requests stands, looked at again in turn: as many per step as a bounded effort allows."""
+    """The standings of some requests. Each step looks again at as many of them as a bounded effort allows, in turn."""
 
     def __init__(self, *, cache: CacheView, standing: Callable[[Residency], Standing]) -> None:
         self._cache = cache
@@ -58,7 +58,7 @@ class Standings:
         return self._known[sequence].now
 
     def without_load(self, sequence: Sequence) -> Standing:
-        """Where it stands once its load has ended."""
+        """Return the standing that the request will have once its load has ended."""
         return self._known[sequence].without_load
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -68,7 +68,7 @@ class Standings:
         return iter(self._known)
 
     def load_s(self, sequence: Sequence) -> float | None:
-        """How long its load would take alone; None if there is nothing to load, or it is on its way."""
+        """Return the seconds that its load would take alone; None if there is nothing to load, or it is on its way."""
         return self._known[sequence].load_s
 
     def watch(self, sequence: Sequence) -> None:
@@ -96,8 +96,8 @@ class Standings:
 
 
 class PriorityQueue:
-    """By class, bytes and arrival, over all who wait: the queue that CaR compares its window with. A request of the
-    third class may wait for ever. One for whom there is no room is not passed over."""
+    """A queue ordered by class, bytes and arrival, with which CaR compares its window. A request of the third class may
+    wait for ever. A request that finds no room is not passed over."""
 
     policy = "priority"
     passes_over = False
@@ -125,12 +125,12 @@ class PriorityQueue:
         self._standings.forget(sequence)
 
     def waited_for(self) -> None:
-        """Everybody may be passed, for ever."""
+        """Return None: every request may be passed any number of times."""
 
     dispatch = remove
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """By where KV is now."""
+        """Do nothing: the order depends on where KV is now."""
 
     def refresh(self) -> None:
         for sequence, before in self._standings.refresh():
@@ -141,7 +141,7 @@ class PriorityQueue:
         return next((sequence for _, _, sequence in self._order if sequence not in skipped), None)
 
     def finished(self, sequence: Sequence) -> None:
-        """Nobody has a share here."""
+        """Do nothing: there are no shares."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple([sequence for _, _, sequence in self._order[:FRONT]])

@@ -18,7 +18,7 @@ class WaitingQueue(Protocol):
     policy: str
     """Its name in the settings."""
     passes_over: bool
-    """Whether somebody else may start in place of one for whom there is no room."""
+    """Whether another request may start in place of one that finds no room."""
 
     def __len__(self) -> int: ...
 
@@ -31,8 +31,8 @@ class WaitingQueue(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Look again where the KV of those who wait is. Called once a step. The order changes here, in `foresee`, and
-        by `add`, `remove`, `dispatch` and `finished`."""
+        """Look again where the KV of the waiting requests is. Called once a step. The order changes here, in `foresee`,
+        and by `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
@@ -41,11 +41,11 @@ class WaitingQueue(Protocol):
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return who starts next if those in `skipped` cannot start now. None: nobody may pass them."""
+        """Return the request that starts next if those in `skipped` cannot start now. None: no other may pass them."""
         ...
 
     def waited_for(self) -> Sequence | None:
-        """One whom nobody who came later may pass any more."""
+        """Return the request that no later one may pass any more; None: there is none."""
         ...
 
     def dispatch(self, sequence: Sequence) -> None:
@@ -76,7 +76,7 @@ class WaitingQueue(Protocol):
 
 
 class FcfsQueue:
-    """First come, first served. One for whom there is no room is not passed over."""
+    """First come, first served. A request that finds no room is not passed over."""
 
     policy = "fcfs"
     passes_over = False
@@ -98,21 +98,21 @@ class FcfsQueue:
         self._is_current = False
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Nor on how long it will take."""
+        """Do nothing: the order does not depend on time."""
 
     def refresh(self) -> None:
-        """The order does not depend on where KV is."""
+        """Do nothing: the order does not depend on where KV is."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)
 
     def waited_for(self) -> None:
-        """They come in turn anyway."""
+        """Return None: requests start in turn anyway."""
 
     dispatch = remove
 
     def finished(self, sequence: Sequence) -> None:
-        """Nobody has a share here."""
+        """Do nothing: there are no shares."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple(islice(self._waiting, FRONT))

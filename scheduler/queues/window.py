@@ -1,4 +1,4 @@
-"""The shuffled window (CaR §III-B-1): who starts next is chosen among a few at the front, and nobody is passed over for
+"""The shuffled window (CaR §III-B-1): the next request is chosen among a few at the front, and none is passed over for
 long."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -10,7 +10,7 @@ from reprise.scheduler.queues.fair_share import FairShare
 from reprise.scheduler.queues.priority import Standing, Standings, TransferClass
 from reprise.scheduler.sequence import Sequence
 
-_REFRESH_TOKENS = 1024  # of members, looked up again in a step: one at least
+_REFRESH_TOKENS = 1024  # members with this many tokens, and at least one, are looked up again in a step
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class Member:
 class ShuffledWindow:
     """A window of `size` places before the queue; nothing outside starts before its members.
 
-    A place that becomes free is filled in the order of entry. The last free one is kept for a tenant with nobody
-    inside. Inside, the order is class, bytes to load, arrival. Each member counts those that entered later and started
+    A place that becomes free is filled in the order of entry. The last free one is kept for a tenant with no
+    member. Inside, the order is class, bytes to load, arrival. Each member counts those that entered later and started
     before it, for whatever reason; at size - 1 none of these may pass it any more: it is waited for. So between its
     entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later ones.
 
-    A member whose KV has to come stands behind those with none to come, until it is in HBM. Its load is begun in time
+    A member whose KV has to come stands after those with none to come, until it is in HBM. Its load is begun in time
     for the place that it will have then (`once_loaded`), so that it comes while these are computed.
 
     CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; this is our
@@ -47,9 +47,9 @@ class ShuffledWindow:
         self._standings = standings
         self._arrivals = 0
         self._entries = 0
-        self._arrived: dict[Sequence, int] = {}  # of all who wait
-        self._members: dict[Sequence, Member] = {}  # in order of entry
-        self._order: tuple[Sequence, ...] | None = None  # of the members; None: to be found
+        self._arrived: dict[Sequence, int] = {}  # every waiting request -> the number of its arrival
+        self._members: dict[Sequence, Member] = {}  # kept in order of entry
+        self._order: tuple[Sequence, ...] | None = None  # order of the members; None: not yet computed
         self._once_loaded: tuple[Sequence, ...] | None = None  # the same
         self._orders = 0  # counts how often these two have changed
         self._line: Line[Sequence] = Line()  # the members once loaded, and then the others
@@ -79,7 +79,7 @@ class ShuffledWindow:
             self._changed()
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """By where KV is now: a load that will have ended is a load until then."""
+        """Do nothing: the order depends on where KV is now. A load counts until it has ended."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()
@@ -104,7 +104,7 @@ class ShuffledWindow:
         self._entry.finished(sequence)
 
     def front(self) -> tuple[Sequence, ...]:
-        """In the order in which they start if nothing else happens."""
+        """Return the members in the order in which they start if nothing else happens."""
         if self._order is None:
             self._order = self._in_order(self._rank)
         return self._order
@@ -126,7 +126,7 @@ class ShuffledWindow:
 
     @property
     def inside(self) -> Mapping[Sequence, Member]:
-        """In order of entry. Read only."""
+        """The members in order of entry. Read only."""
         return self._members
 
     def class_of(self, sequence: Sequence) -> TransferClass:
@@ -134,7 +134,7 @@ class ShuffledWindow:
         return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
-        """Number of the last entry that may start: nobody passes a member that was overtaken often enough."""
+        """Return the number of the last entry that may start: none passes a member that was overtaken often enough."""
         spent = self.waited_for()
         return self._entries if spent is None else self._members[spent].entered
 
@@ -148,10 +148,10 @@ class ShuffledWindow:
         return self._standings.without_load(sequence), self._members[sequence].arrived
 
     def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> tuple[Sequence, ...]:
-        """Plays what `best` and `dispatch` would do."""
+        """Play what `best` and `dispatch` would do."""
         left = sorted(self._members, key=rank)
         if left == [*self._members]:
-            return tuple(left)  # in order of entry nobody is passed
+            return tuple(left)  # this is the order of entry, so none is passed
         overtaken = {s: m.overtaken for s, m in self._members.items()}
         order: list[Sequence] = []
         while left:
@@ -162,7 +162,7 @@ class ShuffledWindow:
             left.remove(chosen)
             del overtaken[chosen]
             order.append(chosen)
-            for other in overtaken:  # in order of entry, as `_members`
+            for other in overtaken:  # has the order of entry, as `_members` has
                 if self._members[other].entered > self._members[chosen].entered:
                     break
                 overtaken[other] += 1
