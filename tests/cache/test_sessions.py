@@ -3,7 +3,7 @@
 import random
 
 from reprise.cache.moves import PutSession, WriteExtent
-from tests.cache.pool_model import PoolModel, make_manager
+from tests.cache.pool_model import PoolModel, domain_of, make_manager
 
 NAME = ("", "", "s")
 
@@ -104,3 +104,24 @@ def test_of_too_many_sessions_the_oldest_is_forgotten_that_is_not_pinned():
         sessions.configure(names[0], pinned=True, ttl_s=None)
     sessions.sweep(0.0)
     assert list(sessions.contexts) == [names[0], names[3]]
+
+
+def test_a_session_that_is_taken_over_has_the_keys_of_its_tenant_and_salt():
+    name = ("alice", "salt", "s")
+    gives, takes = (PoolModel(make_manager(head_key=b"k" * 32)) for _ in range(2))
+    gives.open("a", tokens(1, 70), session="s", tenant="alice", salt="salt")
+    assert gives.manager.view.admit("a", 70) is not None
+    assert gives.step("a", 70)
+    gives.close("a")
+    keys = gives.manager.sessions.contexts[name].all_keys
+    (head,) = gives.manager.sessions.take_heads()
+    sessions = takes.manager.sessions
+    sessions.adopt("b", name, head.signed, 0.0)
+    (read,) = takes.manager.take_moves()
+    sessions.on_headers(read.job_id, (), None, 0.0)
+    assert sessions.take_adopted() == [("b", None)]
+    assert sessions.contexts[name].all_keys == keys
+    assert sessions.contexts[name].lineage.domain.root == domain_of("alice", "salt").root, (
+        "the next blocks continue these"
+    )
+    assert keys

@@ -67,6 +67,12 @@ def blocks(*sessions, count=2):
 # --- cases worked by hand ---------------------------------------------------------------------------------------------
 
 
+def test_a_shared_block_stands_where_the_next_of_its_owners_stands():
+    policy = filled({"A": [b"S"], "B": [b"S", b"B1"], "C": [b"C0", b"C1"]})
+    policy.look_ahead(["A", "C", "B"], 1.0)
+    assert policy.victims(99, ()) == [b"B1", b"C1", b"C0", b"S"]
+
+
 def test_ownerless_then_unqueued_then_the_tail_of_the_queue():
     # All come every 10 s: A expected at 21, B at 22, C at 23, D at 24. B and C are queued, C next. X is nobody's.
     policy = filled(blocks("A", "B", "C", "D"), times={s: (n, n + 10) for n, s in enumerate("ABCD", start=1)})
