@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Match
 
 from reprise.engine.process.client import EngineUnavailable
 
-OVERLOADED_HEADER = "x-reprise-overloaded"  # in a refusal: the server has too many turns, rather than that it drains
+OVERLOADED_HEADER = "x-reprise-overloaded"  # marks a refusal by a server with too many turns, not by one that drains
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
@@ -32,7 +32,7 @@ _THEY = {"prompt": "prompts"}  # parameters whose names are no plural
 
 
 class ApiError(Exception):
-    """What a client is told. `message` never holds internals."""
+    """An error that a client is told. `message` never holds internals."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
     def response(self, path: str = "") -> Response:
-        """In the shape that the clients of `path` know."""
+        """Return the error in the shape that the clients of `path` know."""
         body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
@@ -74,8 +74,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def invalid_grammar(problem: str, param: str) -> ApiError:
-    """What the engine could not follow, though it looked right. `param`: the field that asks for it."""
-    if "limits." in problem:  # of the library, which nobody can set
+    """Return the error for a grammar that looked right and the engine could not follow. `param`: the field that asks
+    for it."""
+    if "limits." in problem:  # the library's own limit, which is no setting
         problem = "it would be too costly to follow"
     return invalid(f"Invalid '{param}': {problem[:300]}.", param, "invalid_schema")
 
@@ -146,7 +147,7 @@ def request_timeout(timeout_s: float) -> ApiError:
 
 
 def prompt_too_long(limit: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-    """Where history beyond the window is dropped: more of it than anybody should send."""
+    """Return the error for more history beyond the window than any request should send."""
     return ApiError(
         400,
         f"This server takes less than {limit} tokens; your {_THEY.get(param, param)} make "
@@ -161,7 +162,7 @@ def session_not_found(session_id: str) -> ApiError:
 
 
 def session_error(code: str, session_id: str) -> ApiError:
-    """What the engine's code for a refused question means to a client."""
+    """Return what the engine's code for a refused question means to a client."""
     match code:
         case "not_found":
             return session_not_found(session_id)

@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # without a sign of life of a load: it is begun anew
 HANG_TIMEOUT_S = 300.0  # without a heartbeat: the engine is restarted
-MAX_TRANSCRIPT_BYTES = 256 << 20  # of the file of transcripts
+MAX_TRANSCRIPT_BYTES = 256 << 20  # largest file of transcripts
 MAX_ANSWERS_PER_PROMPT = 8  # remembered (n, regenerate)
-MAX_STORED_BYTES = 64 << 20  # of responses and conversations
+MAX_STORED_BYTES = 64 << 20  # most for responses and conversations
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the app consists of. Routes find each part under its name in `app.state`."""
+    """The parts of the app. Routes find each part under its name in `app.state`."""
 
     settings: Settings
     engine: EnginePort

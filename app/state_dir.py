@@ -79,7 +79,7 @@ class SecretKeeper:
         self._has_failed = False
 
     async def run(self, *, look_s: float = LOOK_S) -> None:
-        """Until cancelled."""
+        """Look again and again, until cancelled."""
         while True:
             # On a thread: the directory may lie on a network.
             await asyncio.to_thread(self.look)
@@ -120,7 +120,7 @@ def _path(state_dir: Path) -> Path:
 
 
 def _publish(state_dir: Path, secret: bytes) -> None:
-    """By a link from a complete temporary file; whoever was first has published. Raises OSError."""
+    """Publish a file by a link from a complete temporary one; the first to link has published. Raises OSError."""
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = state_dir / f".tenant_secret.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

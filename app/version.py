@@ -1,4 +1,4 @@
-"""Which Reprise this is."""
+"""The version of this Reprise."""
 
 from importlib import metadata
 

@@ -45,10 +45,10 @@ from reprise.fleet.records import (
 )
 
 LIVE_S = 3.0  # a member that is silent for longer is not waited for: three beats are missing
-REMOVED_S = 600.0  # and after that it is removed
+REMOVED_S = 600.0  # a member is removed this long after its last beat
 MAX_FORGOTTEN = 100_000  # deletions that are remembered
 FORGOTTEN_S = 30 * 86_400.0  # for so long
-FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
+FORGOTTEN_AT_ONCE = 256  # deleted sessions that the answer to one beat names
 RENEWED_AT_ONCE = 256  # leases
 _RECORD = ("id", "home", "boot", "wanted", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
 _COUNTS = (b"size", b"branches")  # fields of a transcript that are no rows
@@ -89,7 +89,7 @@ class Directory:
         a recompute. Raises ValueError for an address that is none, ImportError
         without redis' client."""
         self.keys = Keys(secret)
-        self.born = ""  # of the last answered beat
+        self.born = ""  # the `born` of the last answered beat
         self._replica, self._boot = replica, boot
         self._max_sessions = max_sessions
         self._max_said_bytes = max_said_bytes
@@ -301,7 +301,7 @@ class Directory:
         return await self.forget_name(tenant, self.keys.name(tenant, session_id))
 
     async def forget_name(self, tenant: str, name: str) -> Forgetting:
-        """Likewise; name: `SessionKeys.name`."""
+        """The same for a deletion by name; name: `SessionKeys.name`."""
         answer = await self._server.run(
             *("forget", self.born, self._replica, self.keys.tenant(tenant), name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
             int(FORGOTTEN_S * 1e6),

@@ -27,7 +27,7 @@ from reprise.engine.messages import salt_of
 CHAIN_HEADER = "x-reprise-chain"  # digest of the request's messages, in hex
 SESSION_HEADER = "x-reprise-session"  # id of the session that the directory knows for them
 MAX_ANSWERS = 8  # answers of a request, from the last one back, that are looked up
-CHARS_PER_TOKEN = 4  # of English text; for predictions only
+CHARS_PER_TOKEN = 4  # characters of English text to a token; for predictions only
 
 Call = tuple[str, str]  # a function's name and its arguments in JSON
 
@@ -59,7 +59,7 @@ class TurnBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a request's messages tell of the conversation that they go on with."""
+    """The marks by which a request's messages tell the conversation that they go on with."""
 
     chain: bytes  # digest of all messages; the replica links its answer to it
     opening: bytes  # digest up to the first message of a user, which stays the same in all turns

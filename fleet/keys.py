@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 16
 SEAL_BYTES = 16
-PREFIX = "r1:"  # of every key; another number for another layout
+PREFIX = "r1:"  # begins every key; another layout takes another number
 
 BORN = PREFIX + "born"  # random id of this data set; another one, or none: the directory was flushed
 EPOCH = PREFIX + "epoch"  # the last epoch given out

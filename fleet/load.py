@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from reprise.engine.messages import ModelInfo, Stats
 from reprise.fleet.routing import Beat
 
-FULL = 0.9  # of a tier's capacity; below it nothing has to leave
+FULL = 0.9  # share of a tier's capacity; below it nothing has to leave
 ROOMY_S = 1e9  # how long a session stays in a tier that is not full
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What the engine had counted when the beat before was made."""
+    """The engine's counts when the beat before was made."""
 
     at_s: float  # monotonic clock
     step_seconds: float
@@ -30,7 +30,8 @@ def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *
     starts = [info.expected_start_s or 0.0 for info in state.front] if state is not None else []
     elapsed_s = now - before.at_s if before is not None else 0.0
     return Beat(
-        # Someone who comes now is behind the last of the front; whoever waits beyond it is taken to wait as long again.
+        # A request that comes now starts after the last of the front; those beyond the front are taken to wait as long
+        # again.
         wait_s=max(starts, default=0.0) * max(1.0, stats.waiting / max(1, len(starts))),
         s_per_token=cost.get("per_token", 0.0),
         s_per_kilo_pair=cost.get("per_kilo_pair", 0.0),

@@ -1,4 +1,5 @@
-"""What gateway and replica say to each other about a streamed answer, so that another replica can go on with it.
+"""Defines what gateway and replica say to each other about a streamed answer, so that another replica can go on with
+it.
 
 The gateway adds `X-Reprise-Relay` to a request. A streamed answer then comes in frames, and says so by the same header.
 A frame is one line, which is a comment to readers of server-sent events, and as many bytes of events as the line says:
@@ -38,8 +39,8 @@ RESUME_HEADER = "x-reprise-resume"
 COUNTED_HEADER = "x-reprise-counted"  # beside a valid relay token: the gateway holds the key's limits for the fleet
 FRAMED = "1"  # value of RELAY_HEADER in an answer whose body consists of frames
 
-MAX_NOTE_BYTES = 1 << 20  # of one line
-MAX_EVENTS_BYTES = 32 << 20  # of one frame; the last event of a response repeats all of its text
+MAX_NOTE_BYTES = 1 << 20  # longest line
+MAX_EVENTS_BYTES = 32 << 20  # events of one frame; the last event of a response repeats all of its text
 MAX_JOURNAL_BYTES = 4 << 20  # about 700,000 tokens; a longer answer is not resumed
 MAX_ENVELOPE_BYTES = MAX_JOURNAL_BYTES + 256
 
@@ -49,7 +50,7 @@ _TAG_BYTES = 32
 
 
 class Kind(StrEnum):
-    """What a frame is to the answer."""
+    """The part that a frame plays in the answer."""
 
     OPENING = "o"  # what precedes the first token; the note describes the answer
     DELTA = "d"  # the note has the token ids that made these events
@@ -127,7 +128,7 @@ def _parse_line(line: bytes) -> tuple[Kind, int, bytes]:
 
 
 class Journal:
-    """What a gateway remembers of one streamed answer: the notes of the frames that the client has."""
+    """The memory that a gateway has of one streamed answer: the notes of the frames that the client has."""
 
     def __init__(self, *, max_bytes: int = MAX_JOURNAL_BYTES) -> None:
         self.is_over = False  # the last frame has come: nothing is missing
@@ -163,7 +164,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a replica is told about an answer that another one began."""
+    """An answer that another replica began, as this one is told of it."""
 
     elapsed_s: float  # since the client's request arrived
     opening: bytes  # the notes, oldest first; the replica's own code knows their form

@@ -28,13 +28,13 @@ from reprise.fleet.supervise.owned_server import OwnedServer, drain_s
 
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
-NAME = "reprise"  # of the application
+NAME = "reprise"  # the application's name
 DEPLOYMENT = "Replica"
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
-    """What the application is built of: `serve run reprise.fleet.ray_app:app replicas=4`, or `args` in a file for
-    `serve deploy`."""
+    """The arguments that the application is built with: `serve run reprise.fleet.ray_app:app replicas=4`, or `args` in
+    a file for `serve deploy`."""
 
     replicas: int = Field(2, ge=1, le=1000, description="that run at least")
     most_replicas: int | None = Field(None, ge=1, le=1000, description="that run at most; none: their number is fixed")

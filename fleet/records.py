@@ -13,16 +13,16 @@ from reprise.fleet.keys import SessionName
 MAX_BEAT_BYTES = 16 << 10
 MAX_HEAD_BYTES = 1 << 20
 MAX_ROW_BYTES = 4 << 20  # one answer of a transcript, with the prompt before it
-MAX_ROWS = 4096  # of one session
-MAX_TRANSCRIPT_BYTES = 24 << 20  # of one session; a longer conversation is tokenized anew by who adopts it
+MAX_ROWS = 4096  # most rows of one session
+MAX_TRANSCRIPT_BYTES = 24 << 20  # most of one session; the replica that adopts a longer one tokenizes it anew
 FIRST_EPOCH = 1  # older than any that a directory gives out: of copies that were begun before one was heard of
-MAX_CHAINS = 64  # of one commit, and of one session: those of its last answers
+MAX_CHAINS = 64  # most chains of one commit, and of one session: those of its last answers
 
 State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a replica says of itself, about once a second."""
+    """The beat of a replica: what it says of itself, about once a second."""
 
     replica: str  # its name, the same after a restart
     boot: str  # another one after every start
@@ -35,7 +35,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     running: int = 0  # sequences
     waiting: int = 0
     load: routing.Beat | None = None  # None: it takes no requests
-    sessions: int = 0  # of which it is the home
+    sessions: int = 0  # sessions whose home it is
     tiers: Mapping[str, Mapping[str, int]] = {}  # tier -> used_bytes and capacity_bytes; redis: of all replicas
 
 
@@ -44,7 +44,7 @@ class Member:
     """A replica as the directory knows it."""
 
     beat: Heartbeat
-    age_s: float  # of its beat, by Redis' clock
+    age_s: float  # age of its beat, by Redis' clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class Forgotten:
     """A deleted session, by its name's digests."""
 
     name: str  # `SessionKeys.name`
-    epoch: int  # of its deletion; what was claimed at a later one is a new session of that name
+    epoch: int  # epoch of its deletion; what was claimed at a later one is a new session of that name
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the directory answers to a beat."""
+    """The directory's answer to a beat."""
 
     born: str
     epoch: int  # the last one given out; all deletions up to it are in `forgotten`, unless there are more
@@ -77,15 +77,15 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the directory knows of a session, without its head."""
+    """The directory's record of a session, without its head."""
 
     session_id: str
     home: str  # replica that may commit; "" when it has let go
     boot: str
     epoch: int
     turn: int  # number of committed turns
-    tokens: int  # of its context at the last commit
-    size_bytes: int  # of its KV
+    tokens: int  # length of its context at the last commit
+    size_bytes: int  # size of its KV
     redis_tokens: int  # leading tokens of it whose KV is in Redis
     idle_s: float  # since its last use, by Redis' clock
     wanted: str = ""  # the replica to which an operator moves it with its next turn
@@ -110,7 +110,7 @@ class Commit:
 
     name: SessionName
     fingerprint: str
-    epoch: int  # of the claim; 0: Redis could not be asked for one when the turn began
+    epoch: int  # epoch of the claim; 0: Redis could not be asked for one when the turn began
     since: int  # the last epoch known when the turn began; with a claim, that of the first claim of the session
     base_turn: int  # with epoch 0: the last turn known when it began
     nonce: bytes  # 8 random bytes: a commit that comes twice counts once
@@ -125,7 +125,7 @@ class Commit:
 
 
 class Outcome(StrEnum):
-    """What became of a commit. Only the first changes the record of the session."""
+    """The outcome of a commit. Only the first changes the record of the session."""
 
     COMMITTED = "committed"
     FENCED = "fenced"  # another replica has claimed it since; the transcript rows are kept as a branch
@@ -140,8 +140,8 @@ class Committed:
     outcome: Outcome
     epoch: int = 0
     turn: int = 0
-    sessions: int = 0  # of the tenant, in the whole fleet
-    size_bytes: int = 0  # of their KV
+    sessions: int = 0  # the tenant's sessions in the whole fleet
+    size_bytes: int = 0  # size of their KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,10 @@ class Forgetting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a tenant holds in the whole fleet."""
+    """The sessions and KV that a tenant holds in the whole fleet."""
 
     sessions: int
-    size_bytes: int  # of their KV, counted once however many replicas and tiers have it
+    size_bytes: int  # size of their KV, counted once however many replicas and tiers have it
     oldest: tuple[str, ...] = ()  # by last use: `SessionKeys.name` of those that may leave, "" for those that stay
 
 

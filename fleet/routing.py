@@ -23,10 +23,12 @@ Source = Literal["new", "dram", "disk", "redis", "compute"]
 STALE_S = 3.0  # a replica whose last beat is older gets nothing: three beats are missing
 _HYSTERESIS_S = 0.05
 _OCCUPIES = 0.3  # share of an exposed load during which a replica cannot work on others
-_REDIS_SHARE = 0.5  # of Redis' rate may be used for moves
-_BURST_S = 2.0  # of that rate may be used at once
+_REDIS_SHARE = 0.5  # share of Redis' rate that moves may use
+_BURST_S = 2.0  # seconds of that rate that may be used at once
 _SLICE_S = 0.1  # assignments to one replica within such a slice of time are kept as one
-MOST_ASSIGNMENTS = 2 + int(STALE_S / _SLICE_S)  # to one replica; it gets none after `STALE_S` without a beat
+MOST_ASSIGNMENTS = 2 + int(
+    STALE_S / _SLICE_S
+)  # most assignments to one replica; it gets none after `STALE_S` without a beat
 
 
 class NoReplica(Exception):
@@ -35,19 +37,19 @@ class NoReplica(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a replica says of itself, about once a second. Rates are measured, 0 if nothing was measured or there is no
-    such tier."""
+    """The state of a replica, which it tells about once a second. Rates are measured, 0 if nothing was measured or
+    there is no such tier."""
 
-    wait_s: float  # until the prompt of a request that comes now would be started
-    s_per_token: float  # of a prompt's tokens, with the answers that are computed beside them
-    s_per_kilo_pair: float  # of a thousand pairs of a prompt's token and an earlier token
+    wait_s: float  # time until the prompt of a request that comes now would be started
+    s_per_token: float  # time of a prompt's token, with the answers that are computed beside them
+    s_per_kilo_pair: float  # time of a thousand pairs of a prompt's token and an earlier token
     kv_bytes_per_token: float
     dram_bytes_per_s: float = 0.0  # into HBM
     disk_bytes_per_s: float = 0.0
     redis_bytes_per_s: float = 0.0
-    redis_wait_s: float = 0.0  # until a load from Redis that is ordered now would begin
+    redis_wait_s: float = 0.0  # time until a load from Redis that is ordered now would begin
     dram_kept_s: float = 0.0  # a session that was used less long ago is expected to be in DRAM or HBM
-    disk_kept_s: float = 0.0  # likewise, on disk
+    disk_kept_s: float = 0.0  # the same on disk
     busy: float = 0.0  # share of the last seconds in which it computed prompts; for `reprise.fleet.scaling`
     draining: bool = False
 
@@ -62,7 +64,7 @@ class Question:
     """A turn that needs a replica. Counts are in tokens."""
 
     session: str  # its id or a digest: the fall-back hashes it
-    new_tokens: int  # of the prompt, after the history
+    new_tokens: int  # tokens of the prompt after the history
     history_tokens: int = 0  # that are saved somewhere; 0 for a new session
     home: str | None = None  # the replica that last committed the session
     idle_s: float = 0.0  # since it was used last
@@ -120,9 +122,9 @@ class FleetView:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, _Member] = {}  # in the order of their last beats
-        self._names: list[str] = []  # of `_members`, to draw from
-        self._place: dict[str, int] = {}  # in `_names`
+        self._members: dict[str, _Member] = {}  # members in the order of their last beats
+        self._names: list[str] = []  # the names in `_members`, to draw from
+        self._place: dict[str, int] = {}  # name -> its place in `_names`
 
     def heard(self, name: str, beat: Beat, made_s: float) -> None:
         """Take a replica's beat, made at `made_s`. One that is not newer than the last changes nothing."""

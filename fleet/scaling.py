@@ -15,7 +15,7 @@ WINDOW_S = 30.0
 _LONG, _SHORT = (
     1 / 2,
     1 / 5,
-)  # of the TTFT target: waits above the first call for replicas, below the second allow fewer
+)  # shares of the TTFT target: waits above the first call for replicas, below the second allow fewer
 _BUSIEST = 0.7  # share of time in which replicas that are too busy to predict a wait should compute prompts
 _STEP = 1.5  # a fleet grows at once to at most so many times its size
 _FALLEN = 0.8  # DRAM hits that have fallen to this share of their usual are too few
@@ -24,14 +24,14 @@ _EXPOSED = 0.1  # share of turns that wait for loads, which is too many
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What a fleet measured over the last `WINDOW_S`."""
+    """The measurements of a fleet over the last `WINDOW_S`."""
 
     replicas: int  # that serve
     wait_p90_s: float  # predicted waits of newcomers, over replicas and time
     busy: float  # share of their time in which replicas compute prompts, in the mean
-    dram_share: float = 1.0  # of history tokens that were found in DRAM or HBM
+    dram_share: float = 1.0  # share of history tokens that were found in DRAM or HBM
     usual_dram_share: float = 0.0  # the same over the last hour
-    exposed_share: float = 0.0  # of turns that waited for their loads
+    exposed_share: float = 0.0  # share of turns that waited for their loads
     redis_free_bytes: float = math.inf
     least_held_bytes: float = 0.0  # KV of the replica that would leave, which is not in Redis yet
 

@@ -22,14 +22,14 @@ class Description:
     answer: Model | None  # None: a text, or nothing
     body: Model | None
     query: Model | None
-    events: Model | None  # of a stream, where the body asks for one
+    events: Model | None  # events of a stream, where the body asks for one
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     method: str  # lower case
     path: str  # with {names}
-    status: int  # of a good answer
+    status: int  # status of a good answer
     detail: str  # one paragraph; may be empty
     described: Description
 

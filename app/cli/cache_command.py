@@ -111,7 +111,7 @@ class Store:
     tier: CheckedExtents
     extents: Sequence[Extent]
     sessions: Sequence[Session]
-    rows_bytes: int  # of the same blocks' rows, neither coded nor packed
+    rows_bytes: int  # size of the same blocks' rows, neither coded nor packed
 
     @property
     def size_bytes(self) -> int:

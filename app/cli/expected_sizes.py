@@ -17,12 +17,12 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    weights: int  # in bytes
+    weights: int  # bytes of all weights
     kv_bytes_per_token: int
-    hbm_bytes_per_token: int  # of KV in pages
+    hbm_bytes_per_token: int  # bytes of a token's KV in pages
     window_tokens: int
     num_layers: int
-    layer_weights: int  # in bytes, of one of them
+    layer_weights: int  # bytes of one layer's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def model_shape(
             return None
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        rows = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads)  # of one head
+        rows = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads)  # rows of one head
         in_hbm = head_dim + INT8_SCALE_BYTES if hbm_dtype == "int8" else head_dim * itemsize
         stored = ITEMSIZE.get(config.get("dtype") or config.get("torch_dtype"), itemsize)
         files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))

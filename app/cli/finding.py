@@ -1,4 +1,4 @@
-"""What `reprise doctor` finds."""
+"""Findings of `reprise doctor`."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -258,7 +258,8 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
 
 def nameless_records(settings: Settings) -> list[cache_cli.Record]:
-    """See `reprise.cache.storage.directory`. Ends the program if the directory cannot be used."""
+    """Make and lock the disk tier's directory (`reprise.cache.storage.directory`). Ends the program if the directory
+    cannot be used."""
     from reprise.cache.storage import directory as disk_files
 
     with _unused(settings):
@@ -273,8 +274,8 @@ def drop_record(record: cache_cli.Record) -> bool:
 
 
 def _record_key(settings: Settings) -> bytes:
-    """See `reprise.cache.storage.extent_format`. Without an installation's secret, returns a key with which no record
-    was written."""
+    """Return the key that authenticates extents (`reprise.cache.storage.extent_format`). Without an installation's
+    secret, returns a key with which no record was written."""
     from reprise.cache.storage.extent_format import record_key
 
     return record_key(

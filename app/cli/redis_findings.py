@@ -17,7 +17,7 @@ BOOKS, KV = "Redis", "KV in Redis"  # subjects of findings: responses, conversat
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    took_ms: float  # to answer
+    took_ms: float  # time that Redis took to answer
     run_id: str  # the same for two URLs of one server
     policy: str  # what leaves when its memory is full
     maxmemory: int  # bytes; 0: no bound

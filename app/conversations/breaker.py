@@ -10,7 +10,7 @@ class Breaker:
     opens it for another pause. Single-threaded; `now` is a monotonic clock in seconds."""
 
     def __init__(self, *, failures: int, pause_s: float) -> None:
-        self.failures = 0  # in all
+        self.failures = 0  # failures since the start
         self._most, self._pause_s = failures, pause_s
         self._in_a_row = 0
         self._closed_s = 0.0  # no call before that

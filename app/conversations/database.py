@@ -113,7 +113,7 @@ class Database:
         return value
 
     def _keep_file(self) -> None:
-        """If the file was deleted, write all that is in it to a new one; the open one is still whole."""
+        """Write all that is in the file to a new one if it was deleted; the open one is still whole."""
         if self._path is None or self._file is None:
             return
         try:

@@ -20,7 +20,7 @@ class Draft(ABC):
     """A prompt whose last part is still text. Call `tokenize`, and `finish` with what it returns."""
 
     chat: RenderedChat
-    session_id: str  # of the prompt
+    session_id: str  # the prompt's session
     goes_on: str | None  # the recorded session that it continues
     known_tokens: int  # number of tokens of the prompt before `rest`
     rest: str  # the end of the chat's text, still to be tokenized
@@ -39,7 +39,7 @@ class Draft(ABC):
         ):
             raise PromptTooLong(chat.max_tokens)
         marks = [max(0, bound - start) for bound in bounds or ()]
-        return chat.tokenizer.encode_marked(self.rest, marks, behind=self.first > 0)
+        return chat.tokenizer.encode_marked(self.rest, marks, follows=self.first > 0)
 
     @abstractmethod
     def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt | None:

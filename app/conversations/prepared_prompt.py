@@ -8,7 +8,7 @@ class Base:
     """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
 
     answer_id: int
-    digest: bytes  # of the answer, because a database that is begun anew reuses ids
+    digest: bytes  # the answer's digest, because a database that is begun anew reuses ids
     tokens: int
 
 
@@ -21,7 +21,7 @@ class PreparedPrompt:
     spliced_tokens: int  # leading ids taken from the transcript
     tenant: str
     chain: bytes  # digest of the scope and all messages
-    chars: int  # of the rendered text
+    chars: int  # length of the rendered text
     text_digest: bytes
     base: Base | None
     # Token offsets at which the messages begin, in order, and then the answer. Ends early where the template does not
@@ -58,6 +58,6 @@ class Shifted:
     """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
 
     stream: list[int]
-    starts: tuple[int, ...]  # in the stream
+    starts: tuple[int, ...]  # starts of the messages in the stream
     keep: int
     resume: int

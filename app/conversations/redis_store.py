@@ -34,7 +34,7 @@ DEADLINE_S = 3.0  # for one operation, whatever the server or the network does
 SOCKET_S = 2.0
 PREFIX = "reprise:"
 NOT_STORED, TOO_LONG = b"not stored", b"too long"
-MAX_RECORD_BYTES = 32 << 20  # in one reply; half of what a reply may have
+MAX_RECORD_BYTES = 32 << 20  # most in one reply; half of what a reply may have
 MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
 # Words of the script's error when a key of ours holds something else. A full Redis and the like say other things.
 _DAMAGED = ("WRONGTYPE", "attempt to", "bad argument", "not an integer", "not a valid")

@@ -16,7 +16,7 @@ from reprise.app.conversations.database import Database
 
 SCHEMA_VERSION = 1
 MAX_CHAIN = 1024  # responses in a row, each going on from the one before
-MAX_ITEMS = 4096  # in a conversation, or in a chain of responses
+MAX_ITEMS = 4096  # most in a conversation, or in a chain of responses
 EVICT_BATCH = 8  # deleted at once for room; few, so that little more goes than has to
 SWEEP_BATCH = 200
 

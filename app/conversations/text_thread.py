@@ -30,10 +30,12 @@ class TextThread:
         self._transcripts = transcripts
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_executor = ThreadPoolExecutor(1, thread_name_prefix="long text")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants with long prompts
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # locks of tenants with long prompts
 
     async def prepare(self, *, tenant: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
-        """See `Transcripts.prepare`, which is not called if this is cancelled while it waits."""
+        """Call `Transcripts.prepare`, unless this is cancelled while it waits."""
         loop = asyncio.get_running_loop()
         call = partial(self._transcripts.prepare, tenant=tenant, messages=messages, **fields)
         if sum(len(value) for message in messages for value in message.values() if isinstance(value, str)) < LONG_CHARS:
@@ -43,31 +45,31 @@ class TextThread:
             return await loop.run_in_executor(self._long_executor, call)
 
     def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
-        """See `Transcripts.record`. Does not wait for it."""
+        """Have `Transcripts.record` called, without waiting for it."""
         self._executor.submit(self._transcripts.record, prompt, **fields).add_done_callback(_log_failure)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """See `Transcripts.keep`. Does not wait for it."""
+        """Have `Transcripts.keep` called, without waiting for it."""
         call = partial(self._transcripts.keep, session_id, tenant=tenant, ttl_s=ttl_s)
         self._executor.submit(call).add_done_callback(_log_failure)
 
     async def forget(self, session_id: str, *, tenant: str) -> int:
-        """See `Transcripts.forget`. Runs after all that was recorded before."""
+        """Call `Transcripts.forget` after all that was recorded before."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """See `Transcripts.export`. Runs after all that was recorded before."""
+        """Call `Transcripts.export` after all that was recorded before."""
         call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """See `Transcripts.adopt`."""
+        """Call `Transcripts.adopt`."""
         call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now, after=after)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def names(self) -> list[tuple[str, str]]:
-        """See `Transcripts.names`."""
+        """Call `Transcripts.names`."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.names)
 
     def sweep(self, now: float) -> None:

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 2
 MAX_EXACT = 2  # records of the same text that a lookup compares
 MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
 SWEEP_BATCH = 200  # sessions that one sweep removes; a longer sweep would hold up requests
-HOT_TOKENS = 4_000_000  # of recently used answers, kept in memory; 4 bytes each
+HOT_TOKENS = 4_000_000  # most tokens of recently used answers in memory; 4 bytes each
 
 _SCHEMA = """
 CREATE TABLE sessions (
@@ -124,7 +124,7 @@ class RecordedAnswer:
     ends: "array[int]"
     token_ids: "array[int]"
     prompt_chars: int
-    prompt_digest: bytes  # of the rendered text
+    prompt_digest: bytes  # digest of the rendered text
     continues: bool  # its prompt goes on from an earlier answer of the session
 
 

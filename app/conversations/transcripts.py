@@ -1,7 +1,7 @@
 """Finds the conversation that a request goes on with, and the exact token ids of its prompt.
 
 Clients send a conversation's whole text again with every turn. Re-tokenized, an answer often gives other ids than were
-generated, and the KV behind the first difference would be lost. So every answer is recorded with its ids, under a chain
+generated, and the KV after the first difference would be lost. So every answer is recorded with its ids, under a chain
 of digests over the scope (tenant, model, template, tools, template arguments) and the messages. A request is matched on
 its longest chain that ends in an answer of ours; the stored ids are spliced in and only what follows is tokenized.
 
@@ -39,7 +39,7 @@ MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are look
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
-_KNOWN_CHAINS_BYTES = 4 << 20  # of conversations whose next turn is recognised by comparing texts
+_KNOWN_CHAINS_BYTES = 4 << 20  # most for conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
 
 

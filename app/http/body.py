@@ -16,8 +16,8 @@ from reprise.app.settings.sections import LimitSettings
 MAX_NAMED_FIELDS = 10
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
-MAX_LEVELS = 64  # of a body
-MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # of a JSON schema in it
+MAX_LEVELS = 64  # deepest nesting of a body
+MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema in a body
 MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 128
 MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
 """Field -> the largest number it may be."""

@@ -11,7 +11,7 @@ from reprise.app.settings.settings import Settings
 
 LAST_WORDS_S = 5.0  # after server.drain_s, for answers that are ended early and for the last bytes to be sent
 HEADER_TIMEOUT_S = 15.0  # for a client to send its request line with its headers
-MAX_HEADER_BYTES = 65_536  # of both
+MAX_HEADER_BYTES = 65_536  # most for the request line and headers together
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
 
 

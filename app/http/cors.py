@@ -1,4 +1,4 @@
-"""What scripts of other pages may do and read, where the settings name those pages."""
+"""Lets scripts of the pages that the settings name call this server and read its answers."""
 
 from collections.abc import Sequence
 from typing import Any

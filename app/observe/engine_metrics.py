@@ -1,4 +1,4 @@
-"""What the engine's heartbeat says, as Prometheus reads it."""
+"""Metrics out of the engine's heartbeat, as Prometheus reads them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""What the page shows while somebody looks: the engine's state once a second while it changes, and every answer's
+"""Streams what the page shows while it is open: the engine's state once a second while it changes, and every answer's
 first token.
 
 A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
@@ -31,7 +31,7 @@ LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved
 GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
 MAX_WATCHERS = 32  # pages that watch at once
 MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
-MAX_WAITING = 64  # of the front of the queue
+MAX_WAITING = 64  # most requests shown of the front of the queue
 MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
 TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 
@@ -48,7 +48,7 @@ class Live(TurnObserver):
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
-        """To be closed. Raises ApiError 429 when too many watch."""
+        """Return the stream of one watcher, which closes it. Raises ApiError 429 when too many watch."""
         held = Counter(watcher.tenant for watcher in self._watchers)
         if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
             raise too_many_watchers(retry_after_s=10)

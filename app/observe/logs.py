@@ -1,7 +1,7 @@
 """Logs: lines for people, or a JSON object a line for machines. Both name the request they belong to; neither ever
 holds a prompt or an answer.
 
-A record's `extra={"fields": {...}}` become fields of the object, and `name=value` behind the message of a line.
+A record's `extra={"fields": {...}}` become fields of the object, and `name=value` after the message of a line.
 """
 
 import logging
@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 import msgspec
 
-MAX_LINE = 65_536  # of the engine's output: what is longer is cut into lines of that length
+MAX_LINE = 65_536  # longest line of the engine's output: a longer one is cut into lines of that length
 
-request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request whose task this is
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # the request whose task this is
 
 # As `reprise.engine.process.loop` writes its lines.
 _ENGINE_LINE = re.compile(
@@ -62,7 +62,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class EngineOutput:
-    """What the engine process writes, line by line as JSON: its log lines taken apart, all else as a message."""
+    """Write the engine process's output line by line as JSON: its log lines taken apart, all else as a message."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write

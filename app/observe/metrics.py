@@ -100,7 +100,9 @@ class Metrics(TurnObserver):
         self.prompts.observe(report.prompt_tokens)
         outcomes = {
             **found,
-            "computed": max(0, report.history_tokens - report.cached_tokens),  # of the history; new tokens are not lost
+            "computed": max(
+                0, report.history_tokens - report.cached_tokens
+            ),  # tokens of the history; new ones are not lost
             "truncated": report.truncated_tokens,
             "shifted": report.shifted_tokens,
             "coded": report.coded_tokens,

@@ -68,8 +68,8 @@ class OtelTracer(TurnObserver):
 
 
 def phases(answer: Answer) -> list[tuple[str, float, float]]:
-    """(name, start, end) on the monotonic clock, one behind the other; what took no time is left out. Empty where the
-    engine has not said how long it took."""
+    """Return (name, start, end) on the monotonic clock, one after the other; what took no time is left out. Empty where
+    the engine has not said how long it took."""
     timings, first_s = answer.timings, answer.first_token_s
     if timings is None or first_s is None:
         return []

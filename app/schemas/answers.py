@@ -33,8 +33,8 @@ class AnthropicError(_Answer):
 
 
 class CacheUse(_Answer):
-    """Where the prompt's KV came from. hbm + dram + disk + redis + computed tokens add up to the prompt in the
-    window."""
+    """The prompt's tokens by where their KV came from. hbm + dram + disk + redis + computed tokens add up to the prompt
+    in the window."""
 
     session_id: str = Field(description="the conversation that the request was found to be")
     hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
@@ -445,9 +445,9 @@ class FleetReplica(_Answer):
     version: str
     running: int
     waiting: int
-    wait_s: float | None  # until a new prompt would be started
+    wait_s: float | None  # time until a new prompt would be started
     busy: float | None  # share of the last seconds in which it computed
-    sessions: int  # of which it is the home
+    sessions: int  # sessions whose home it is
     tiers: dict[str, TierUse]
 
 
@@ -464,7 +464,7 @@ class FleetKv(_Answer):
 class Fleet(_Answer):
     object: Literal["fleet"]
     redis: FleetRedis
-    kv: FleetKv | None  # in Redis
+    kv: FleetKv | None  # the fleet's KV in Redis
     states: dict[str, int]
     replicas: list[FleetReplica]
     has_more: bool

@@ -68,13 +68,13 @@ class Message(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _an_assistant_may_have_said_nothing(cls, value: object) -> object:
+    def _check_content(cls, value: object) -> object:
         if isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None:
             return {**value, "content": ""}
         return value
 
     @model_validator(mode="after")
-    def _has_what_its_role_has(self) -> "Message":
+    def _check_role(self) -> "Message":
         if self.role == "function":
             raise unsupported("role", "The role 'function' is")
         if self.tool_calls and self.role != "assistant":
@@ -134,7 +134,7 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
 class Prediction(Part):
-    """What the answer is expected to say, for the most part. It makes an answer faster, and changes none."""
+    """The text that most of the answer is expected to repeat. It makes an answer faster, and changes none."""
 
     type: Literal["content"]
     content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]
@@ -177,7 +177,7 @@ class ChatCompletionRequest(GenerationRequest):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "ChatCompletionRequest":
+    def _check_together(self) -> "ChatCompletionRequest":
         if self.function_call not in (None, "none"):
             raise unsupported("function_call", "'function_call' other than \"none\" is")
         if self.modalities not in (None, [], ["text"]):

@@ -40,7 +40,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "CompletionRequest":
+    def _check_together(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("combination", "'max_tokens' may be 0 only with 'echo'")
         if self.echo and self.stream and self.logprobs is not None:

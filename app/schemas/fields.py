@@ -115,7 +115,7 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_would_be_lost(cls, value: object) -> object:
+    def _check_nothing_is_lost(cls, value: object) -> object:
         if isinstance(value, dict):
             for name in cls.refused & value.keys():
                 if value[name] not in (None, [], False):  # an empty object asks for the defaults
@@ -246,11 +246,11 @@ class GenerationRequest(Part):
 
     @property
     def salt(self) -> str:
-        """What narrows the domain of the request's KV."""
+        """The fields that narrow the domain of the request's KV."""
         return salt_of(self.cache_salt or "", is_exact=self.kv_quality == "exact")
 
     @model_validator(mode="after")
-    def _goes_together(self) -> "GenerationRequest":
+    def _check_generation(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("combination", "'stream_options' is only allowed when 'stream' is true")
         if self.min_tokens is not None and self.answer_tokens is not None and self.min_tokens > self.answer_tokens:
@@ -273,7 +273,7 @@ class GenerationRequest(Part):
 
     @property
     def keep_s(self) -> float | None:
-        """How long the session is to be kept after its last use, in seconds; None: as long as others."""
+        """Seconds that the session is to be kept after its last use; None: as long as others."""
         if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
             return self.prompt_cache_options.ttl
         return 86_400.0 if self.prompt_cache_retention == "24h" else None

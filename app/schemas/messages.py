@@ -86,7 +86,7 @@ class MessageParam(Part):
     content: Blocks
 
     @model_validator(mode="after")
-    def _has_its_blocks(self) -> "MessageParam":
+    def _check_blocks(self) -> "MessageParam":
         allowed = {
             "user": (TextBlock, ToolResultBlock),
             "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),

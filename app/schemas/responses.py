@@ -119,7 +119,7 @@ class FunctionTool(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_function(cls, value: object) -> object:
+    def _check_kind(cls, value: object) -> object:
         if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
             raise unsupported("type", f"A tool of type {kind[:40]!r} is")
         return value
@@ -146,7 +146,7 @@ class TextFormat(Part):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> "TextFormat":
+    def _check_schema(self) -> "TextFormat":
         if self.type == "json_schema" and (self.name is None or self.schema_ is None):
             raise PydanticCustomError("missing", "A json_schema has a 'name' and a 'schema'")
         return self
@@ -215,7 +215,7 @@ class ResponseRequest(Part):
     chat_template_kwargs: TemplateArgs | None = None
 
     @model_validator(mode="after")
-    def _goes_together(self) -> "ResponseRequest":
+    def _check_together(self) -> "ResponseRequest":
         if self.previous_response_id is not None and self.conversation is not None:
             raise PydanticCustomError("combination", "Send either 'previous_response_id' or 'conversation', not both")
         if not self.input and self.previous_response_id is None and self.conversation is None:

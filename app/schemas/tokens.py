@@ -25,7 +25,7 @@ class TokenizeRequest(Part):
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> "TokenizeRequest":
+    def _check_one_is_given(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("combination", "Send either 'prompt' or 'messages'")
         return self

@@ -26,7 +26,7 @@ class Tool(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_function(cls, value: object) -> object:
+    def _check_kind(cls, value: object) -> object:
         if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
             raise unsupported("type", f"A tool of type {kind[:40]!r} is")
         return value
@@ -59,7 +59,7 @@ class ChosenTools(Part):
     allowed_tools: AllowedTools | None = None
 
     @model_validator(mode="after")
-    def _names_something(self) -> "ChosenTools":
+    def _check_names(self) -> "ChosenTools":
         given = {"function": self.function, "allowed_tools": self.allowed_tools}
         if self.type in given and given[self.type] is None:
             raise PydanticCustomError("missing", "Field required", {"param": self.type})
@@ -129,7 +129,7 @@ class ResponseFormat(Part):
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise PydanticCustomError("missing", "Field required", {"param": "json_schema"})
         return self
@@ -163,7 +163,7 @@ class StructuredOutputs(Part):
     grammar: LarkGrammar | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "StructuredOutputs":
+    def _check_one_is_given(self) -> "StructuredOutputs":
         given = [value for value in self.__dict__.values() if value not in (None, False)]
         if len(given) != 1:
             raise PydanticCustomError("combination", "One of 'json', 'json_object', 'regex', 'choice', 'grammar'")

@@ -37,7 +37,8 @@ SECTIONS = {
 def settings_of(
     context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
 ) -> Settings:
-    """From all sources; `named` are options with a name of their own. Ends the program if they cannot be used."""
+    """Read the settings from all sources; `named` are options with a name of their own. Ends the program if they cannot
+    be used."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in stray_variables(os.environ):
         console.print(f"reprise: {warning}", markup=False)

@@ -1,4 +1,4 @@
-"""What to say of settings that cannot be used: which one was meant, and what it may be."""
+"""Says of settings that cannot be used which one was meant, and what it may be."""
 
 import difflib
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def describe(field: FieldInfo, kind: str, given: object) -> str:
 
 
 def _alike(given: str, known: str) -> float:
-    """From 0 to 1. The beginning of a name is as good as the name with a slip in it."""
+    """Return how alike two names are, from 0 to 1. The beginning of a name is as good as the name with a slip in it."""
     begun = MIN_LIKENESS if len(given) >= 3 and known.startswith(given) else 0.0
     return max(begun, difflib.SequenceMatcher(None, given, known).ratio())
 

@@ -306,7 +306,8 @@ class LimitSettings(Section):
 
 
 class SelectorSettings(Section):
-    """What a decoding sequence reads of its context. Nothing is dropped: the next token may read other parts."""
+    """The part of its context that a decoding sequence reads. Nothing is dropped: the next token may read other
+    parts."""
 
     name: Literal["none", "pairs", "infinigen"] = Field(
         "none",
@@ -318,7 +319,7 @@ class SelectorSettings(Section):
 
 
 class WeightSettings(Section):
-    """Where the model's weights lie: for models that do not fit into HBM."""
+    """The place of the model's weights: for models that do not fit into HBM."""
 
     offload: Literal["none", "dram"] = Field(
         "none",

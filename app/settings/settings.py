@@ -86,7 +86,7 @@ class Settings(Section, BaseSettings):
         return self.cache.disk_dir.expanduser()
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
-        """What the engine process is told. A value of the same name and unit is handed on as it is."""
+        """Return the configuration of the engine process. A value of the same name and unit is handed on as it is."""
         cache, target = self.cache, self.scheduler.itl_target_ms
         return EngineConfig(
             model=_told(ModelConfig, self.model, source=source_of(self.model.source)),

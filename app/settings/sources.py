@@ -72,7 +72,7 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
 
 
 def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """What to tell about variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
+    """Return warnings for variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
     known = [name for name, _ in known_settings()]
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and "__" not in variable:

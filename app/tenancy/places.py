@@ -39,7 +39,7 @@ class Places:
         self._clock = clock
         self._limits = limits
         self._tenants: dict[str, int] = {}  # tenant -> places it holds
-        self._requests: dict[str, Bucket] = {}  # of tenants with an allowance, so at most one per key
+        self._requests: dict[str, Bucket] = {}  # buckets of tenants with an allowance, so at most one per key
         self._tokens: dict[str, Bucket] = {}
         # time at which the server was last idle, then the time each place was left
         self._endings = deque((clock(),), RATE_WINDOW)

@@ -25,7 +25,7 @@ class SessionAccess(Protocol):
 
 
 class Holdings(Protocol):
-    """What tenants keep: here, or in all of a fleet."""
+    """The sessions that tenants keep: here, or in all of a fleet."""
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
         """Delete what exceeds a quota, the sessions unused for longest first. Returns what still exceeds it; empty if
@@ -91,13 +91,13 @@ class Quotas:
 
 
 class HeldHere:
-    """What tenants keep on this server."""
+    """The sessions that tenants keep on this server."""
 
     def __init__(self, sessions: SessionAccess) -> None:
         self._sessions = sessions
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """See `Holdings`."""
+        """Delete what `Holdings.trim` deletes, of this server's sessions, and return the same."""
         kept = await self._sessions_of(tenant)
         for info in leaving(kept, limits):
             try:
@@ -126,7 +126,7 @@ def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
 
 
 def excess(sessions: int, size_bytes: int, limits: KeyLimits) -> str:
-    """Likewise, of so many sessions and bytes."""
+    """Say how so many sessions and bytes exceed the limits; empty: they do not."""
     if limits.sessions and sessions > limits.sessions:
         return f"{sessions} conversations, of at most {limits.sessions}"
     if limits.cache_bytes and size_bytes > limits.cache_bytes:

@@ -1,4 +1,4 @@
-"""How tools appear in a prompt and in an answer: in the form of the model's template, or else in our own."""
+"""Writes tools into a prompt and reads calls in an answer: in the form of the model's template, or else in our own."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ For each call write a JSON object with the function's name and its arguments wit
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a model writes calls and thoughts, as far as its chat template shows."""
+    """The form in which a model writes calls and thoughts, as far as its chat template shows it."""
 
     knows_tools: bool = False  # the template renders tools, calls and their results
     style: str = "tags"  # how the model writes calls: see `AnswerParser`

@@ -114,14 +114,14 @@ class AnswerParser:
         if found or final:
             parts.reasoning += before.rstrip("\n")
             self.thought_chars = self._read - len(after)
-            self._held, self._state = after, "behind_thought"
+            self._held, self._state = after, "after_thought"
             return True
         shown = before[: len(before) - _possible(before, END_THINK)].rstrip("\n")
         parts.reasoning += shown
         self._held = before[len(shown) :]
         return False
 
-    def _in_behind_thought(self, parts: AnswerParts, final: bool) -> bool:
+    def _in_after_thought(self, parts: AnswerParts, final: bool) -> bool:
         self._held = self._held.lstrip("\n")
         if self._held:
             self._state = "content"

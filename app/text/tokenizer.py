@@ -140,27 +140,27 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode text. Special tokens are recognised, except those that `render` found in a message; none are added."""
-        return self._encode(text, behind=False)
+        return self._encode(text, follows=False)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Like `encode`, for text that follows other text: omits the space that some vocabularies put first."""
-        return self._encode(text, behind=True)
+        return self._encode(text, follows=True)
 
     def encode_prompts(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Encode whole texts as they are. Special tokens in them are special; with `add_special_tokens`, those that the
         model expects around a text are added. Releases the GIL."""
         return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
 
-    def encode_plain(self, text: str, *, behind: bool) -> list[int]:
-        """Encode text literally: special tokens in it are spelled out. `behind`: the text follows other text, as in
+    def encode_plain(self, text: str, *, follows: bool) -> list[int]:
+        """Encode text literally: special tokens in it are spelled out. `follows`: the text follows other text, as in
         `encode_continuation`."""
-        return self._encode(self._shielded(text), behind=behind)
+        return self._encode(self._shielded(text), follows=follows)
 
-    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]:
+    def encode_marked(self, text: str, marks: Sequence[int], *, follows: bool) -> tuple[list[int], list[int]]:
         """Return the ids, and for each of the increasing character offsets `marks` the index of the first token that
-        begins there or later. `behind`: the text follows other text."""
+        begins there or later. `follows`: the text follows other text."""
         places: list[int] = []
-        return self._encode(text, behind=behind, marks=marks, places=places), places
+        return self._encode(text, follows=follows, marks=marks, places=places), places
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its length if
@@ -172,20 +172,20 @@ class ChatTokenizer:
             return False
         count = 0
         for start in range(0, len(text), COUNT_CHARS):
-            count += len(self._encode(text[start : start + COUNT_CHARS], behind=True)) - COUNT_SLACK
+            count += len(self._encode(text[start : start + COUNT_CHARS], follows=True)) - COUNT_SLACK
             if count > max_tokens:
                 return True
         return False
 
     def _encode(
-        self, text: str, *, behind: bool, marks: Sequence[int] = (), places: list[int] | None = None
+        self, text: str, *, follows: bool, marks: Sequence[int] = (), places: list[int] | None = None
     ) -> list[int]:
         pieces = text.split(SHIELD)
-        bare = [self._adds_prefix and piece != "" and (behind or place > 0) for place, piece in enumerate(pieces)]
+        bare = [self._adds_prefix and piece != "" and (follows or place > 0) for place, piece in enumerate(pieces)]
         # The batch call releases the GIL, the single call does not: tokenizing 2 MB held up all other requests for 4 s.
         texts = ["\n" + piece if b else piece for piece, b in zip(pieces, bare, strict=True)]
         ids: list[int] = []
-        offset = 0  # of the piece in the text
+        offset = 0  # place of the piece in the text
         for piece, b, encoding in zip(pieces, bare, self._encode_batch(texts), strict=True):
             count = len(self._newline_ids) if b else 0
             if b and encoding.ids[:count] != self._newline_ids:

@@ -26,7 +26,7 @@ class Delta:
     logprobs: list[dict[str, Any]] | None  # None: the request did not ask for them
     finish_reason: str | None
     token_ids: list[int]  # taken in since the choice's delta before; their text may still be held back
-    token_logprobs: list[TokenLogprob] | None  # of these
+    token_logprobs: list[TokenLogprob] | None  # logprobs of these ids
 
 
 class Answer:

@@ -75,12 +75,12 @@ class Generation(AsyncIterator[Delta]):
         is_condemned = engine.stats is not None and engine.stats.codec_condemned
         self.selector = "none" if is_exact(submit.cache_salt) or is_condemned else admitted.model.selector
         self.prompt = prepared.prompt
-        self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave
+        self.token_ids = prepared.token_ids  # the prompt's, and those of an answer's beginning that the client gave
         self.arrived_s = admitted.arrived_s
         self.service_tier = admitted.service_tier
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
-        self.response_ids: list[str] = []  # of stored responses, which later requests may go on with
+        self.response_ids: list[str] = []  # stored responses, which later requests may go on with
         self.closed = asyncio.Event()  # set when what was generated is recorded, or is in line to be
         self.is_handed_over = False
         self._closed = False

@@ -21,7 +21,7 @@ class ManyPrompts(AsyncIterator[Delta]):
         self._upcoming: asyncio.Task[_Item] | None = None
 
     async def wait_first(self, timeout_s: float) -> None:
-        """See `Generation.wait_first`."""
+        """Wait as `Generation.wait_first` does, for each prompt."""
         self._start()
         self._upcoming = asyncio.create_task(self._items.get())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)

@@ -63,7 +63,7 @@ class Begun:
 
     request_id: str
     created: int  # unix time
-    paid_tokens: int = 0  # of the answer, which its tenant has paid for where it was begun
+    paid_tokens: int = 0  # tokens of the answer that its tenant has paid for where it was begun
 
 
 class RunningTurn(Protocol):

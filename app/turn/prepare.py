@@ -27,7 +27,7 @@ from reprise.app.turn.token_limits import TokenLimits
 from reprise.engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
-_PREDICTED_CHARS = 8  # of a prediction, for each token of the window
+_PREDICTED_CHARS = 8  # most characters of a prediction for each token of the window
 TAIL_TOKENS = 8  # at the end of a prompt, in which a template may open a thought
 
 
@@ -57,7 +57,7 @@ class Prepared:
 
     request: GenerationRequest
     prompt: PreparedPrompt
-    token_ids: list[int]  # of the prompt, and of an answer's beginning that the client gave
+    token_ids: list[int]  # the prompt's, and those of an answer's beginning that the client gave
     parser: Callable[[], AnswerParser]  # makes one for each choice
     record: Callable[[Answer], None]
     id_prefix: str
@@ -152,7 +152,7 @@ async def prepare_chat(
             max_newest_tokens=min(limits.prompt, model.max_context) - 1,
         )
     prefix = request.messages[-1].content if request.continue_final_message else ""
-    prefix_ids = tokenizer.encode_plain(prefix, behind=True) if prefix else []
+    prefix_ids = tokenizer.encode_plain(prefix, follows=True) if prefix else []
     names = _callable_names(request)
     parallel = request.parallel_tool_calls is not False
     in_thought = form.thinks and _ends_in_thought(tokenizer, prompt.token_ids)
@@ -170,7 +170,7 @@ async def prepare_chat(
     expected = request.prediction.content if request.prediction is not None else ""
     # More than the window is no answer; nor is what is so long that tokenizing it would cost more than it could save.
     expected = expected[: model.max_context * _PREDICTED_CHARS]
-    prediction = await asyncio.to_thread(tokenizer.encode_plain, expected, behind=True) if expected else []
+    prediction = await asyncio.to_thread(tokenizer.encode_plain, expected, follows=True) if expected else []
     added = len(messages) - len(kept)  # a system message of ours, with the tools
     cut = prompt.shift
     return Prepared(

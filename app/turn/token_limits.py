@@ -12,7 +12,7 @@ class TokenLimits:
     """Limits in tokens. truncates: whether a full window drops the earliest history; else it refuses the prompt and
     ends the answer."""
 
-    window: int  # of the model
+    window: int  # the model's window
     truncates: bool
     prompt: int  # a prompt must have fewer
     beyond_window: int  # longest answer where history makes room for it; 0 where it does not

@@ -26,7 +26,7 @@ class Admission:
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself
-        self.headers: dict[str, str] = {}  # of the key's limits in the fleet, for the answer
+        self.headers: dict[str, str] = {}  # the key's limits in the fleet, for the answer
         self._allowances = allowances
         self._ticket: Ticket | None = None
         self._place: Place | None = None

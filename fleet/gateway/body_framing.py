@@ -6,7 +6,7 @@ from typing import Protocol
 
 import h11
 
-MAX_LINE_BYTES = 4096  # of a chunk's size with its extensions, or of a trailer
+MAX_LINE_BYTES = 4096  # longest line with a chunk's size and its extensions, or with a trailer
 MAX_TRAILERS = 64
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?")
 

@@ -24,7 +24,7 @@ from reprise.fleet.keys import SessionName
 from reprise.fleet.members import Members
 from reprise.fleet.overview import MAX_SHOWN, overview
 
-MAX_BODY_BYTES = 1 << 14  # of an operator's request
+MAX_BODY_BYTES = 1 << 14  # longest body of an operator's request
 MAX_LISTED, LISTED = 1000, 100  # sessions of a page, as on a replica
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -123,7 +123,7 @@ class Endpoints:
         )
 
     async def fleet(self, request: Request) -> Response:
-        """What is known of every replica, and what this gateway has counted. With keys, for admins."""
+        """Return what is known of every replica, and what this gateway has counted. With keys, for admins."""
         self._require_admin(request)
         given = request.query_params.get("limit", "")
         return _json(

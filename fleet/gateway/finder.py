@@ -28,18 +28,18 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a turn goes, as metrics and answers tell it."""
+    """The replica that a turn goes to, as metrics and answers tell it."""
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
-    why: str  # of a move: "wait", "dead", "drain", "asked"
+    why: str  # the reason of a move: "wait", "dead", "drain", "asked"
     refused: str  # why it did not move: "guard", "budget"
-    epoch: int  # of the session when it was looked up; 0: nobody has it
+    epoch: int  # the session's epoch when it was looked up; 0: no replica has it
 
 
 @dataclass(slots=True)
 class Found:
-    """What is known of a turn's session."""
+    """The session of a turn, as far as it is known."""
 
     question: Question
     session_id: str | None  # the client's name for it, or that of the session that its messages go on with

@@ -36,7 +36,7 @@ FIRST_LOOK_S = 1.0  # longest wait for the table of members at start
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a gateway consists of."""
+    """The parts of a gateway."""
 
     settings: Settings
     keyring: Keyring

@@ -18,7 +18,7 @@ class HeldBytes:
 
 
 class Lease:
-    """What one request holds."""
+    """The bytes that one request holds."""
 
     def __init__(self, whole: HeldBytes) -> None:
         self._whole = whole

@@ -16,7 +16,7 @@ import h11
 from reprise.fleet.gateway.body_framing import BadBody, Body, body_of
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_UNREAD_BYTES = 1 << 18  # of one answer; more stays with the replica until the client has read this
+MAX_UNREAD_BYTES = 1 << 18  # unread bytes of one answer; more stays with the replica until the client has read this
 MAX_IDLE = 32  # connections kept to one replica
 IDLE_S = 30.0  # kept for so long; the replica closes them later
 CONNECT_S = 1.0

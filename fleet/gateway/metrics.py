@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Resumed(StrEnum):
-    """What became of an answer whose replica failed."""
+    """The outcome of an answer whose replica failed."""
 
     DONE = "done"  # another replica went on
     LOST = "lost"  # nobody could

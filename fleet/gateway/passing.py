@@ -20,7 +20,7 @@ from reprise.fleet.protocol import COUNTED_HEADER, RELAY_HEADER, relay_token
 from reprise.fleet.routing import NoReplica
 
 MAX_TRIES = 3
-MAX_ANSWER_BYTES = 8 << 20  # of one replica, where several are asked
+MAX_ANSWER_BYTES = 8 << 20  # longest answer of one replica, where several are asked
 MAX_AT_ONCE = 16  # replicas asked at once
 ASK_S = 10.0  # longest wait for one of them
 SESSIONS, RESPONSES, MODELS = "/v1/sessions/", "/v1/responses/", "/v1/models/"

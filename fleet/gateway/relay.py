@@ -110,7 +110,7 @@ class Relay:
         self._journal = Journal()
         self._is_noted = True  # the journal has all that the client has
         self._has_begun = False  # the client has status and headers
-        self._is_passed = False  # and a part of an answer that cannot be resumed
+        self._is_passed = False  # True: the client has a part of an answer that cannot be resumed
         self._tried: set[str] = set()
         self._failures = 0  # since the last token
         self._is_resuming = False  # the last failure was in a stream that the client had a part of

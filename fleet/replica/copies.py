@@ -40,7 +40,7 @@ class Copies:
         await self._commands.delete_here(session_id, tenant=tenant)
 
     async def delete_soon(self, tenant: str, session_id: str) -> None:
-        """Likewise, when no request of it runs any more."""
+        """Delete the copy when no request of it runs any more."""
         while True:
             try:
                 await self.delete(tenant, session_id)
@@ -51,7 +51,7 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Likewise, unless one of them was begun after the epoch."""
+        """Delete the copy when no request of it runs any more, unless the session was begun again after the epoch."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)

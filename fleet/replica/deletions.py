@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """What this server has of sessions. Both raise ApiError while the engine cannot be asked."""
+    """The sessions of this server, as deletions see them. Both methods raise ApiError while the engine cannot be
+    asked."""
 
     async def names(self) -> set[SessionName]:
         """Return the sessions of which there is anything here."""
@@ -110,7 +111,7 @@ def _read(path: Path) -> int:
 
 
 def _write(path: Path, epoch: int) -> None:
-    """Without it, deletions are heard once more: nothing is raised."""
+    """Write down how far deletions were heard. A failure is not raised: they are heard once more."""
     try:
         fresh = path.with_name(path.name + ".new")
         fresh.write_text(str(epoch), encoding="ascii")

@@ -10,10 +10,10 @@ from reprise.fleet.keys import SessionName
 
 @dataclass(slots=True)
 class HeldSession:
-    """What this replica knows of a session."""
+    """The knowledge that this replica has of a session."""
 
     ttl_s: float | None  # after its last use; None: it is pinned
-    epoch: int = 0  # of its claim; 0: none
+    epoch: int = 0  # epoch of its claim; 0: none
     turn: int = 0  # the last one that it has
     branches: int = 0  # fenced turns, of which it has the answers too
     begun: int = 0  # epoch at which its copy was begun; 0: it has none

@@ -1,4 +1,4 @@
-"""What a key may use and keep, counted in the whole fleet."""
+"""Counts what a key may use and keep in the whole fleet."""
 
 from collections.abc import Callable
 
@@ -21,8 +21,8 @@ class HeldInFleet:
         self._longest_s = longest_s
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """See `Holdings`. Every server deletes its copy of what leaves, this one too, when it hears of it. Another
-        server's check may take the same session at the same time, which counts once."""
+        """`Holdings` of the whole fleet. Every server deletes its copy of what leaves, this one too, when it hears of
+        it. Another server's check may take the same session at the same time, which counts once."""
         try:
             place = left = 0
             held = await self._directory.held(tenant)

@@ -14,12 +14,12 @@ NAME_BYTES = 8
 
 @dataclass(slots=True)
 class Identity:
-    """What a replica tells of itself that does not change while it runs."""
+    """The facts that a replica tells of itself and that do not change while it runs."""
 
     name: str
     boot: str  # another one after every start
     url: str  # under which gateways reach it
-    aliases: tuple[str, ...]  # of its model
+    aliases: tuple[str, ...]  # other names of its model
 
     @classmethod
     def of(cls, settings: Settings) -> "Identity":

@@ -1,4 +1,4 @@
-"""What a replica does with the directory, as Prometheus reads it."""
+"""Metrics of what a replica does with the directory, as Prometheus reads them."""
 
 from collections.abc import Iterator
 

@@ -43,8 +43,8 @@ from reprise.fleet.replica.this_server import ThisServer
 from reprise.fleet.replica.turn_under_way import TurnUnderWay
 from reprise.fleet.routing import FleetView
 
-MAX_TENANT_SESSIONS = 100_000  # of one key in the directory: those used longest ago leave it
-MAX_OUTBOX_BYTES = 64 << 20  # of turns that wait on disk for the directory to answer: the oldest leave
+MAX_TENANT_SESSIONS = 100_000  # most of one key in the directory: those used longest ago leave it
+MAX_OUTBOX_BYTES = 64 << 20  # most for turns that wait on disk for the directory to answer: the oldest leave
 LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 
@@ -72,7 +72,7 @@ class Replica:
         ImportError without redis' client, OSError if the name cannot be kept."""
         fleet = settings.fleet
         self.identity = Identity.of(settings)
-        self.key = fleet_key(secret)  # of gateways, which may resume answers here
+        self.key = fleet_key(secret)  # the key of gateways, which may resume answers here
         self.ttl_s = settings.cache.ttl_s
         self.directory = Directory(
             url=fleet.redis_url,

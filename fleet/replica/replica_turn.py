@@ -16,7 +16,7 @@ class TurnHome(Protocol):
 
     @property
     def ttl_s(self) -> float:
-        """How long a session lives whose client does not say."""
+        """Seconds that a session lives whose client does not say."""
         ...
 
     async def claim(self, name: SessionName) -> bool: ...

@@ -43,7 +43,7 @@ class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a stream when it begins."""
 
     created: int  # unix time
-    fingerprint: str  # of the model
+    fingerprint: str  # the model's fingerprint
     exact: bool  # whether it computes a text's tokens alike in every company (`model.exact`)
     turns: list[TurnNote]
 
@@ -53,12 +53,12 @@ class DeltaNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     choice: int  # counted through all generations
     ids: list[int] = []  # tokens taken in since the choice's piece before
-    logprobs: list[TokenLogprob] | None = None  # of `ids`
+    logprobs: list[TokenLogprob] | None = None  # logprobs of `ids`
     end: str | None = None  # finish reason of the engine or of a stop string: stop | length
     calls: list[str] = []  # ids of the calls that begin here
     report: TokensBySource | None = None  # with the choice's first piece after it has changed
     timings: Timings | None = None  # with the choice's first piece
-    ttft_s: float | None = None  # likewise: arrival to first token
+    ttft_s: float | None = None  # arrival to first token; with the choice's first piece
 
 
 _encode = msgspec.json.Encoder().encode
@@ -119,14 +119,14 @@ def _finite(value: TokenLogprob) -> TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ResumedTurn:
-    """What is noted of one generation."""
+    """The notes of one generation."""
 
     note: TurnNote
     created: int
     fingerprint: str
     exact: bool
     place: int  # among the stream's generations
-    deltas: Sequence[DeltaNote]  # of all of them
+    deltas: Sequence[DeltaNote]  # every choice has one
 
     def check(self, model: ModelInfo) -> None:
         """Raises ApiError 409 for an answer that this server's model cannot go on with."""

@@ -38,13 +38,13 @@ class FleetFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many replicas there are, and when there are more or fewer."""
+    """The number of replicas, and the rules by which it grows and shrinks."""
 
     replicas: int  # at least
     most_replicas: int | None  # at most; None: their number is fixed
     ttft_target_s: float
     downscale_delay_s: float
-    gpus: float | None  # of each replica; None: 1 if there is any
+    gpus: float | None  # GPUs of each replica; None: 1 if there is any
 
 
 class LocalFleet:

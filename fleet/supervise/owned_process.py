@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
 
-TAIL_LINES = 20  # of its output, for the message about a process that has ended
+TAIL_LINES = 20  # last lines of its output, for the message about a process that has ended
 MAX_LINE = 4096  # bytes; a longer line is passed on in pieces
 _PROGRAM = """\
 from reprise.fleet.supervise.owned_process import end_with_owner
@@ -82,7 +82,8 @@ class OwnedProcess:
 
 
 def end_with_owner() -> None:
-    """In the started process: end it at once when its owner is gone. An orphan would keep its memory and its port."""
+    """End the started process at once when its owner is gone; called in that process. An orphan would keep its memory
+    and its port."""
     lifeline = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # what reads stdin must not touch the lifeline

@@ -15,7 +15,7 @@ class Sample(Protocol):
 
 
 class Context(Protocol):
-    """What Serve tells a policy, as far as it is used here: see `ray.serve.config.AutoscalingContext`."""
+    """The context that Serve gives a policy, as far as it is used here: see `ray.serve.config.AutoscalingContext`."""
 
     current_num_replicas: int  # that run
     target_num_replicas: int  # that should

@@ -73,7 +73,7 @@ async def stats(request: Request) -> dict[str, Any]:
     "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
 )
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """By tenant and id. `after`: the `cursor` of the last entry of the previous page. For
+    """List entries by tenant and id. `after`: the `cursor` of the last entry of the previous page. For
     `server.admin_keys` where there are keys."""
     require_admin(request)
     try:

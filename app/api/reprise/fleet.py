@@ -15,7 +15,7 @@ router = APIRouter()
 
 
 class FleetPage(BaseModel):
-    """How many replicas are shown."""
+    """The number of replicas to show."""
 
     model_config = ConfigDict(extra="ignore")
     limit: int = Field(1000, ge=1, le=1000)
@@ -23,9 +23,9 @@ class FleetPage(BaseModel):
 
 @router.get("/v1/fleet", **described("Show the replicas of this server's fleet", answers.Fleet, query=FleetPage))
 async def fleet(request: Request) -> dict[str, Any]:
-    """What each replica last said of itself: its state, wait, conversations and tiers; and the KV in Redis. Where keys
-    are configured only `server.admin_keys` may read it. 404 on a server that is in no fleet. A gateway's answer counts
-    its routes, moves and resumed answers as well."""
+    """Return what each replica last said of itself: its state, wait, conversations and tiers; and the KV in Redis.
+    Where keys are configured only `server.admin_keys` may read it. 404 on a server that is in no fleet. A gateway's
+    answer counts its routes, moves and resumed answers as well."""
     show = hooks_of(request).overview
     if show is None:
         raise HTTPException(404)

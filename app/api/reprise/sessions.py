@@ -40,7 +40,7 @@ class SessionPatch(BaseModel):
     ttl_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> "SessionPatch":
+    def _check_something_is_said(self) -> "SessionPatch":
         if self.pinned is None and self.ttl_s is None:
             raise PydanticCustomError("nothing", "Nothing to change: send 'pinned' or 'ttl_s'")
         return self

@@ -43,7 +43,7 @@ class ResponseTurn(AsyncIterator[Delta]):
         generation: Generation,
     ) -> None:
         self.generation = generation
-        self.items = items  # of this request, without the history
+        self.items = items  # this request's items, without the history
         response_id = id_within(generation.request_id, "resp")
         if request.background:
             response_id = responses.hooks.background_id(response_id)

@@ -167,7 +167,7 @@ def test_marks_in_front_of_special_tokens_are_the_tokens(kind, behind, pieces):
     tokenizer = tokenizer_with(CHAT_TEMPLATE) if kind == "byte-level" else SENTENCEPIECE
     special, text = "<|im_end|>", "".join(pieces)
     marks = [at for at in range(len(text)) if text.startswith(special, at)]
-    ids, places = tokenizer.encode_marked(text, [*marks, len(text)], behind=behind)
+    ids, places = tokenizer.encode_marked(text, [*marks, len(text)], follows=behind)
     plain = tokenizer.encode_continuation(text) if behind else tokenizer.encode(text)
     (special_id,) = tokenizer.encode(special)
     assert ids == plain
