@@ -72,7 +72,7 @@ class Loader:
     def _place_by_torch(self, layer: int, segments: Tensor, rotations: KeyRotations) -> None:
         """segments: the blocks' rows of this layer, on the pages' device."""
         pages = self._pool.pages[layer]
-        heads, k_dim = pages.k.shape[2:]
+        heads, k_dim = pages.k.shape[2], pages.k_dim
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
