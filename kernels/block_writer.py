@@ -15,7 +15,7 @@ from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """Writes into one layer's pool in bf16 or int8. Any thread may use it, if no other writes to the same pages.
+    """Writes into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to the same pages.
     Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
@@ -130,7 +130,7 @@ def _check(
 
 def block_writer(pages: KvPages, block_rows: int) -> BlockWriter | None:
     """Return a writer for this pool, or None if the compiled kernels cannot be used."""
-    if pages.k.dtype not in (torch.bfloat16, torch.int8) or any(x.stride(-1) != 1 for x in (pages.k, pages.v)):
+    if not pages.has_kernels or any(x.stride(-1) != 1 for x in (pages.k, pages.v)):
         return None
     if pages.k.is_cuda:
         triton = triton_copies()

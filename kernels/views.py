@@ -19,7 +19,7 @@ def as_bits(x: Tensor) -> Bf16:
 
 
 def as_bf16(pages: Tensor) -> Tensor:
-    """View pages as bf16, those of int8 too: two bytes to each element."""
+    """View a pool as bf16, a packed one too: two bytes to each element."""
     return pages.view(torch.bfloat16)
 
 

@@ -79,11 +79,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.parked": (),
     "kernels.selectors": (),
     "cache.transfer.redis": (),
-    # An option that the middle still knows.
-    "kernels.int8_rows": (
-        *("engine.model.pages", "kernels.attention.naive", "kernels.attention.ragged_batch"),
-        *("kernels.attention.torch_cpu", "kernels.attention.watched", "kernels.cpu.int8_rows", "kernels.kv_copy"),
-    ),
+    "kernels.int8_pages": (),
     "cache.storage.redis": (
         *("cache.transfer.redis.fetches", "cache.transfer.redis.source", "cache.transfer.redis.streams"),
         "cache.transfer.redis.upload_stream",  # the other half of the wing

@@ -41,7 +41,7 @@ FILES = (
     *("engine/model/hf_model.py", "engine/process/loop.py", "engine/step/batch_step.py", "engine/step/compute.py"),
     *("engine/drafts/drafter.py", "engine/intake.py", "engine/step/sampler.py", "fleet/directory.py"),
     *("fleet/gateway/relay.py", "fleet/routing.py", "fleet/scaling.py", "kernels/attention/torch_cpu.py"),
-    *("kernels/block_writer.py", "kernels/codecs/transform.py", "kernels/packed.py", "kernels/int8_rows.py"),
+    *("kernels/block_writer.py", "kernels/codecs/transform.py", "kernels/packed.py", "kernels/int8_pages/pages.py"),
     *("scheduler/budgets/budget.py", "scheduler/queues/fair_share.py", "scheduler/queues/window.py"),
     *("scheduler/running_batch.py", "scheduler/scheduler.py"),
 )

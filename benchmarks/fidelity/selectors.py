@@ -47,7 +47,7 @@ from reprise.engine.config import EngineConfig
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.pages import make_pages
-from reprise.kernels.attention.ragged_batch import KvPages, Selection
+from reprise.kernels.attention.ragged_batch import KvPages, PageFormat, Selection
 from reprise.kernels.attention.selection import Candidates, KvSelector, Selecting
 from reprise.kernels.selectors import SELECTORS
 
@@ -102,9 +102,8 @@ class Reader:
         most = max(HISTORIES) + SCORED + CHUNK
         self.per_text = -(-most // self.probed.page_size)
         num_pages = SIDE_BY_SIDE * self.per_text
-        pages = make_pages(
-            self.probed.found.shapes, num_pages, self.probed.page_size, self.loaded.dtype, self.loaded.device
-        )
+        plain = PageFormat(self.loaded.dtype)
+        pages = make_pages(self.probed.found.shapes, num_pages, self.probed.page_size, plain, self.loaded.device)
         self.runner = ModelRunner(model=self.loaded.module, pages=pages, backend=self.probed.backend, sink=None)
         self._room = {"num_pages": num_pages, "max_context": most}
         self._tables = BlockTables(max_seqs=SIDE_BY_SIDE, max_pages=self.per_text)

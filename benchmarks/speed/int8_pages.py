@@ -36,8 +36,9 @@ from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
 from reprise.app.settings.sections import CacheSettings
 from reprise.engine.build.model import find_attention
-from reprise.engine.codec.quality import Quality, Subject, packed_pages_quality
+from reprise.engine.codec.quality import Quality, Subject, pages_quality
 from reprise.engine.model.loading import load_model
+from reprise.kernels.int8_pages.pages import INT8_PAGES
 
 ARMS = ("auto", "int8")
 CASES = ((1000, 1), (4000, 1), (7500, 1), (1000, 8), (4000, 8))  # tokens of a context, streams
@@ -146,7 +147,7 @@ def _answers(run: Run) -> dict[str, Any]:
     model = load_model(arguments.model, torch.bfloat16, device)
     backend, page_size, found = find_attention(model, device)
     subject = Subject(model, backend, page_size, found)
-    parts = [packed_pages_quality(subject, [text]) for text in run.track(_texts(arguments), "texts")]
+    parts = [pages_quality(subject, [text], INT8_PAGES) for text in run.track(_texts(arguments), "texts")]
     quality = Quality.added(parts)
     change, error = quality.perplexity_change()
     return {

@@ -33,6 +33,7 @@ from reprise.engine.codec.text import calibration_text
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.pages import make_pages
+from reprise.kernels.attention.ragged_batch import PageFormat
 from reprise.kernels.attention.selection import Selecting
 
 CONTEXTS = 1024, 8000
@@ -58,7 +59,7 @@ class Decoder:
         self._per_stream = -(-most // self._page_size)
         num_pages = max(arguments.streams) * self._per_stream
         device, shapes = self._loaded.device, probed.found.shapes
-        self._pages = make_pages(shapes, num_pages, self._page_size, self._loaded.dtype, device)
+        self._pages = make_pages(shapes, num_pages, self._page_size, PageFormat(self._loaded.dtype), device)
         self._runner = ModelRunner(model=self._loaded.module, pages=self._pages, backend=probed.backend, sink=None)
         selecting = build_selector(settings, self._loaded, probed, self._runner, num_pages=num_pages, max_context=most)
         self._arms: dict[str, Selecting | None] = {"none": None, "pairs": selecting}

@@ -29,6 +29,7 @@ from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import probe, single_sequence_meta
 from reprise.engine.model.rotations import ModelRotations
 from reprise.kernels.attention import BACKENDS
+from reprise.kernels.attention.ragged_batch import PageFormat
 from reprise.kernels.kv_copy import write_rows
 
 ARMS = ("AS", "AS bf16", "AS hops", "TT", "NKVT")
@@ -65,7 +66,7 @@ class Bench:
         if not probed.decouplable:
             raise ValueError(f"{model}: positions cannot be decoupled from keys")
         num_pages = math.ceil(max_tokens / self._page_size)
-        self.pages = make_pages(probed.shapes, num_pages, self._page_size, torch.float32, CPU)
+        self.pages = make_pages(probed.shapes, num_pages, self._page_size, PageFormat(torch.float32), CPU)
         self.rotations = ModelRotations(ropes=probed.ropes)
         self._capture = _Capture()
         self._runner = ModelRunner(model=self.model, pages=self.pages, backend=backend, sink=self._capture)

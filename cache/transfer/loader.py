@@ -72,13 +72,13 @@ class Loader:
     def _place_by_torch(self, layer: int, segments: Tensor, rotations: KeyRotations) -> None:
         """segments: the blocks' rows of this layer, on the pages' device."""
         pages = self._pool.pages[layer]
-        heads, k_dim = pages.k.shape[2:]
+        heads, k_dim = pages.k.shape[2], pages.k_dim
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
         slots, positions = self._slots_and_positions()
-        write_rows(pages.k, slots, rotations.rotate(layer, k, positions))
-        write_rows(pages.v, slots, v)
+        write_rows(pages.k, slots, pages.to_rows(rotations.rotate(layer, k, positions)))
+        write_rows(pages.v, slots, pages.to_rows(v))
 
     def _wanted(self, rows: Tensor) -> Tensor:
         """Return the wanted rows of all blocks: [blocks, 32, ...] -> [rows, ...]."""

@@ -24,7 +24,7 @@ from reprise.cache.transfer.events import Events
 from reprise.cache.transfer.key_rotations import KeyRotations
 from reprise.cache.transfer.row_saver import place_rows
 from reprise.kernels.attention.ragged_batch import KvPages
-from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.kv_copy import gather_rows
 from reprise.kernels.row_copies import compile_for, save_kernels
 from reprise.kernels.views import as_bits
 
@@ -232,5 +232,6 @@ class SaveStream:
         positions = rows + order.position
         span = slice(order.slot_row, order.slot_row + order.num_rows)
         for layer, pages in enumerate(self._pages):
-            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, read_rows(pages.k, slots), positions)
-            self._slab.v(layer)[order.slot, span] = read_rows(pages.v, slots)
+            k, v = (pages.to_numbers(gather_rows(pool, slots)) for pool in (pages.k, pages.v))
+            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, k, positions)
+            self._slab.v(layer)[order.slot, span] = v

@@ -51,7 +51,7 @@ from reprise.cache.transfer.slot_reader import SlotReader
 from reprise.cache.transfer.stores import Links, Stores, Work
 from reprise.cache.transfer.write_stream import WriteStream
 from reprise.kernels.attention.ragged_batch import KvPages
-from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
+from reprise.kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
 
@@ -248,9 +248,10 @@ class Transfer:
         turned = move.source_position != move.target_position
         before, after = rows + move.source_position, rows + move.target_position
         if turned:
-            keys = [read_rows(layer.k, source) for layer in self._pages]
+            keys = [layer.to_numbers(gather_rows(layer.k, source)) for layer in self._pages]
             keys = [self._inline.unrotate(layer, k, before) for layer, k in enumerate(keys)]
             keys = [self._inline.rotate(layer, k, after) for layer, k in enumerate(keys)]
+            keys = [layer.to_rows(k) for layer, k in zip(self._pages, keys, strict=True)]
         else:
             keys = [gather_rows(layer.k, source) for layer in self._pages]
         for layer, k in zip(self._pages, keys, strict=True):

@@ -178,7 +178,7 @@ def _model_info(
         layers=len(found.shapes),
         kv_bytes_per_token=kv_bytes,
         hbm_bytes_per_token=probed.hbm_bytes_per_token,
-        hbm_dtype=str(probed.pages.dtype).removeprefix("torch."),
+        hbm_dtype=str(probed.pages.format.dtype).removeprefix("torch."),
         hbm_divergence=probed.pages.divergence,
         hbm_tokens=hbm_tokens,
         dram_tokens=dram_tokens + tiers.coded_slots * BLOCK_TOKENS,

@@ -31,7 +31,12 @@ from reprise.engine.model.probe import ProbeResult, probe
 from reprise.engine.packed.directory import is_packed, read_index
 from reprise.engine.packed.load import size_of
 from reprise.kernels.attention import BACKENDS
-from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
+from reprise.kernels.attention.ragged_batch import (
+    AttentionBackend,
+    AttentionUnsupported,
+    BackendUnavailable,
+    PageFormat,
+)
 from reprise.kernels.attention.torch_cpu import ExactAttention
 from reprise.kernels.cpu.available import decode_kernels, flash_kernels, product_kernels, tiles_of_pairs
 from reprise.kernels.triton_kernels import triton_packed
@@ -227,7 +232,9 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     lookahead = _lookahead(module, found) if config.selector.name == "infinigen" else None
     if device.type == "cpu" and loaded.num_ranks == 1:
         leave = frozenset[nn.Module]() if loaded.offloaded is None else loaded.offloaded.modules
-        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, pages.dtype, leave))
+        log.debug(
+            "replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels, pages.format, leave)
+        )
     if device.type == "cuda" and loaded.num_ranks == 1 and loaded.offloaded is None:
         log.debug("replaced for speed: %s", optimise_for_cuda(module, found, backend))
     if codec.projection is not None:
@@ -235,7 +242,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     if lookahead is not None:
         lookahead.watch(module)
     kv_bytes, hbm_bytes = (
-        loaded.num_ranks * bytes_per_token(found.shapes, dtype) for dtype in (loaded.dtype, pages.dtype)
+        loaded.num_ranks * bytes_per_token(found.shapes, each) for each in (PageFormat(loaded.dtype), pages.format)
     )
     return ProbedModel(backend, page_size, found, digest, codec, pages, kv_bytes, hbm_bytes, lookahead)
 

@@ -12,10 +12,12 @@ import msgspec
 import torch
 
 from reprise.cache.blocks.keys import typed_fields
-from reprise.engine.codec.quality import Subject, packed_pages_quality
+from reprise.engine.codec.quality import Subject, pages_quality
 from reprise.engine.codec.text import calibration_text, text_digest
 from reprise.engine.config import CacheConfig
 from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.attention.ragged_batch import PageFormat
+from reprise.kernels.int8_pages.pages import INT8_PAGES
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +26,16 @@ _VERSION = 1  # of what packing does to numbers, and of how that is measured
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """dtype: of pages; int8: their rows are as in `reprise.kernels.int8_rows`. divergence: nats a token by which that
-    changes answers of this model; None: nothing is changed. warning: for people, where something else was asked for."""
+    """divergence: nats a token by which the format changes answers of this model; None: nothing is changed. warning:
+    for people, where something else was asked for."""
 
-    dtype: torch.dtype
+    format: PageFormat
     divergence: float | None = None
     warning: str | None = None
 
     @property
     def is_packed(self) -> bool:
-        return self.dtype == torch.int8
+        return self.format.kind.is_packed
 
 
 class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,7 +50,7 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
     """Return what the settings ask for, unless it changes answers by more than `cache.codec_budget`. tokenizer: the
     model's `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
     if config.hbm_dtype != "int8":
-        return ChosenPages(subject.dtype)
+        return ChosenPages(PageFormat(subject.dtype))
     if next(subject.model.parameters()).device.type != "cpu" or subject.dtype != torch.bfloat16:
         raise ModelRefused("cache.hbm_dtype int8: pages of int8 are read on CPU and with model.dtype bfloat16 only")
     if any(dim % 2 for shape in subject.found.shapes for dim in (shape.k_dim, shape.v_dim)):
@@ -59,11 +61,11 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
         divergence = _measured(subject, tokenizer, path)
     if not divergence <= config.codec_budget:  # not a number is too much as well
         return ChosenPages(
-            subject.dtype,
+            PageFormat(subject.dtype),
             warning=f"cache.hbm_dtype: pages of int8 change answers of this model by {divergence:.2g} nats a token, "
             f"cache.codec_budget is {config.codec_budget:g}; pages stay {str(subject.dtype).removeprefix('torch.')}",
         )
-    return ChosenPages(torch.int8, divergence)
+    return ChosenPages(INT8_PAGES, divergence)
 
 
 def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
@@ -79,7 +81,7 @@ def _measured(subject: Subject, tokenizer: Path, path: Path | None) -> float:
     log.info("measuring what pages of int8 change of this model's answers, once")
     started = time.perf_counter()
     _, texts = calibration_text(tokenizer)
-    quality = packed_pages_quality(subject, texts)
+    quality = pages_quality(subject, texts, INT8_PAGES)
     log.info(
         "pages of int8: %.5f nats a token, %.2f %% of choices are other ones; %.0f s",
         quality.mean_divergence,

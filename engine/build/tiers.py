@@ -91,7 +91,7 @@ def build_tiers(
     on_gpu = loaded.device.type == "cuda"
     # The last one is nobody's: rows go there that a graph computes and nobody has asked for (`GraphRunner`).
     num_pages = room.num_pages + on_gpu
-    pages = make_pages(probed.found.shapes, num_pages, probed.page_size, probed.pages.dtype, loaded.device)
+    pages = make_pages(probed.found.shapes, num_pages, probed.page_size, probed.pages.format, loaded.device)
     slot_bytes = BLOCK_TOKENS * probed.stored_bytes_per_token
     dram_bytes, staging_slots, disk_bytes = _lower_sizes(config, room.automatic, slot_bytes)
     _check_memory(dram_bytes + staging_slots * slot_bytes)

@@ -21,6 +21,7 @@ from reprise.engine.model.hf_model import Step, current_step, forward
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.pages import bytes_per_token, make_pages
 from reprise.engine.model.probe import KvShape, single_sequence_meta
+from reprise.kernels.attention.ragged_batch import PageFormat
 
 # Where an attention gets its K from: a projection of its own, or one that gives queries and values too.
 _APART, _FUSED = ("k_proj", "v_proj"), ("qkv_proj", "query_key_value")
@@ -86,7 +87,7 @@ def find_projection(subject: Subject) -> KvProjection:
         raise ModelRefused(_unknown(f"its attention has none of {', '.join(('k_proj', *_FUSED))}"))
     widths = [getattr(found[layer], _entry(found[layer])).in_features for layer in sorted(found)]
     ours = sum(widths) * subject.dtype.itemsize
-    theirs = bytes_per_token(subject.found.shapes, subject.dtype)
+    theirs = bytes_per_token(subject.found.shapes, PageFormat(subject.dtype))
     if ours >= theirs:
         raise ModelRefused(
             f"cache.codec activation saves nothing with this model: its activations take {ours:,} bytes a token, its K "
@@ -220,7 +221,7 @@ def _seen(subject: Subject, num_tokens: int) -> _Seen:
     text, device = model.config.get_text_config(), next(model.parameters()).device
     num_tokens = min(num_tokens, getattr(text, "max_position_embeddings", None) or num_tokens)
     num_pages = -(-num_tokens // subject.page_size)
-    pages = make_pages(subject.found.shapes, num_pages, subject.page_size, subject.dtype, device)
+    pages = make_pages(subject.found.shapes, num_pages, subject.page_size, PageFormat(subject.dtype), device)
     ids = torch.randint(0, text.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
     seen = _Seen()
     step = Step(

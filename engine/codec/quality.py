@@ -20,12 +20,13 @@ from reprise.engine.model.hf_model import Step, forward
 from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import ProbeResult, single_sequence_meta
 from reprise.engine.model.rotations import ModelRotations
-from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages
+from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages, PageFormat
 from reprise.kernels.codecs.codec import Codec
 from reprise.kernels.kv_copy import write_rows
 
 Part = Literal["kv", "k", "v"]
 _CHUNK = 512  # tokens of a history that are computed together
+_PLAIN = PageFormat(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,13 @@ class Subject:
 
 class HistoryCoder:
     """Runs a model over single texts with its history's KV as computed, or as a codec gives it back. most_tokens: of a
-    text; pages: the dtype of its pages. One thread at a time."""
+    text; page_format: of its pages. One thread at a time."""
 
-    def __init__(self, subject: Subject, *, most_tokens: int, pages: torch.dtype = torch.float32) -> None:
+    def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
         self._device = subject.device
         num_pages = -(-most_tokens // subject.page_size)
-        self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, pages, self._device)
+        self._pages = make_pages(subject.found.shapes, num_pages, subject.page_size, page_format, self._device)
         self._rotations = ModelRotations(ropes=subject.found.ropes)
         self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
@@ -130,8 +131,8 @@ class HistoryCoder:
         """Put a history in the pages, from its first token on. rows: as from `compute`."""
         slots = torch.arange(len(rows[0][0]), device=self._device)
         for layer, ((k, v), pages) in enumerate(zip(rows, self._pages, strict=True)):
-            write_rows(pages.k, slots, self._rotations.rotate(layer, k.float(), slots))
-            write_rows(pages.v, slots, v.float())
+            write_rows(pages.k, slots, pages.to_rows(self._rotations.rotate(layer, k.float(), slots)))
+            write_rows(pages.v, slots, pages.to_rows(v.float()))
 
     def _forget_seen(self) -> None:
         for k, v in self._seen:
@@ -211,11 +212,11 @@ def measure(
     return measured
 
 
-def packed_pages_quality(subject: Subject, texts: Sequence[Tensor]) -> Quality:
-    """Measure what pages of int8 do on some texts [tokens], each computed through them from its first token on, and
+def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFormat) -> Quality:
+    """Measure what pages of a format do on some texts [tokens], each computed through them from its first token on, and
     scored in its second half."""
     most = max(map(len, texts))
-    plain, packed = (HistoryCoder(subject, most_tokens=most, pages=dtype) for dtype in (torch.float32, torch.int8))
+    plain, packed = (HistoryCoder(subject, most_tokens=most, page_format=each) for each in (_PLAIN, page_format))
     found = []
     for text in texts:
         half = len(text) // 2

@@ -17,6 +17,7 @@ from reprise.engine.codec.text import text_digest
 from reprise.engine.config import CacheConfig
 from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.pages import bytes_per_token
+from reprise.kernels.attention.ragged_batch import PageFormat
 
 if TYPE_CHECKING:
     from reprise.engine.codec.calibration import Calibrated
@@ -78,7 +79,8 @@ def _calibrated(
     made = calibrate(subject, budget=config.codec_budget, learned=learned, scored=scored)
     if made is None:
         return None
-    size = sum(made.codec.segment_bytes) / (BLOCK_TOKENS * bytes_per_token(subject.found.shapes, subject.dtype))
+    raw = BLOCK_TOKENS * bytes_per_token(subject.found.shapes, PageFormat(subject.dtype))
+    size = sum(made.codec.segment_bytes) / raw
     log.info(
         "coded KV takes %.2f of its bytes at %.5f nats a token (budget %g); %.0f s",
         size,

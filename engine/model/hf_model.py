@@ -171,8 +171,8 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
     [tokens, kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
     step.params[layer] = params
     pages = step.pages(layer)
-    write_rows(pages.k, step.meta.slots, keys)
-    write_rows(pages.v, step.meta.slots, values)
+    write_rows(pages.k, step.meta.slots, pages.to_rows(keys))
+    write_rows(pages.v, step.meta.slots, pages.to_rows(values))
     if step.arrive is not None:
         step.arrive(layer)
     return step.backend.forward(queries, pages, step.meta, in_part(step, layer, queries, pages, params))

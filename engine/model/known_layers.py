@@ -17,8 +17,8 @@ from reprise.engine.model.known_parts import agree, is_gated_mlp
 from reprise.engine.model.loading import rope_limit
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
-from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages, PageFormat
+from reprise.kernels.kv_copy import gather_rows
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -142,7 +142,7 @@ def same_answer(
     probed: ProbeResult,
     backend: AttentionBackend,
     positions: Tensor,
-    page_dtype: torch.dtype,
+    page_format: PageFormat,
 ) -> bool:
     """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
     effect of positions on the result may be too small to show. positions: of `check_positions`."""
@@ -156,7 +156,7 @@ def same_answer(
     tables = rope.tables(hidden, positions)
     answers, page = [], backend.page_multiple
     for layer in (ours, theirs):
-        pages = blank_pages([shape], -(-len(positions) // page), page, page_dtype, weight.device)[0]
+        pages = blank_pages([shape], -(-len(positions) // page), page, page_format, weight.device)[0]
         meta = single_sequence_meta(weight.device, 0, len(positions), page)
         listening = _Listening(backend)
         with running(Step(meta, lambda _, pages=pages: pages, listening, None)):  # type: ignore[misc]
@@ -166,6 +166,6 @@ def same_answer(
                 return False  # it needs more arguments than this kind of layer gets
         if not isinstance(out, Tensor):
             return False  # the code around it would unpack our result
-        rows = (read_rows(pool, meta.slots) for pool in (pages.k, pages.v))
+        rows = (pages.to_numbers(gather_rows(pool, meta.slots)) for pool in (pages.k, pages.v))
         answers.append((listening.queries, out - hidden, *rows))
     return all(agree(got, want) for got, want in zip(*answers, strict=True))

@@ -10,7 +10,7 @@ from reprise.engine.model.hf_model import ModelRunner
 from reprise.engine.model.probe import RopeSource
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from reprise.kernels.attention.selection import LayerMoments
-from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.kv_copy import gather_rows
 
 _CHUNK = 256  # tokens that are computed together, with all of their logits
 _MOST_TOKENS = 2048  # with which the figures in kernels/selectors/pairs.py were measured
@@ -30,7 +30,7 @@ class _Watching:
         """See AttentionBackend."""
         layer = self._calls % len(self.queries)
         self._calls += 1
-        keys = read_rows(kv.k, meta.slots).float().transpose(0, 1)  # [kv_heads, tokens, k_dim]
+        keys = kv.to_numbers(gather_rows(kv.k, meta.slots)).float().transpose(0, 1)  # [kv_heads, tokens, k_dim]
         grouped = q.float().unflatten(1, (len(keys), -1)).permute(1, 0, 2, 3).flatten(1, 2)
         self.queries[layer] = self.queries[layer] + grouped.transpose(1, 2) @ grouped
         self.keys[layer] = self.keys[layer] + keys.transpose(1, 2) @ keys

@@ -6,34 +6,37 @@ import torch
 from torch import Tensor
 
 from reprise.engine.model.probe import KvShape
-from reprise.kernels.attention.ragged_batch import KvPages
-from reprise.kernels.int8_rows import SCALE_BYTES, pack_rows, packed_width
+from reprise.kernels.attention.ragged_batch import KvPages, PageFormat
 
 
 def make_pages(
-    shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[KvShape], num_pages: int, page_size: int, page_format: PageFormat, device: torch.device
 ) -> list[KvPages]:
-    """Allocate the KV pool: for each layer K and V [pages, page_size, kv_heads, dim]; dtype int8: rows as in
-    `reprise.kernels.int8_rows`. On CPU, memory becomes resident when it is first written. Raises torch's out-of-memory
-    error on CUDA."""
+    """Allocate the KV pool: for each layer K and V as in `KvPages`. On CPU, memory becomes resident when it is first
+    written. Raises torch's out-of-memory error on CUDA."""
+    dtype, kind = page_format.dtype, page_format.kind
 
     def pool(heads: int, dim: int) -> Tensor:
-        dim = _width(dim, dtype)
+        dim += kind.beside
         if device.type != "cpu":
             return torch.empty(num_pages, page_size, heads, dim, dtype=dtype, device=device)
         # Heads are outermost in memory: attention then reads one head's rows as one stream where pages are adjacent.
         memory = torch.empty(heads, num_pages, page_size, dim, dtype=dtype)
         return memory.permute(1, 2, 0, 3)
 
-    return [KvPages(k=pool(s.kv_heads, s.k_dim), v=pool(s.kv_heads, s.v_dim)) for s in shapes]
+    return [kind(k=pool(s.kv_heads, s.k_dim), v=pool(s.kv_heads, s.v_dim)) for s in shapes]
 
 
 def blank_pages(
-    shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | None = None
+    shapes: Sequence[KvShape],
+    num_pages: int,
+    page_size: int,
+    page_format: PageFormat,
+    device: torch.device | None = None,
 ) -> list[KvPages]:
     """Make pages of zeros, on CPU if nothing is said, laid out as the engine's: kernels are compiled for a kind of
     strides."""
-    made = make_pages(shapes, num_pages, page_size, dtype, device or torch.device("cpu"))
+    made = make_pages(shapes, num_pages, page_size, page_format, device or torch.device("cpu"))
     for pages in made:
         pages.k.zero_()
         pages.v.zero_()
@@ -42,16 +45,11 @@ def blank_pages(
 
 def spoil(pages: KvPages, numbers: Sequence[int]) -> None:
     """Make every number in some pages NaN, so that any read of an unwritten row shows."""
-    for pool in (pages.k, pages.v):
-        nothing = torch.full((pool.shape[3],), torch.nan)
-        pool[numbers] = pack_rows(nothing[:-SCALE_BYTES]) if pages.is_packed else nothing.to(pool)
+    for pool, dim in ((pages.k, pages.k_dim), (pages.v, pages.v_dim)):
+        pool[numbers] = pages.to_rows(torch.full((dim,), torch.nan)).to(pool)
 
 
-def bytes_per_token(shapes: Sequence[KvShape], dtype: torch.dtype) -> int:
-    """Return the KV bytes of one token over all layers, in pages of this dtype; of int8, scales and all."""
-    return sum(s.kv_heads * (_width(s.k_dim, dtype) + _width(s.v_dim, dtype)) for s in shapes) * dtype.itemsize
-
-
-def _width(dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of one head of a row."""
-    return packed_width(dim) if dtype == torch.int8 else dim
+def bytes_per_token(shapes: Sequence[KvShape], page_format: PageFormat) -> int:
+    """Return the KV bytes of one token over all layers, in pages of this format."""
+    beside = 2 * page_format.kind.beside
+    return sum(s.kv_heads * (s.k_dim + s.v_dim + beside) for s in shapes) * page_format.dtype.itemsize

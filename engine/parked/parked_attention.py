@@ -16,7 +16,7 @@ from reprise.cache.transfer.slot_reader import SlotReader
 from reprise.cache.transfer.transfer import Transfer
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from reprise.kernels.attention.running_softmax import RunningSoftmax
-from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.kv_copy import gather_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,8 @@ class ParkedAttention:
             if piece.reader is not None and (lost := piece.reader.bring(layer)):
                 self._lost.setdefault(reading.request_id, {}).update(dict.fromkeys(lost))
                 continue  # go on, because others of the batch need this step
-            softmax.add(piece.rows, read_rows(kv.k, piece.slots), read_rows(kv.v, piece.slots))
+            keys, values = (kv.to_numbers(gather_rows(pool, piece.slots)) for pool in (kv.k, kv.v))
+            softmax.add(piece.rows, keys, values)
         return softmax.result()
 
     def _split(self, meta: AttentionMeta) -> _Split:

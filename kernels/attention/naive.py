@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from reprise.kernels.int8_rows import unpack_rows
 
 
 class NaiveAttention:
@@ -21,8 +20,7 @@ class NaiveAttention:
             pages = meta.block_table[i].long()[rows // kv.k.shape[1]]
             k = kv.k[pages, rows % kv.k.shape[1]]
             v = kv.v[pages, rows % kv.v.shape[1]]
-            if kv.is_packed:
-                k, v = (unpack_rows(x, torch.float32) for x in (k, v))
+            k, v = kv.to_numbers(k, torch.float32), kv.to_numbers(v, torch.float32)
             chosen = None if params.selection is None else params.selection.of(i)
             outs.append(_attend(q[start : start + query_len], k, v, params, chosen).to(q.dtype))
             start += query_len

@@ -1,12 +1,10 @@
 """The input of an attention backend: one flat ragged batch over a paged KV pool."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-
-from reprise.kernels.int8_rows import SCALE_BYTES
 
 
 @dataclass(slots=True)
@@ -58,26 +56,50 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages. Keys are rotated for their current positions. int8: rows are as in
-    `reprise.kernels.int8_rows`, each head SCALE_BYTES longer than it has numbers."""
+    """One layer's pages, whose rows are plain numbers. Keys are rotated for their current positions. Pages of another
+    kind derive from this class, and override `beside`, `is_packed`, `to_rows` and `to_numbers`."""
 
-    k: Tensor  # [pages, page_size, kv_heads, k_dim]
-    v: Tensor  # [pages, page_size, kv_heads, v_dim]
+    k: Tensor  # [pages, page_size, kv_heads, k_dim + beside]
+    v: Tensor  # [pages, page_size, kv_heads, v_dim + beside]
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows are int8."""
-        return self.k.dtype == torch.int8
+    beside: ClassVar[int] = 0
+    """Elements of a head in a row beside its numbers."""
+    is_packed: ClassVar[bool] = False
+    """The switch of compiled kernels for CPUs: whether heads are as in `reprise.kernels.cpu.packed_heads`."""
 
     @property
     def k_dim(self) -> int:
         """Numbers of a key of one head."""
-        return self.k.shape[3] - (SCALE_BYTES if self.is_packed else 0)
+        return self.k.shape[3] - self.beside
 
     @property
     def v_dim(self) -> int:
         """Numbers of a value of one head."""
-        return self.v.shape[3] - (SCALE_BYTES if self.is_packed else 0)
+        return self.v.shape[3] - self.beside
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are compiled kernels for such rows."""
+        return self.is_packed or self.k.dtype == self.v.dtype == torch.bfloat16
+
+    @staticmethod
+    def to_rows(numbers: Tensor) -> Tensor:
+        """Return what pools hold of numbers: [..., dim] -> [..., dim + beside]."""
+        return numbers
+
+    @staticmethod
+    def to_numbers(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return the numbers of rows: [..., dim + beside] -> [..., dim]. Numbers that are computed for this have the
+        given dtype; plain rows are returned as they are."""
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """What pages are made of: the dtype of their pools, and their kind."""
+
+    dtype: torch.dtype
+    kind: type[KvPages] = KvPages
 
 
 class AttentionBackend(Protocol):

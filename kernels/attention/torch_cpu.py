@@ -27,7 +27,6 @@ from reprise.kernels.attention.ragged_batch import (
     Selection,
 )
 from reprise.kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
-from reprise.kernels.int8_rows import unpack_rows
 from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -83,8 +82,7 @@ class TorchAttention:
                 continue
             first = _first_visible(rows, params.window)
             keys, values = _context(kv, rows, first)
-            if kv.is_packed:
-                keys, values = unpack_rows(keys, q.dtype), unpack_rows(values, q.dtype)
+            keys, values = kv.to_numbers(keys, q.dtype), kv.to_numbers(values, q.dtype)
             target = out[rows.query_start : rows.query_start + rows.query_len]
             windowed = params.window is not None and rows.context_len > params.window
             if rows.query_len == 1 and not exact:
@@ -127,9 +125,9 @@ class ExactAttention(TorchAttention):
 
 def fits_kernels(heads: int, kv: KvPages) -> bool:
     """Whether the compiled kernels can attend to these pages."""
-    has_rows = kv.k.dtype in (torch.bfloat16, torch.int8) and kv.k_dim % 16 == kv.v_dim % 16 == 0
     return (
-        has_rows
+        kv.has_kernels
+        and kv.k_dim % 16 == kv.v_dim % 16 == 0
         and heads // kv.k.shape[2] <= 8  # the sums of a group's heads must stay in registers
         and all(pool.device.type == "cpu" and pool.stride(3) == 1 for pool in (kv.k, kv.v))
     )
@@ -171,7 +169,8 @@ def _prefill_together(
     tasks, memory = plan
     if len(tasks):
         table = meta.block_table.contiguous()
-        kernels.attend(q.contiguous(), kv.k, kv.v, table, tasks, params.window, params.scale, memory, out)
+        pools = kv.k, kv.v, kv.is_packed
+        kernels.attend(q.contiguous(), *pools, table, tasks, params.window, params.scale, memory, out)
 
 
 def _decode_plan(kernels: ModuleType, meta: AttentionMeta, params: AttentionParams) -> tuple[list[int], Tensor, Any]:

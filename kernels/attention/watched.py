@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from reprise.kernels.int8_rows import unpack_rows
 
 _ROWS = 32  # the last ones of a chunk, whose attention is looked at
 _LAYERS = 4  # about so many are looked at, evenly spread
@@ -50,9 +49,7 @@ class WatchedAttention:
             if query_len < 2:
                 continue
             pages = meta.block_table[sequence, : -(-context_len // page_size)].long()
-            keys = kv.k[pages].flatten(0, 1)[:context_len]
-            if kv.is_packed:
-                keys = unpack_rows(keys, q.dtype)
+            keys = kv.to_numbers(kv.k[pages].flatten(0, 1)[:context_len], q.dtype)
             found = probabilities(q[end - min(_ROWS, query_len) : end], keys, params)
             blocks = -(-context_len // self._block_tokens)
             padded = torch.nn.functional.pad(found, (0, blocks * self._block_tokens - context_len))

@@ -1,4 +1,4 @@
-"""Attention of single query rows over paged KV in bf16 or int8, at the speed of memory. Compiled by numba.
+"""Attention of single query rows over paged KV in bf16 or packed, at the speed of memory. Compiled by numba.
 
 A row's context is split into parts of at most PART keys, which threads take as tasks and which are merged by their
 maxima and sums. The split depends on the row's own context alone, so its result does too.
@@ -34,8 +34,7 @@ class AttentionTasks(NamedTuple):
 
 class Pool(NamedTuple):
     """Keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to the
-    next. Numbers of one head are adjacent. is_packed: they are int8, with their scale behind them, as in
-    `reprise.kernels.int8_rows`; else bf16."""
+    next. Numbers of one head are adjacent. is_packed: they are as in `reprise.kernels.cpu.packed_heads`; else bf16."""
 
     address: int
     page: int

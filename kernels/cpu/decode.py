@@ -204,8 +204,8 @@ def attend(
 ) -> None:
     """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
     log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or is_packed:
-    rows as in `reprise.kernels.int8_rows`, two bytes to each element; table int32 [rows, pages]; out fp32
-    [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per
+    rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; table int32 [rows, pages]; out fp32 [rows,
+    heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per
     dim of keys and values."""
     heads, dim, kv_heads, page_size = out.shape[1], out.shape[2], k.shape[2], k.shape[1]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)

@@ -171,7 +171,7 @@ def _pack_queries(
 def _unpack(
     e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `reprise.kernels.int8_rows`."""
+    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `packed_heads`."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
         bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
@@ -549,6 +549,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    is_packed: bool,
     table: Tensor,
     tasks: np.ndarray,
     window: int | None,
@@ -558,11 +559,9 @@ def attend(
 ) -> None:
     """Compute causal attention of the query rows of `tasks`, and write it to their rows of `out`.
     q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], with any strides except
-    that dim is contiguous, or int8 with rows as in `reprise.kernels.int8_rows`; table int32 [sequences, pages],
-    contiguous;
-    window: how many keys a row sees, the last of which is its own; w: `memory`. dims and page_size are multiples of 32;
-    scale is positive."""
-    is_packed = k.dtype == torch.int8
+    that dim is contiguous, or is_packed: int8 with rows as in `reprise.kernels.cpu.packed_heads`; table int32
+    [sequences, pages], contiguous; window: how many keys a row sees, the last of which is its own; w: `memory`. dims
+    and page_size are multiples of 32; scale is positive."""
     k, v = as_bf16(k), as_bf16(v)
     pools = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])
     _attend(
@@ -582,7 +581,7 @@ def self_test() -> None:
     k, v = torch.randn(2, 1, 4, PAGE, PAGE, generator=generator).bfloat16().permute(0, 2, 3, 1, 4)
     table, out = torch.tensor([[1, 3, 0], [2, 1, 0]], dtype=torch.int32), torch.empty_like(q)
     lens = ([40, 5], [47, 34])
-    attend(q, k, v, table, plan(*lens, 2, 1, 1), None, 0.2, memory(1, PAGE, PAGE), out)
+    attend(q, k, v, False, table, plan(*lens, 2, 1, 1), None, 0.2, memory(1, PAGE, PAGE), out)
     queries, outs = q.float().transpose(0, 1).split(lens[0], dim=1), out.float().transpose(0, 1).split(lens[0], dim=1)
     for query, got, pages, rows, context in zip(queries, outs, table.long(), *lens, strict=True):
         keys, values = (pool[pages].float().reshape(-1, PAGE)[:context] for pool in (k, v))

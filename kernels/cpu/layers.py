@@ -51,7 +51,7 @@ from reprise.kernels.cpu.emit import (
     rounded,
     widened,
 )
-from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.cpu.packed_heads import pack_head
 from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64
 
 # The parts of a layer at which a call may begin or end.
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
     v_page: int
     v_row: int
     v_head: int
-    is_packed: bool  # keys and values in HBM are int8
+    is_packed: bool  # whether keys and values in HBM are as in `packed_heads`
     slot: int  # bytes of a slot where rows are saved
     slot_values: int  # bytes of a slot's keys
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from reprise.kernels.cpu.emit import compiled, intrinsic
-from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.cpu.packed_heads import pack_head
 from reprise.kernels.views import Bf16, Int64
 
 LANES = 16
@@ -402,7 +402,7 @@ def place(
     verified; wrong bool [blocks]: set for blocks with another checksum, which are not written; cos, sin: bf16 tables
     [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page,
     row, head) in elements; shape: kv_heads, k_dim, v_dim; is_packed: the pool's rows are as in
-    `reprise.kernels.int8_rows`, two bytes to each element. A segment must be longer than 240 bytes."""
+    `reprise.kernels.cpu.packed_heads`, two bytes to each element. A segment must be longer than 240 bytes."""
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import prange, types
 
 from reprise.kernels.cpu.emit import compiled, intrinsic
-from reprise.kernels.cpu.int8_rows import pack_head
+from reprise.kernels.cpu.packed_heads import pack_head
 from reprise.kernels.views import Bf16, Fp32, Int64
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
@@ -81,9 +81,9 @@ def place(
     turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
     the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
     the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements,
-    or is_packed: rows as in `reprise.kernels.int8_rows`, two bytes to each element; q
-    bf16 [rows, heads, dim]. blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and
-    row in it; block -1: not saved; spots without rows: none is saved."""
+    or is_packed: rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; q bf16 [rows, heads, dim].
+    blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and row in it; block -1: not
+    saved; spots without rows: none is saved."""
     dim = cos.shape[1]
     num_q, num_k = heads
     for row in prange(len(slots)):

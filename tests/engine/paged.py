@@ -15,7 +15,7 @@ from reprise.engine.model.hf_model import KvSink, ModelRunner, prepare
 from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import KvShape, ProbeResult, probe
 from reprise.kernels.attention import BACKENDS
-from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages
+from reprise.kernels.attention.ragged_batch import AttentionBackend, KvPages, PageFormat
 from reprise.kernels.kv_copy import gather_rows
 from tests.engine.models import CPU, copied, random_ids
 from tests.engine.raw_codec import RawCodec, Segment
@@ -43,7 +43,8 @@ def serve(model: Any, backend: AttentionBackend | None = None) -> Served:
 
 def optimise(model: Any, probed: ProbeResult) -> Optimised:
     """Put the engine's faster modules into a model, in place."""
-    return optimise_for_cpu(model, probed, BACKENDS["torch_cpu"](), False, next(model.parameters()).dtype)
+    plain = PageFormat(next(model.parameters()).dtype)
+    return optimise_for_cpu(model, probed, BACKENDS["torch_cpu"](), False, plain)
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Pool:
         backend: AttentionBackend | None = None,
     ) -> None:
         dtype = next(model.parameters()).dtype
-        self.pages = make_pages(shapes, NUM_PAGES, PAGE, dtype, CPU)
+        self.pages = make_pages(shapes, NUM_PAGES, PAGE, PageFormat(dtype), CPU)
         for layer in self.pages:
             layer.k.fill_(float("nan"))  # a row that is read before it is written shows
             layer.v.fill_(float("nan"))

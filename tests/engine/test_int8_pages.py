@@ -161,7 +161,7 @@ def test_it_is_measured_once(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(page_dtype, "packed_pages_quality", fails)
+        patched.setattr(page_dtype, "pages_quality", fails)
         assert make().engine.model.hbm_divergence == first.hbm_divergence
     for damaged in (b"", b"{}", kept.read_bytes().replace(b'"version":1', b'"version":0')):
         kept.write_bytes(damaged)

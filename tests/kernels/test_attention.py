@@ -26,7 +26,7 @@ from reprise.kernels.attention.ragged_batch import (
     BackendUnavailable,
     KvPages,
 )
-from reprise.kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.int8_pages.pages import Int8Pages
 from tests.kernels.triton_runs import INTERPRETED, in_parts, interpreted, machine_code, spilled_bytes
 
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
@@ -181,9 +181,9 @@ def test_pages_of_int8_are_read_as_the_numbers_they_hold(case, dtype, tolerance,
     backend = make("torch_cpu")
     batch = a_batch(case, backend.page_multiple, dtype, seed)
     # Heads outermost, as in the engine: what is read in one piece is a view with strides.
-    pools = (pack_rows(pool).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for pool in (batch.kv.k, batch.kv.v))
-    packed = KvPages(*pools)
-    numbers = KvPages(*(unpack_rows(pool, torch.float32) for pool in (packed.k, packed.v)))
+    rows = (Int8Pages.to_rows(pool) for pool in (batch.kv.k, batch.kv.v))
+    packed = Int8Pages(*(pool.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for pool in rows))
+    numbers = KvPages(*(packed.to_numbers(pool, torch.float32) for pool in (packed.k, packed.v)))
     assert (packed.k_dim, packed.v_dim) == (case.k_dim, case.v_dim)
     expected = NaiveAttention().forward(batch.q, numbers, batch.meta, batch.params)
     assert torch.equal(NaiveAttention().forward(batch.q, packed, batch.meta, batch.params), expected)

@@ -14,7 +14,7 @@ from reprise.engine.model.hf_model import turn_halves
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.block_writer import BlockWriter, block_writer
 from reprise.kernels.cpu.available import decode_kernels, load_kernels
-from reprise.kernels.int8_rows import packed_width
+from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.kernels.kv_copy import write_rows
 from tests.example_counts import examples
 
@@ -44,7 +44,7 @@ def sums_of(writer: BlockWriter, segments: Tensor, blocks: np.ndarray) -> np.nda
 
 
 def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool, is_packed: bool = False) -> Tensor:
-    dim, dtype = (packed_width(dim), torch.int8) if is_packed else (dim, torch.bfloat16)
+    dim, dtype = (dim + Int8Pages.beside, torch.int8) if is_packed else (dim, torch.bfloat16)
     if not heads_first:
         return torch.zeros(num_pages, page_size, heads, dim, dtype=dtype)
     return torch.zeros(heads, num_pages, page_size, dim, dtype=dtype).permute(1, 2, 0, 3)
@@ -69,8 +69,9 @@ def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor
     ).reshape(-1, 4)
     cos, sin = torch.randn(2, angles[-1], turns, generator=generator).bfloat16()
     heads_first, is_packed = draw(st.booleans()), v_dim % 2 == 0 and draw(st.booleans())
+    kind = Int8Pages if is_packed else KvPages
     ours, theirs = (
-        KvPages(*(pool(6, page_size, heads, dim, heads_first, is_packed) for dim in (k_dim, v_dim))) for _ in range(2)
+        kind(*(pool(6, page_size, heads, dim, heads_first, is_packed) for dim in (k_dim, v_dim))) for _ in range(2)
     )
     return ours, theirs, segments, blocks, cos, sin
 
@@ -87,8 +88,9 @@ def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.nd
         k = data[: ROWS * heads * k_dim].view(ROWS, heads, k_dim)[:count]
         v = data[ROWS * heads * k_dim :].view(ROWS, heads, -1)[:count]
         rows, turned = slot + torch.arange(count), slice(angle, angle + count)
-        write_rows(theirs.k, rows, turn_halves(k, cos[turned, None], sin[turned, None]) if cos.shape[1] else k)
-        write_rows(theirs.v, rows, v)
+        k = turn_halves(k, cos[turned, None], sin[turned, None]) if cos.shape[1] else k
+        write_rows(theirs.k, rows, theirs.to_rows(k))
+        write_rows(theirs.v, rows, theirs.to_rows(v))
     assert torch.equal(ours.k, theirs.k)
     assert torch.equal(ours.v, theirs.v)
 

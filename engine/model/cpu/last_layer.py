@@ -9,13 +9,13 @@ from reprise.engine.model.hf_model import Step, forward, takes_logit_rows
 from reprise.engine.model.known_parts import agree
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import ProbeResult, single_sequence_meta
-from reprise.kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.attention.ragged_batch import AttentionBackend, PageFormat
 
 _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 
 
 def finish_wanted_rows_only(
-    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_dtype: torch.dtype
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> bool:
     """Returns whether the last layer is one of ours and now skips unwanted rows. Both variants must give the same
     logits, because the modules after the layers may do anything."""
@@ -25,7 +25,7 @@ def finish_wanted_rows_only(
     page = backend.page_multiple
     count = -(-_CHECK_TOKENS // page)
     positions, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
-    pages = blank_pages(probed.shapes, count, page, page_dtype)
+    pages = blank_pages(probed.shapes, count, page, page_format)
     logits = []
     for leave_out in (False, True):
         layers[-1].is_last = leave_out

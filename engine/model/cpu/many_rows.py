@@ -29,7 +29,7 @@ class RotateAndWrite:
         return (
             cos.shape[-1] == self._head_dim
             and all(x.dtype == torch.bfloat16 for x in (turning, cos, sin))
-            and all(x.dtype in (torch.bfloat16, torch.int8) for x in pools)
+            and pages.has_kernels
             and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in (turning, cos, sin, *pools))
         )
 

@@ -25,8 +25,8 @@ from reprise.engine.model.known_layers import check_positions, known_layer, laye
 from reprise.engine.model.known_parts import agree, is_gated_mlp, replace_child, share_product
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import ProbeResult, single_sequence_meta
-from reprise.kernels.attention.ragged_batch import AttentionBackend
-from reprise.kernels.kv_copy import read_rows
+from reprise.kernels.attention.ragged_batch import AttentionBackend, PageFormat
+from reprise.kernels.kv_copy import gather_rows
 
 _LINEAR = (nn.Linear, QuantisedLinear)
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,19 +51,19 @@ def optimise_for_cpu(
     probed: ProbeResult,
     backend: AttentionBackend,
     exact: bool,
-    page_dtype: torch.dtype,
+    page_format: PageFormat,
     leave: Collection[nn.Module] = (),
 ) -> Optimised:
     """Replace modules in place: whole decoder layers of the known kind, else known parts of them. Embeddings keep their
     own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
-    RuntimeError if there are none. page_dtype: of the pages that the model will be served from, which replacements are
+    RuntimeError if there are none. page_format: of the pages that the model will be served from, which replacements are
     proven on. leave: modules that stay as they are."""
     done = Optimised()
     dtype = next(model.parameters()).dtype
     pack = dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
-        done.layers = _replace_layers(model, probed, backend, exact, page_dtype, leave)
+        done.layers = _replace_layers(model, probed, backend, exact, page_format, leave)
     for module in _but(model, leave):
         for name, child in list(module.named_children()):
             if pack and not exact and is_gated_mlp(child, _LINEAR) and type(child.gate_proj) is nn.Linear:
@@ -79,8 +79,8 @@ def optimise_for_cpu(
             if pack and type(child) is nn.Linear:
                 setattr(module, name, linear(child.weight, child.bias))
                 done.packed += 1
-    done.last = finish_wanted_rows_only(model, probed, backend, page_dtype)
-    short_way = find_short_way(model, probed, backend, page_dtype) if pack and not exact else None
+    done.last = finish_wanted_rows_only(model, probed, backend, page_format)
+    short_way = find_short_way(model, probed, backend, page_format) if pack and not exact else None
     setattr(model, SHORT_WAY, short_way)
     done.short = short_way is not None
     return done
@@ -95,7 +95,7 @@ def _replace_layers(
     probed: ProbeResult,
     backend: AttentionBackend,
     exact: bool,
-    page_dtype: torch.dtype,
+    page_format: PageFormat,
     leave: Collection[nn.Module],
 ) -> int:
     """Replace the decoder layers of the known kind, in place; returns how many."""
@@ -106,8 +106,8 @@ def _replace_layers(
         if known is None or not known.is_apart:
             continue
         ours = DecoderLayer(layer, index, probed.params[index], exact)
-        if same_answer(ours, layer, index, probed, backend, positions, page_dtype):
-            if ours.few is not None and not _few_agree(ours, probed, backend, positions, page_dtype):
+        if same_answer(ours, layer, index, probed, backend, positions, page_format):
+            if ours.few is not None and not _few_agree(ours, probed, backend, positions, page_format):
                 ours.few = None
             container[place] = ours
             replaced += 1
@@ -143,7 +143,7 @@ def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None
 
 
 def _few_agree(
-    ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor, page_dtype: torch.dtype
+    ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor, page_format: PageFormat
 ) -> bool:
     """Whether a layer's two implementations agree on a few rows: same answer, same keys and values."""
     few, index = ours.few, ours.index
@@ -157,12 +157,13 @@ def _few_agree(
     answers = []
     for way in (few, None):
         ours.few = way
-        pages = blank_pages([shape], 1, backend.page_multiple, page_dtype)[0]
+        pages = blank_pages([shape], 1, backend.page_multiple, page_format)[0]
         meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
         with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
             if way is not None and not way.takes(hidden[0], *tables):
                 return False
             answer = ours(hidden, position_embeddings=tables) - hidden
-            answers.append((answer, read_rows(pages.k, meta.slots), read_rows(pages.v, meta.slots)))
+            rows = (pages.to_numbers(gather_rows(pool, meta.slots)) for pool in (pages.k, pages.v))
+            answers.append((answer, *rows))
     ours.few = few
     return all(agree(got, want) for got, want in zip(*answers, strict=True))

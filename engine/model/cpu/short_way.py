@@ -16,7 +16,7 @@ from reprise.engine.model.hf_model import Step, forward
 from reprise.engine.model.loading import rope_limit
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import ProbeResult, RopeSource, single_sequence_meta
-from reprise.kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.attention.ragged_batch import AttentionBackend, PageFormat
 
 _CHECK_TOKENS = 5
 _CHECK_POSITION = 300  # of the first row: where rotations show
@@ -65,7 +65,7 @@ class ShortWay:
 
 
 def find_short_way(
-    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_dtype: torch.dtype
+    model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> ShortWay | None:
     """Return the short way through a model in bf16 that has one and whose logits it gives."""
     decoder, rope = getattr(model, "model", None), probed.ropes[0]
@@ -84,7 +84,7 @@ def find_short_way(
     page = backend.page_multiple
     logits = []
     for takes_short_way in (True, False):
-        pages = blank_pages(probed.shapes, 1, page, page_dtype)
+        pages = blank_pages(probed.shapes, 1, page, page_format)
         step = Step(single_sequence_meta(wanted.device, 0, _CHECK_TOKENS, page), pages.__getitem__, backend, None)
         logits.append(forward(model, step, tokens, positions, wanted, way if takes_short_way else None))
     return way if torch.equal(logits[0], logits[1]) else None

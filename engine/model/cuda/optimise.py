@@ -19,7 +19,7 @@ from reprise.engine.model.cuda.quantised import CudaQuantisedLinear
 from reprise.engine.model.known_layers import check_positions, known_layer, layers_in_lists, same_answer
 from reprise.engine.model.known_parts import is_gated_mlp, replace_child, share_product
 from reprise.engine.model.probe import ProbeResult
-from reprise.kernels.attention.ragged_batch import AttentionBackend
+from reprise.kernels.attention.ragged_batch import AttentionBackend, PageFormat
 from reprise.kernels.triton_kernels import triton_rows
 
 _SIBLINGS, _GATE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -96,7 +96,7 @@ def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBac
         if known is None or shape.k_dim != shape.v_dim or not kernels.takes_norm(known.norms[0].weight.shape[0]):
             continue
         ours = CudaLayer(known, index, probed.params[index], kernels)
-        if same_answer(ours, layer, index, probed, backend, positions, known.norms[0].weight.dtype):
+        if same_answer(ours, layer, index, probed, backend, positions, PageFormat(known.norms[0].weight.dtype)):
             container[place] = ours
             replaced += 1
     return replaced

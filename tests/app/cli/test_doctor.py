@@ -13,7 +13,7 @@ from reprise.app.cli.finding import Finding, Level
 from reprise.app.settings.settings import GIB, Settings
 from reprise.engine.build.resources import Memory
 from reprise.engine.config import INT8_SCALE_BYTES
-from reprise.kernels.int8_rows import SCALE_BYTES, packed_width
+from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.model import directories
 
 LIBRARIES = {
@@ -167,8 +167,8 @@ def test_pages_of_int8_are_counted_as_they_are(tmp_path: Path) -> None:
     assert plain is not None
     assert packed is not None
     assert plain.hbm_bytes_per_token == plain.kv_bytes_per_token == packed.kv_bytes_per_token
-    assert packed.hbm_bytes_per_token == 2 * 32 * 8 * packed_width(128)
-    assert INT8_SCALE_BYTES == SCALE_BYTES
+    assert packed.hbm_bytes_per_token == 2 * 32 * 8 * (128 + Int8Pages.beside)
+    assert Int8Pages.beside == INT8_SCALE_BYTES
 
 
 def test_a_model_that_says_nothing_usual_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from reprise.cache.storage.slab import LayerShape, Slab
 from reprise.cache.transfer.layer_source import ExtentSource, Landings, SlotSource
 from reprise.cache.transfer.loader import Loader, PagePool
 from reprise.engine.model.hf_model import turn_halves
-from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.engine.model.pages import blank_pages
+from reprise.kernels.attention.ragged_batch import PageFormat
+from reprise.kernels.int8_pages.pages import INT8_PAGES
 from tests.example_counts import examples
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
@@ -69,8 +71,9 @@ class Disk:
     last_rows=st.integers(1, BLOCK_TOKENS),
     order=st.permutations(range(2 * PAGES)),
     first=st.integers(0, 3),
+    page_format=st.sampled_from([PageFormat(torch.bfloat16), INT8_PAGES]),
 )
-def test_both_ways_leave_the_same_bits(ways, last_rows, order, first):
+def test_both_ways_leave_the_same_bits(ways, last_rows, order, first, page_format):
     torch.manual_seed(0)
     slab = Slab(shapes=SHAPES, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
     for layer in range(len(SHAPES)):
@@ -92,11 +95,7 @@ def test_both_ways_leave_the_same_bits(ways, last_rows, order, first):
             slab.seal(number)
     filled, failed = [], {}
     for compiled in (True, False):
-        pages = [
-            KvPages(*(torch.zeros(s.kv_heads, PAGES, SIZE, dim).bfloat16().permute(1, 2, 0, 3) for dim in dims))
-            for s in SHAPES
-            for dims in [(s.k_dim, s.v_dim)]
-        ]
+        pages = blank_pages(SHAPES, PAGES, SIZE, page_format)
         pool = PagePool(pages)
         assert all(pool.writers)
         if in_dram := [block for block in blocks if block.extent is None]:

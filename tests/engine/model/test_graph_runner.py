@@ -15,7 +15,7 @@ from reprise.engine.model.pages import make_pages
 from reprise.engine.model.probe import probe
 from reprise.engine.model.warm_up import WarmUp
 from reprise.kernels.attention.naive import NaiveAttention
-from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, PageFormat
 from tests.engine.models import CPU, VOCAB, copied, family_model
 
 PAGE, PAGES, MOST = 16, 24, 96
@@ -73,7 +73,7 @@ def runners(name: str, capture: Any, *, saving: bool) -> tuple[ModelRunner, Grap
         model = prepare(copied(plain))
         backend = NaiveAttention()
         found = probe(model, backend, PAGE)
-        pages = make_pages(found.shapes, PAGES + 1, PAGE, torch.float32, CPU)
+        pages = make_pages(found.shapes, PAGES + 1, PAGE, PageFormat(torch.float32), CPU)
         for layer in pages:
             layer.k.zero_()
             layer.v.zero_()
@@ -196,7 +196,7 @@ WINDOW = 131_072
 
 def long_runner(capture: Any, *, held_tokens: int = 1 << 22) -> GraphRunner:
     model = prepare(copied(family_model("llama")))
-    pages = make_pages(probe(model, NaiveAttention(), PAGE).shapes, 3, PAGE, torch.float32, CPU)
+    pages = make_pages(probe(model, NaiveAttention(), PAGE).shapes, 3, PAGE, PageFormat(torch.float32), CPU)
     return GraphRunner(
         scratch_page=2,
         max_context=WINDOW,

@@ -8,7 +8,8 @@ from reprise.engine.model.hf_model import ModelRunner, prepare
 from reprise.engine.model.pages import bytes_per_token, make_pages
 from reprise.engine.model.probe import KvShape, probe
 from reprise.kernels.attention import BACKENDS
-from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.attention.ragged_batch import KvPages, PageFormat
+from reprise.kernels.int8_pages.pages import INT8_PAGES
 from tests.engine.models import CPU, tiny_model
 from tests.engine.paged import PAGE
 
@@ -16,14 +17,14 @@ SHAPES = [KvShape(2, 16, 16), KvShape(1, 24, 8)]
 
 
 def test_pages_are_addressed_by_page_and_row() -> None:
-    pages = make_pages(SHAPES, 5, PAGE, torch.bfloat16, CPU)
+    pages = make_pages(SHAPES, 5, PAGE, PageFormat(torch.bfloat16), CPU)
     assert [layer.k.shape for layer in pages] == [(5, PAGE, 2, 16), (5, PAGE, 1, 24)]
     assert [layer.v.shape for layer in pages] == [(5, PAGE, 2, 16), (5, PAGE, 1, 8)]
     assert {t.dtype for layer in pages for t in (layer.k, layer.v)} == {torch.bfloat16}
 
 
 def test_rows_of_neighbouring_pages_lie_in_one_stream_per_head() -> None:
-    k = make_pages(SHAPES, 5, PAGE, torch.float32, CPU)[0].k
+    k = make_pages(SHAPES, 5, PAGE, PageFormat(torch.float32), CPU)[0].k
     in_a_row = k.flatten(0, 1)  # what attention does with pages in a row: a view, no copy
     assert in_a_row.data_ptr() == k.data_ptr()
     assert in_a_row[:, 0].is_contiguous()
@@ -31,15 +32,16 @@ def test_rows_of_neighbouring_pages_lie_in_one_stream_per_head() -> None:
 
 def test_bytes_per_token() -> None:
     # (2 x (16 + 16) + 1 x (24 + 8)) elements.
-    assert bytes_per_token(SHAPES, torch.float32) == 96 * 4
-    assert bytes_per_token(SHAPES, torch.bfloat16) == 96 * 2
+    assert bytes_per_token(SHAPES, PageFormat(torch.float32)) == 96 * 4
+    assert bytes_per_token(SHAPES, PageFormat(torch.bfloat16)) == 96 * 2
+    assert bytes_per_token(SHAPES, INT8_PAGES) == 96 + 2 * (2 * 2 + 1 * 2)  # and a scale behind every head
 
 
 @pytest.fixture
 def runner() -> ModelRunner:
     model = prepare(tiny_model())
     backend = BACKENDS["torch_cpu"]()
-    pages = make_pages(probe(model, backend, PAGE).shapes, 6, PAGE, torch.float32, CPU)
+    pages = make_pages(probe(model, backend, PAGE).shapes, 6, PAGE, PageFormat(torch.float32), CPU)
     for layer in pages:
         layer.k.fill_(-7.0)
         layer.v.fill_(-7.0)

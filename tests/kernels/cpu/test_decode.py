@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.cpu.available import decode_kernels, use_torch_threads
-from reprise.kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.kernels.views import as_bf16, as_bits
 
 kernels: Any = decode_kernels()
@@ -47,12 +47,12 @@ def a_pool(pages: int, heads: int, dim: int, heads_outermost: bool) -> Tensor:
 def packed_pool(pool: Tensor) -> Tensor:
     """The same in int8, strided likewise."""
     if pool.is_contiguous():
-        return pack_rows(pool)
-    return pack_rows(pool.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
+        return Int8Pages.to_rows(pool)
+    return Int8Pages.to_rows(pool.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, contexts: list[int], window: int | None = None) -> Tensor:
-    pages = KvPages(k, v)
+    pages = (Int8Pages if k.dtype == torch.int8 else KvPages)(k, v)
     out = torch.empty(*q.shape[:2], pages.v_dim)
     group, k_lanes, v_lanes = q.shape[1] // k.shape[2], pages.k_dim // 16, pages.v_dim // 16
     queries = (q.float() * (kernels.LOG2_E * q.shape[2] ** -0.5)).numpy()
@@ -97,7 +97,7 @@ def test_attention_of_single_rows(group: int, kv_heads: int, dim: int) -> None:
     error = (attend(q, k, v, table, contexts) - truth(q, k, v, table, contexts)).abs().max()
     assert error < 2e-6
     packed = [packed_pool(pool) for pool in (k, v)]
-    numbers = [unpack_rows(pool, torch.float32) for pool in packed]
+    numbers = [Int8Pages.to_numbers(pool, torch.float32) for pool in packed]
     error = (attend(q, *packed, table, contexts) - truth(q, *numbers, table, contexts)).abs().max()
     assert error < 3e-4  # queries are rounded to a 32,000th of their largest number
 

@@ -21,7 +21,7 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 from reprise.kernels.attention.torch_cpu import ExactAttention, TorchAttention
 from reprise.kernels.cpu import available
 from reprise.kernels.cpu.available import flash_kernels, use_torch_threads
-from reprise.kernels.int8_rows import pack_rows, unpack_rows
+from reprise.kernels.int8_pages.pages import Int8Pages
 from tests.example_counts import examples
 
 kernels: Any = flash_kernels(exact=True)
@@ -52,6 +52,7 @@ class Batch:
     lens: tuple[tuple[int, int], ...]
     window: int | None = None
     scale: float = 0.17
+    kind: type[KvPages] = KvPages
 
     @property
     def args(self) -> tuple[Tensor, KvPages, AttentionMeta, AttentionParams]:
@@ -64,7 +65,7 @@ class Batch:
             block_table=self.table,
             slots=torch.empty(0, dtype=torch.int64),
         )
-        return self.q, KvPages(self.k, self.v), meta, AttentionParams(self.scale, self.window, None, None)
+        return self.q, self.kind(self.k, self.v), meta, AttentionParams(self.scale, self.window, None, None)
 
     def rows(self, sequence: int, first: int, last: int) -> "Batch":
         """Rows first .. last of one sequence, alone, as a chunk of a prompt."""
@@ -121,7 +122,7 @@ def attend(batch: Batch, threads: int = 1) -> Tensor:
     out = q.new_full((q.shape[0], q.shape[1], kv.v_dim), 7.0)
     tasks = kernels.plan(meta.query_lens, meta.context_lens, q.shape[1] // heads, heads, 2)
     memory = kernels.memory(threads, kv.k_dim, kv.v_dim).fill_(NAN)
-    kernels.attend(q, kv.k, kv.v, meta.block_table, tasks, params.window, params.scale, memory, out)
+    kernels.attend(q, kv.k, kv.v, kv.is_packed, meta.block_table, tasks, params.window, params.scale, memory, out)
     return out
 
 
@@ -155,9 +156,10 @@ def test_pages_of_int8_are_read_as_the_bf16_that_they_hold(
     """To the bit: so whatever holds of pages of bf16 holds of them."""
     batch = a_batch(RAGGED, dims=dims, page=page, heads_outermost=heads_outermost, window=window)
     batch.k[batch.table[3, 160 // page], 160 % page, 1, 9] = NAN  # seen by some rows of the fourth sequence
-    pools = (pack_rows(pool.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3) for pool in (batch.k, batch.v))
-    packed = replace(batch, **dict(zip("kv", pools, strict=True)))
-    numbers = replace(batch, k=unpack_rows(packed.k, torch.bfloat16), v=unpack_rows(packed.v, torch.bfloat16))
+    outermost = (pool.permute(2, 0, 1, 3).contiguous() for pool in (batch.k, batch.v))
+    k, v = (Int8Pages.to_rows(pool).permute(1, 2, 0, 3) for pool in outermost)
+    packed = replace(batch, k=k, v=v, kind=Int8Pages)
+    numbers = replace(batch, k=Int8Pages.to_numbers(k), v=Int8Pages.to_numbers(v))
     wanted = attend(numbers)
     assert wanted.isnan().any()
     assert torch.equal(attend(packed, threads=2).nan_to_num(9.0), wanted.nan_to_num(9.0))

@@ -12,7 +12,7 @@ from reprise.engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from reprise.engine.model.hf_model import turn_halves
 from reprise.kernels.attention.ragged_batch import KvPages
 from reprise.kernels.cpu.available import prefill_kernels, use_torch_threads
-from reprise.kernels.int8_rows import packed_width
+from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.kernels.kv_copy import write_rows
 from reprise.kernels.views import as_bits
 
@@ -34,8 +34,8 @@ def _threads() -> Any:
 def a_pool(heads: int, dim: int, heads_outermost: bool, is_packed: bool = False) -> KvPages:
     """Make a pool of sevens: what nobody writes to stays one."""
     if is_packed:
-        rows = (torch.full((heads, PAGES, PAGE, packed_width(dim)), 7, dtype=torch.int8) for _ in range(2))
-        return KvPages(
+        rows = (torch.full((heads, PAGES, PAGE, dim + Int8Pages.beside), 7, dtype=torch.int8) for _ in range(2))
+        return Int8Pages(
             *(x.permute(1, 2, 0, 3) if heads_outermost else x.permute(1, 2, 0, 3).contiguous() for x in rows)
         )
     if heads_outermost:
@@ -47,8 +47,8 @@ def a_pool(heads: int, dim: int, heads_outermost: bool, is_packed: bool = False)
 
 def expected(turning: Tensor, values: Tensor, turns: Tensor, slots: Tensor, num_q: int, pool: KvPages) -> Tensor:
     turned = turn_halves(turning, turns[0][:, None], turns[1][:, None])
-    write_rows(pool.k, slots, turned[:, num_q:])
-    write_rows(pool.v, slots, values)
+    write_rows(pool.k, slots, pool.to_rows(turned[:, num_q:]))
+    write_rows(pool.v, slots, pool.to_rows(values))
     return turned[:, :num_q]
 
 

@@ -18,7 +18,7 @@ from reprise.engine.model.hf_model import Step, forward, prepare
 from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import ProbeResult, probe, single_sequence_meta
 from reprise.kernels.attention.naive import NaiveAttention
-from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages, PageFormat
 from reprise.kernels.kv_copy import gather_rows
 from tests.engine.models import family_model, random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import PAGE, PLACES, Played, Pool, Saver, Served, serve
@@ -68,7 +68,7 @@ def test_what_is_saved_is_what_lies_in_the_pages(family: str, kernels: SimpleNam
     after = played(ours)
     for text in after.texts:
         for layer, shape in enumerate(ours.probed.shapes):
-            elsewhere = blank_pages([shape], 4, PAGE, torch.bfloat16)[0]
+            elsewhere = blank_pages([shape], 4, PAGE, PageFormat(torch.bfloat16))[0]
             slots = torch.arange(len(text.token_ids))
             after.saver.load(text, layer, slots, 0, elsewhere)
             computed = after.pool.rows(layer, text)
@@ -165,7 +165,7 @@ class TwoKernels:
 
 def launches_a_layer(model: Any, probed: ProbeResult, launches: Launches) -> float:
     """Count those of a decode step of one row."""
-    pages = blank_pages(probed.shapes, 1, PAGE, torch.bfloat16)
+    pages = blank_pages(probed.shapes, 1, PAGE, PageFormat(torch.bfloat16))
     step = Step(
         single_sequence_meta(torch.device("cpu"), 4, 1, PAGE), pages.__getitem__, TwoKernels(launches), Ignored()
     )

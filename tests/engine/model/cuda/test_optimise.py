@@ -15,6 +15,7 @@ from reprise.engine.model.pages import blank_pages
 from reprise.engine.model.probe import probe, single_sequence_meta
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import PageFormat
 from tests.engine.models import family_model, vanilla_logits
 from tests.engine.paged import PAGE, serve
 from tests.kernels.rows_by_torch import add_norm, gated, norm, place, takes_norm
@@ -81,7 +82,7 @@ def test_a_model_answers_as_before_on_cuda(family: str) -> None:
         wanted = model(input_ids=tokens[None], use_cache=False).logits[0]
     done = optimise_for_cuda(model, probed, backend)
     assert (done.layers, done.norms) == (len(model.model.layers), 1)
-    pages = blank_pages(probed.shapes, 1, PAGE, torch.bfloat16, device)
+    pages = blank_pages(probed.shapes, 1, PAGE, PageFormat(torch.bfloat16), device)
     step = Step(single_sequence_meta(device, 0, len(TOKENS), PAGE), pages.__getitem__, backend, None)
     with torch.inference_mode():
         found = forward(model, step, tokens, tokens, tokens)

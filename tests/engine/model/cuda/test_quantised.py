@@ -28,6 +28,7 @@ from reprise.engine.packed.from_directory import packed
 from reprise.engine.packed.load import ModulesOnCuda, size_of
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.naive import NaiveAttention
+from reprise.kernels.attention.ragged_batch import PageFormat
 from reprise.kernels.packed import pack
 from reprise.kernels.packed_rows import PackedRows, by_rows, unpacked
 from tests.engine.driver import Driver
@@ -157,7 +158,7 @@ def test_whole_layers_answer_as_a_models_own_with_the_same_weights(
     probed, wanted = probe(model, NaiveAttention(), PAGE), vanilla_logits(model, TOKENS).float()
     done = optimise_for_cuda(model, probed, NaiveAttention())
     assert done.layers == sum(isinstance(module, CudaLayer) for module in model.modules()) == len(probed.shapes)
-    pages, tokens = blank_pages(probed.shapes, 1, PAGE, BF16), torch.tensor(TOKENS)
+    pages, tokens = blank_pages(probed.shapes, 1, PAGE, PageFormat(BF16)), torch.tensor(TOKENS)
     step = Step(single_sequence_meta(CPU, 0, len(TOKENS), PAGE), pages.__getitem__, NaiveAttention(), None)
     with torch.inference_mode():
         found = forward(model, step, tokens, tokens, tokens).float()
@@ -235,7 +236,7 @@ def test_a_packed_model_answers_on_cuda_as_its_unpacked_weights_do(kind: str, we
     with torch.inference_mode(), attention_implementation(model, "eager"):
         wanted = prepare(model)(input_ids=tokens[None], use_cache=False).logits[0]
     assert optimise_for_cuda(model, probed, backend).layers == len(probed.shapes)
-    pages = blank_pages(probed.shapes, 1, PAGE, BF16, device)
+    pages = blank_pages(probed.shapes, 1, PAGE, PageFormat(BF16), device)
     step = Step(single_sequence_meta(device, 0, len(TOKENS), PAGE), pages.__getitem__, backend, None)
     with torch.inference_mode():
         found = forward(model, step, tokens, tokens, tokens)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reprise.kernels.cpu.available import load_kernels
-from reprise.kernels.int8_rows import LEVELS, SCALE_BYTES, pack_rows, packed_width, unpack_rows
-from reprise.kernels.kv_copy import gather_rows, read_rows, write_rows
+from reprise.kernels.int8_pages.pages import LEVELS, Int8Pages
 from reprise.kernels.views import as_bits
 from tests.example_counts import examples
 
@@ -34,7 +33,7 @@ def heads(draw: st.DrawFn) -> Tensor:
 @settings(deadline=None)
 @given(heads())
 def test_a_number_is_off_by_half_a_level_at_most(rows: Tensor) -> None:
-    got = unpack_rows(pack_rows(rows), torch.float32)
+    got = Int8Pages.to_numbers(Int8Pages.to_rows(rows), torch.float32)
     for row, found in zip(rows.float(), got, strict=True):
         if not row.isfinite().all():
             assert found.isnan().all()
@@ -48,7 +47,7 @@ def test_a_number_is_off_by_half_a_level_at_most(rows: Tensor) -> None:
 def test_a_heads_largest_number_fits() -> None:
     """Whatever bf16 makes of the scale."""
     every = torch.arange(0x0080, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    packed = pack_rows(torch.stack((every, -every), 1))
+    packed = Int8Pages.to_rows(torch.stack((every, -every), 1))
     assert packed[:, 0].min() >= 0
     assert torch.equal(packed[:, 0], -packed[:, 1])
     assert packed[-1, 0] >= 126
@@ -56,29 +55,19 @@ def test_a_heads_largest_number_fits() -> None:
 
 def test_rows_of_other_types_are_rounded_to_bf16_first() -> None:
     rows = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(pack_rows(rows), pack_rows(rows.bfloat16()))
-
-
-def test_pages_of_int8_take_numbers_and_bytes() -> None:
-    rows = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    pages, slots = torch.zeros(2, 8, 2, packed_width(64), dtype=torch.int8), torch.tensor([3, 15, 0, 9, 4])
-    write_rows(pages, slots, rows)
-    assert torch.equal(gather_rows(pages, slots), pack_rows(rows))
-    assert torch.equal(read_rows(pages, slots), unpack_rows(pack_rows(rows), torch.bfloat16))
-    write_rows(pages, slots.flip(0), gather_rows(pages, slots))  # a copy changes no byte
-    assert torch.equal(gather_rows(pages, slots.flip(0)), pack_rows(rows))
+    assert torch.equal(Int8Pages.to_rows(rows), Int8Pages.to_rows(rows.bfloat16()))
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no numba here")
 @settings(deadline=None, max_examples=examples(200))
 @given(heads())
 def test_compiled_code_makes_the_same_bytes(rows: Tensor) -> None:
-    from reprise.kernels.cpu import int8_rows
+    from reprise.kernels.cpu import packed_heads
 
-    compiled: Any = int8_rows
-    wanted = pack_rows(rows)
+    compiled: Any = packed_heads
+    wanted = Int8Pages.to_rows(rows)
     packed = np.full(wanted.shape, 77, np.int8)
     for row, numbers in enumerate(as_bits(rows)):
         compiled.pack_head(numbers, packed[row].ctypes.data)
     assert packed.tobytes() == wanted.numpy().tobytes()
-    assert packed.shape[1] - rows.shape[1] == SCALE_BYTES
+    assert packed.shape[1] - rows.shape[1] == Int8Pages.beside

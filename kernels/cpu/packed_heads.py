@@ -1,13 +1,19 @@
-"""Packs heads of rows to int8, compiled by numba: to the bit what `reprise.kernels.int8_rows` defines."""
+"""Packs heads of rows to a byte a number, compiled by numba.
+
+This is the seam between compiled kernels and page formats. Kernels know two kinds of rows, numbers in bf16 and packed
+ones, and are told by a switch, `KvPages.is_packed`. A packed head is its numbers as int8, and behind them their scale
+as bf16: to the bit as `reprise.kernels.int8_pages.pages` defines it. `attend.py` and `flash.py` unpack heads where they
+multiply.
+"""
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
 from reprise.kernels.cpu.emit import I8, Emit, bf16_at, compiled, emitted_value, rounded, widened
-from reprise.kernels.int8_rows import LEVELS
 from reprise.kernels.views import Bf16
 
+_LEVELS = 127
 _NAN, _INFINITE, _LEAST = 0x7FC0, 0x7F80, 0x0080  # bf16; the last is the smallest scale that has an inverse
 
 
@@ -23,7 +29,7 @@ def pack_head(x: Bf16, address: int) -> None:
     dim, top = len(x), np.uint16(0)
     for d in range(dim):
         top = max(top, np.uint16(x[d] & np.uint16(0x7FFF)))  # bf16 without signs is in the order of its bits
-    numbers, scale = carray(_int8_at(address), (dim,), np.int8), rounded(widened(top) / np.float32(LEVELS))
+    numbers, scale = carray(_int8_at(address), (dim,), np.int8), rounded(widened(top) / np.float32(_LEVELS))
     inverse = np.float32(0.0)
     if top >= _INFINITE:
         scale = np.uint16(_NAN)
