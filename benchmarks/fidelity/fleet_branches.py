@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.processes import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import ServerProcess, serve
 from reprise.loadgen.workloads import filler_text

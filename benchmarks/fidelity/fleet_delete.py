@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.harness.chat_stream import ChatStream
+from benchmarks.fleet.chat_stream import ChatStream
+from benchmarks.fleet.processes import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import HEARTBEAT_S
 from benchmarks.harness.redis_server import RedisServer
 from reprise.loadgen.workloads import filler_text

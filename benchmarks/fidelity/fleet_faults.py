@@ -44,10 +44,10 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
-from benchmarks.harness.cuttable_proxy import CuttableProxy, Faults, cuttable_proxy
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.cuttable_proxy import CuttableProxy, Faults, cuttable_proxy
+from benchmarks.fleet.processes import READY_S, SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Quick, Result, Run
-from benchmarks.harness.fleet import READY_S, SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio, rounded
 from benchmarks.harness.redis_server import RedisServer
 from benchmarks.harness.servers import ServerProcess, serve

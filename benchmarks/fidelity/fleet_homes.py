@@ -28,9 +28,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.processes import FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.fleet import FleetProcesses, fleet_processes
 from benchmarks.harness.measures import HEARTBEAT_S, ratio, rounded
 from benchmarks.harness.servers import ServerProcess
 from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation

@@ -47,9 +47,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.processes import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import serve
 from benchmarks.harness.streams import NEAR_TIE

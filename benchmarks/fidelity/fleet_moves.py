@@ -30,9 +30,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.processes import FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
-from benchmarks.harness.fleet import FleetProcesses, fleet_processes
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import serve

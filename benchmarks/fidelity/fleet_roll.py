@@ -23,9 +23,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.processes import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.fleet import SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.measures import ratio, rounded
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.workloads import filler_text

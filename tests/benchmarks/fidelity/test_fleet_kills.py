@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.fidelity.fleet_kills import Books, Kill, Returning, Shot, Struck, difference, pauses, result_of
-from benchmarks.harness.chat_stream import ChatStream
+from benchmarks.fleet.chat_stream import ChatStream
 
 
 def stream_of(*choices: list[tuple[str, float]]) -> ChatStream:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.cuttable_proxy import CuttableProxy, Faults, cuttable_proxy
+from benchmarks.fleet.cuttable_proxy import CuttableProxy, Faults, cuttable_proxy
 
 
 class Echo(socketserver.BaseRequestHandler):

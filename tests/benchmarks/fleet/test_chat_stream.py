@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from benchmarks.harness.chat_stream import ChatStream, StreamFailed
+from benchmarks.fleet.chat_stream import ChatStream, StreamFailed
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
 HEAD = b"HTTP/1.1 200 OK\r\nx-session-id: s\r\nx-route: replica=a; route=moved; why=dead\r\nconnection: close\r\n\r\n"
