@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -22,11 +21,11 @@ def event(value: object) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-END = event({"choices": [], "usage": USAGE, "x_cache": {"redis_tokens": 3}}) + b"data: [DONE]\n\n"
+END = event({"choices": [], "usage": USAGE, "x_cache": {"route": {"replica": "b"}}}) + b"data: [DONE]\n\n"
 
 
-async def answered(answer: bytes, then: Callable[[ChatStream], Awaitable[None]], **body: object) -> None:
-    """Let a server answer with these bytes, and call `then` with a stream that asks it."""
+async def asked(answer: bytes, pieces: int = 0, **body: object) -> ChatStream:
+    """Ask a server that answers with these bytes, and wait for some pieces before the end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -34,31 +33,27 @@ async def answered(answer: bytes, then: Callable[[ChatStream], Awaitable[None]],
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        await then(ChatStream(f"http://127.0.0.1:{port}", {"messages": [], **body}))
+        stream = ChatStream(f"http://127.0.0.1:{port}", {"messages": [], **body})
+        running = asyncio.create_task(stream.run())
+        await stream.has(pieces)
+        assert len(stream.pieces) >= pieces or running.done() or stream.is_done
+        return await running
 
 
 async def test_choices_are_taken_apart():
-    async def then(stream: ChatStream) -> None:
-        await stream.run()
-        assert stream.texts == {0: "ab", 1: "c"}
-        assert stream.tokens == {0: [("a", -1.0), ("b", -1.0)], 1: [("c", -1.0)]}
-        assert stream.pieces == ["a", "c", "b"]
-        assert stream.sent_s <= stream.came_s[0] <= stream.done_s
-        assert stream.route == {"replica": "a", "route": "moved", "why": "dead"}
-        assert (stream.session_id, stream.cached_tokens, stream.x_cache) == ("s", 3, {"redis_tokens": 3})
-        assert stream.context_tokens == 11  # 10, and 2 of the first choice's, of which the last has not been run
-
     pieces = piece(0, "a") + piece(1, "c") + piece(0, "b") + piece(0, None, "length") + piece(1, None, "stop")
-    await answered(HEAD + pieces + END, then, n=2)
+    stream = await asked(HEAD + pieces + END, pieces=2, n=2)
+    assert (stream.texts, stream.pieces) == ({0: "ab", 1: "c"}, ["a", "c", "b"])
+    assert stream.tokens == {0: [("a", -1.0), ("b", -1.0)], 1: [("c", -1.0)]}
+    assert (stream.route["route"], stream.replica, stream.session_id, stream.cached_tokens) == ("moved", "b", "s", 3)
+    assert stream.context_tokens == 11  # 10, and 2 of the first choice's, of which the last has not been run
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        HEAD + piece(0, "a"),
         HEAD + piece(0, "a", "stop") + b"data: [DONE]\n\n",  # no usage
         HEAD + piece(0, "a") + END,  # no finish reason
         HEAD + piece(0, "a", "stop") + event({"choices": [], "usage": USAGE}),  # no end
@@ -67,20 +62,5 @@ async def test_choices_are_taken_apart():
     ],
 )
 async def test_an_answer_that_does_not_end_well_has_failed(answer):
-    async def then(stream: ChatStream) -> None:
-        with pytest.raises(StreamFailed):
-            await stream.run()
-
-    await answered(answer, then)
-
-
-async def test_who_waits_for_pieces_is_told_of_them_and_of_the_end():
-    async def then(stream: ChatStream) -> None:
-        running = asyncio.create_task(stream.run())
-        await stream.has(2)
-        assert len(stream.pieces) >= 2
-        await stream.has(100)
-        assert running.done() or stream.is_done
-        await running
-
-    await answered(HEAD + piece(0, "a") + piece(0, "b") + piece(0, None, "stop") + END, then)
+    with pytest.raises(StreamFailed):
+        await asked(answer, pieces=100)
