@@ -26,15 +26,14 @@ class Faults:
 
 
 class CuttableProxy:
-    """Listens on a loopback port and relays every connection to a server. Runs in a thread of its own; the methods may
-    be called from any thread, and return when what they say is done."""
+    """Relays connections from a loopback port to a server, on a loop of its own thread. `set` may be called from any
+    thread, and returns when it is done. `cuttable_proxy` makes one."""
 
     def __init__(self, target: Path) -> None:
         """target: the server's unix socket."""
         self._target = target
         self._faults = Faults()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cuttable-proxy", daemon=True)
+        self.loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._passes = asyncio.Event()  # while there is no hole
         self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
@@ -45,31 +44,19 @@ class CuttableProxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> None:
-        self._thread.start()
-        self._call(self._listen())
-
-    def stop(self) -> None:
-        self._call(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
     def set(self, faults: Faults) -> None:
         """Let these faults be there, and no others. What is on its way passes as it was."""
-        self._call(self._set(faults))
+        self.call(self._set(faults))
 
-    # --- on the loop --------------------------------------------------------------------------------------------------
+    def call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
-    def _call(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
-
-    async def _listen(self) -> None:
-        self._passes.set()
+    async def listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
+        self._passes.set()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         if self._server is not None:
             self._server.close()
         for task in (tasks := list(self._connections)):
@@ -106,7 +93,7 @@ class CuttableProxy:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send(queue, writer, replies=replies))
             while chunk := await reader.read(CHUNK_BYTES):
-                faults, now = self._faults, self._loop.time()
+                faults, now = self._faults, self.loop.time()
                 if faults.bytes_per_s:
                     now = self._free_s[replies] = max(self._free_s[replies], now) + len(chunk) / faults.bytes_per_s
                 await queue.put((now + (faults.delay_s if replies else 0.0), chunk))
@@ -118,7 +105,7 @@ class CuttableProxy:
         sent = 0
         while True:
             due_s, chunk = await queue.get()
-            await asyncio.sleep(due_s - self._loop.time())
+            await asyncio.sleep(due_s - self.loop.time())
             await self._passes.wait()
             if not chunk:
                 raise ConnectionError("one side has closed")
@@ -140,8 +127,13 @@ class CuttableProxy:
 def cuttable_proxy(target: Path) -> Iterator[CuttableProxy]:
     """Start a proxy, and stop it at the end."""
     proxy = CuttableProxy(target)
-    proxy.start()
+    thread = threading.Thread(target=proxy.loop.run_forever, name="cuttable-proxy", daemon=True)
+    thread.start()
+    proxy.call(proxy.listen())
     try:
         yield proxy
     finally:
-        proxy.stop()
+        proxy.call(proxy.close())
+        proxy.loop.call_soon_threadsafe(proxy.loop.stop)
+        thread.join(10)
+        proxy.loop.close()
