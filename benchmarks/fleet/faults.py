@@ -268,8 +268,5 @@ def measure(run: Run) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="fleet_faults", about=__doc__, measure=measure, show=show, arms=ARMS,
     options=asks(turns=3000, clients=3, scripts=40, hold_s=10.0),
-    quick=Quick(
-        options={"turns": 105, "scripts": 6, "hold_s": 2.0, "arms": ["redis"]},
-        holds=False,  # times of a busy machine
-    ),
+    quick=Quick({"turns": 105, "scripts": 6, "hold_s": 2.0, "arms": ["redis"]}),
 )  # fmt: skip

@@ -129,7 +129,8 @@ def asks(**defaults: Any) -> Callable[[ArgumentParser], None]:
 
     def options(parser: ArgumentParser) -> None:
         for name, default in defaults.items():
-            parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
+            flag, told = f"--{name.replace('_', '-')}", f"default: {default}"
+            parser.add_argument(flag, type=type(default), default=default, help=told)
 
     return options
 

@@ -35,7 +35,7 @@ import psutil
 
 from benchmarks.fleet.processes import Gateway
 from benchmarks.fleet.scenario import asks, show
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.experiment import Experiment, Quick, Run
 from benchmarks.harness.measures import ratio, rounded
 from benchmarks.harness.redis_server import RedisServer
 from reprise.fleet.directory import Directory
@@ -129,9 +129,9 @@ class Arm:
         self.first_s += [came_s[0] - sent_s for sent_s, came_s in asked[WARM_REQUESTS:]]
         http.close()
         http, before_s = Http(f"http://127.0.0.1:{self.paced[0]}", silence_s=SILENCE_S), self.cpu_s()
-        both = await asyncio.gather(*(stream(http, self.paced[1], models[1], f"p{n}") for n in range(streams)))
+        paced = await asyncio.gather(*(stream(http, self.paced[1], models[1], f"p{n}") for n in range(streams)))
         self.cpu_us.append((self.cpu_s() - before_s) / (streams * (chunks + END_CHUNKS)) * 1e6)
-        self.gaps_s += [later - earlier for _, came_s in both for earlier, later in pairwise(came_s[:chunks])]
+        self.gaps_s += [later - earlier for _, came_s in paced for earlier, later in pairwise(came_s[:chunks])]
         http.close()
 
 
@@ -222,14 +222,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float | None]:
 EXPERIMENT = Experiment(
     name="gateway", about=__doc__, measure=lambda run: asyncio.run(play(run)), show=show, rounds=5,
     options=asks(requests=100, streams=16, chunks=100, gap_ms=20.0),
-    quick=Quick(
-        options={"rounds": 2, "requests": 40, "chunks": 50},
-        figures=(
-            Figure("CPU per chunk, us", lambda result: result["cpu_us_per_chunk"]["median"], 2.0),
-            Figure("added to the first chunk, ms", lambda result: result["added_ms"], 3.0),
-        ),
-        holds=False,
-    ),
+    quick=Quick({"rounds": 2, "requests": 40, "chunks": 50}),
 )  # fmt: skip
 
 if __name__ == "__main__":

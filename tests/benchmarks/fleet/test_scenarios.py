@@ -1,16 +1,18 @@
 """Tests that what each scenario holds can hold, and can fail."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.fleet import branches, delete, faults, homes, kills, moves, roll
 from benchmarks.fleet.chat_stream import ChatStream
-from benchmarks.fleet.kills import BROKEN, ENDED, Answer, Kill, difference
+from benchmarks.fleet.kills import BROKEN, ENDED, Kill, SeenAnswer, difference
 from benchmarks.fleet.scenario import Account
 from reprise.loadgen.fleet.workload import REPLICA
 from reprise.loadgen.workloads.workload import Conversation, Turn
+from tests.redis_servers import redis_server
 
 TIMES = {"recovered_s": 5.0, "heads": 3, "heads_s": 10.0}
 DELETED = {"homes": ["a", "b", "c"], "status": 204, "seconds": 1.0, "extents_before": 2, "left": [],
@@ -50,8 +52,9 @@ def rolled(errors: list[str], p95_ms: float, cached: int) -> dict[str, Any]:
     return roll.result_of(Account([row(part="steady"), row(p95_ms, part="rolling", cached_tokens=cached)], errors))
 
 
-def killed(*answers: Answer) -> dict[str, Any]:
-    return kills.result_of([], [Answer("seeded", moved_ttft_s=0.2), *answers])
+def killed(*answers: dict[str, Any]) -> dict[str, Any]:
+    seen = [SeenAnswer(**{"kind": "greedy", **answer}) for answer in answers]
+    return kills.result_of([], [SeenAnswer("seeded", moved_ttft_s=0.2), *seen])
 
 
 def stream_of(*tokens: tuple[str, float]) -> ChatStream:
@@ -63,12 +66,12 @@ def stream_of(*tokens: tuple[str, float]) -> ChatStream:
 OTHER = difference("greedy", stream_of(("a", -1.0)), stream_of(("b", -2.0)))
 DRAW = difference("seeded", stream_of(("a", -1.0)), stream_of(("b", -2.0)))
 GOOD_AND_BAD = {
-    "branches": (branches.result_of(Account([row()]), []), branches.result_of(Account([row()], ["503"]), [{}])),
-    "delete": (
+    "branches": lambda: (branches.result_of(Account([row()]), []), branches.result_of(Account([row()], ["503"]), [{}])),
+    "delete": lambda: (
         delete.result_of([DELETED]),
         delete.result_of([DELETED | {"homes": ["a"], "status": 500, "extents_before": 0, "left": ["name in a"]}]),
     ),
-    "faults": (
+    "faults": lambda: (
         faults.result_of([row(arm=arm, fault="slow") for arm in faults.ARMS], {"slow": TIMES}, 1000),
         faults.result_of(
             [row(126.0, arm="redis", fault="slow", same_text=False), row(arm="without", fault="slow"),
@@ -76,26 +79,41 @@ GOOD_AND_BAD = {
             {"slow": TIMES | {"recovered_s": None, "heads_s": 10.1}}, 999,
         ),
     ),
-    "homes": (came_home([], True, None), came_home(["503"], False, 1e9)),
-    "kills": (
-        killed(Answer("greedy", fate=BROKEN, pause_s=0.6), Answer("greedy", after=BROKEN, history=100, cached=90),
-               Answer("greedy", after=ENDED, history=100, cached=70, computed=30)),
-        killed(Answer("greedy", "503"), Answer("greedy", fate=BROKEN, pause_s=0.8, difference=OTHER, lost="not known"),
-               Answer("seeded", difference=DRAW), Answer("greedy", after=BROKEN, history=100, cached=89),
-               Answer("greedy", after=ENDED, history=100, cached=69, computed=30)),
+    "homes": lambda: (came_home([], True, None), came_home(["503"], False, 1e9)),
+    "kills": lambda: (
+        killed({"fate": BROKEN, "pause_s": 0.6}, {"after": BROKEN, "history": 100, "cached": 90},
+               {"after": ENDED, "history": 100, "cached": 70, "computed": 30}),
+        killed({"error": "503"}, {"fate": BROKEN, "pause_s": 0.8, "difference": OTHER, "lost": "not known"},
+               {"kind": "seeded", "difference": DRAW}, {"after": BROKEN, "history": 100, "cached": 89},
+               {"after": ENDED, "history": 100, "cached": 69, "computed": 30}),
     ),
-    "moves": (moved(100.0, "b", [], 1.0), moved(99.0, "a", ["503"], 0.9, is_known=False)),
-    "roll": (rolled([], 150.0, 95), rolled(["503"], 151.0, 94)),
+    "moves": lambda: (moved(100.0, "b", [], 1.0), moved(99.0, "a", ["503"], 0.9, is_known=False)),
+    "roll": lambda: (rolled([], 150.0, 95), rolled(["503"], 151.0, 94)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", GOOD_AND_BAD)
 def test_what_is_held_can_fail(scenario):
-    good, bad = (result["held"] for result in GOOD_AND_BAD[scenario])
+    good, bad = (result["held"] for result in GOOD_AND_BAD[scenario]())
     assert [line for line, holds in good.items() if not holds] == []
     assert [line for line, holds in bad.items() if holds and line != "kills broke streams"] == []
     assert good.keys() == bad.keys()
     assert not killed()["held"]["kills broke streams"]
+
+
+def test_bytes_are_found_in_redis_keys_of_every_type(tmp_path):
+    long = {"needle " + 200 * "x": 1.0}
+    with redis_server(tmp_path) as server:
+        client = server.client()
+        fleet: Any = SimpleNamespace(directory=tmp_path, redis=server, kv=server)
+        client.set("string", next(iter(long)))
+        client.hset("hash", mapping={"field": next(iter(long))})
+        client.zadd("zset", long)
+        client.sadd("set", *long)
+        client.rpush("list", *long)
+        client.xadd("stream", {"field": next(iter(long))})
+        found = delete.places_with(fleet, {"it": b"needle"})
+        assert set(found) == {f"it in {key!r}" for key in client.scan_iter()}
 
 
 def test_a_difference_has_a_cause_and_a_broken_stream_a_pause():
@@ -106,6 +124,6 @@ def test_a_difference_has_a_cause_and_a_broken_stream_a_pause():
     assert short.gap == math.inf
     stream = stream_of()
     stream.came_s, stream.x_cache = [0.0, 5.0, 5.1, 7.1, 7.2], {"route": {"replica": "b"}}
-    kill = Kill("replica", "a", 3, 5.05, frozenset({"greedy"}))
+    kill = Kill("replica", "a", 5.05, frozenset({"greedy"}))
     assert (kill.fate("greedy", stream), kill.fate("seeded", stream)) == (BROKEN, "")
     assert kill.pause_s(stream) == pytest.approx(2.0)
