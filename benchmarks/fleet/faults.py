@@ -104,7 +104,6 @@ class Load:
 
     async def _hold(self, talks: Mapping[str, Talk], script: Script, rng: random.Random) -> None:
         """Play one conversation on all arms. It ends at an error and at another text."""
-        urls = {arm: fleet.gateway_url for arm, fleet in self._fleets.items()}
         mine, other, direct = talks["redis"], talks.get("without"), ""
         for question, answer in script:
             if self.is_over:
@@ -112,15 +111,13 @@ class Load:
             before = mine.home
             if before and rng.random() < MOVED_SHARE:
                 await self._move(mine)
-            if not await self._ask("redis", mine, urls["redis"], question, answer):
+            if not await self._ask("redis", mine, question, answer):
                 return
             if other is not None:
-                if before not in ("", mine.home):  # no directory moves it here, so the other replica is asked directly
+                if before not in ("", mine.home):  # no directory can move it here, so the other replica is asked itself
                     direct = elsewhere(other.home)
-                    urls["without"] = self._fleets["without"].replicas[direct].url
-                if not await self._ask("without", other, urls["without"], question, answer):
+                if not await self._ask("without", other, question, answer, direct):
                     return
-                other.home = direct or other.home
             await asyncio.sleep(rng.uniform(0, 2 * THINK_S))
 
     async def _move(self, talk: Talk) -> None:
@@ -130,15 +127,20 @@ class Load:
             with suppress(httpx.HTTPError):
                 await client.post(f"{self._fleets['redis'].gateway_url}/v1/fleet/move", json=body)
 
-    async def _ask(self, arm: str, talk: Talk, url: str, question: str, expected: str) -> bool:
-        """Ask one arm and note what came of it. Returns whether the conversation can go on."""
+    async def _ask(self, arm: str, talk: Talk, question: str, expected: str, direct: str = "") -> bool:
+        """Ask an arm's gateway, or one of its replicas, and note what came of it. Returns whether the conversation can
+        go on."""
+        fleet = self._fleets[arm]
+        row: Row = {"arm": arm, "fault": self.fault}
         talk.say(question)
-        stream, row = talk.stream(url, max_tokens=ANSWER_TOKENS), {"arm": arm, "fault": self.fault}
+        stream = talk.stream(fleet.replicas[direct].url if direct else fleet.gateway_url, max_tokens=ANSWER_TOKENS)
         if error := await error_of(stream):
             self.rows.append(row | {"error": error, "conversation": talk.name, "turn": len(talk.messages) // 2})
         else:
-            self.rows.append(talk.row(stream, error="", same_text=stream.text == expected, **row))
+            row |= {"replica": direct or stream.replica, "error": "", "same_text": stream.text == expected}
+            self.rows.append(talk.row(stream, **row, has_moved=row["replica"] != (talk.home or row["replica"])))
             talk.take(stream)
+            talk.home = row["replica"]
         if arm == "redis":
             self.turns += 1
             self._run.advance()
@@ -233,7 +235,7 @@ def figures_by_arm(rows: list[Row]) -> dict[str, Any]:
         if good := [row for row in mine if not row["error"]]:
             found[arm] = {
                 "turns": len(mine),
-                "moved": sum(row["at_home"] is False for row in good),
+                "moved": sum(row["has_moved"] for row in good),
                 "errors": len(mine) - len(good),
                 "wrong_texts": sum(not row["same_text"] for row in good),
                 "redis_tokens": sum(row["tokens"]["redis"] for row in good),

@@ -23,7 +23,8 @@ def row(ttft_ms: float = 100.0, **changes: Any) -> dict[str, Any]:
     usual = {
         "conversation": "c", "turn": 1, "is_named": True, "replica": "a", "at_home": True, "is_known": True,
         "route": "home", "prompt_tokens": 150, "answer_tokens": 50, "history_tokens": 100, "cached_tokens": 100,
-        "outside_ms": 5.0, "error": "", "same_text": True, "tokens": dict.fromkeys(("hbm", "dram", "disk", "redis"), 0),
+        "outside_ms": 5.0, "error": "", "same_text": True, "has_moved": False,
+        "tokens": dict.fromkeys(("hbm", "dram", "disk", "redis"), 0),
     }  # fmt: skip
     return {**usual, "ttft_ms": ttft_ms, **changes}
 
