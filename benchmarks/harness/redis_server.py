@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 
 class RedisServer:
@@ -32,6 +33,12 @@ class RedisServer:
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as client:
             return client.connect_ex(str(self.socket)) == 0
+
+    def client(self, **options: Any) -> Any:
+        """Return a client of `redis`, whose types do not say whether they are asynchronous."""
+        import redis  # an extra of ours
+
+        return redis.Redis(unix_socket_path=str(self.socket), **options)
 
     def pause(self) -> None:
         """Stop it as SIGSTOP does: connections stay open and nothing is answered."""

@@ -85,14 +85,10 @@ async def serve(tokens: int, delay_s: float, gap_s: float) -> None:
     await server.serve_forever()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--delay-ms", type=float, default=20.0, help="to the first piece")
     parser.add_argument("--gap-ms", type=float, default=20.0)
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.tokens, arguments.delay_ms / 1e3, arguments.gap_ms / 1e3))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
 """Which replica serves a turn: the gateway's own routing against others, in simulated fleets.
 
     python -m benchmarks.scheduling.fleet_routing
-    python -m benchmarks.scheduling.fleet_routing --parts large     1,000 replicas; about a million turns
+    python -m benchmarks.scheduling.fleet_routing --parts grid --policies guarded four-looks --loads 0.9
+    python -m benchmarks.scheduling.fleet_routing --parts grid --replicas 1000 --seconds 300 --rounds 1 --loads 0.7
 
 Replicas are the event-driven simulator's servers (the server's own queue and eviction policies; a model of 8B on an
 A100, 60 GB of DRAM, 25 Gbit/s Ethernet). Chats and one agent in ten sessions begin independently of each other. As
 many as there are after a long time are under way at the start: in a fleet that begins empty contexts are short, and
-nobody waits at loads that it cannot carry for long. Load is a share of what one replica finishes whose batch is always
-full. A gateway knows beats that are up to a second old; Redis has a rate that loads and uploads share.
+no turn waits at loads that the fleet cannot carry for long. Load is a share of what one replica finishes whose batch is
+always full. A gateway knows beats that are up to a second old; Redis has a rate that loads and uploads share.
 
     grid    policies at several loads and rates of Redis; contexts of at most 32,768 tokens
-    tried   variants of guarded routing at load 0.9
-    many    more replicas
-    agents  three agents in ten sessions
     kill    one replica ends without a warning; turns of the 40 s after it, with and without Redis
-    late    guarded and unguarded routing with younger and older beats, and with more gateways
-    large   1,000 replicas, guarded routing and hashing, and what a turn costs to simulate; begins empty
 
 Expected: guarded routing has at most 0.6 of hashing's p95 TTFT at loads from 0.7 on with ample Redis, at most 1.02
 of sticky sessions' at every rate, at most 1.2 of a clairvoyant's at half load, and after a kill at most 0.2 of what
@@ -34,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.experiment import Experiment, Quick, Run
 from reprise.loadgen.fleet import books
 from reprise.loadgen.fleet.baselines import VARIANTS
 from reprise.loadgen.fleet.result import FleetResult, summarize
@@ -50,12 +46,12 @@ from reprise.loadgen.fleet.workload import (
 )
 from reprise.loadgen.workloads.workload import Conversation
 
-PARTS = ("grid", "tried", "many", "agents", "kill", "late", "large")
+PARTS = ("grid", "kill")
+POLICIES = ("hash", "sticky", "guarded", "clairvoyant", "cheapest")
+WITHOUT_REDIS = ("hash", "clairvoyant")  # what they do does not depend on its rate
 HASHING, STICKY, CLAIRVOYANT, AFTER_KILL = 0.6, 1.02, 1.2, 0.2
 AFTER_KILL_S = 40.0
 CLAIRVOYANT_LOAD = 0.5
-MANY, LARGE = 32, 1000
-LARGE_S = 300.0
 MOST_TOKENS = 32_768  # of a context
 WARM = 0.35  # of the time does not count: homes are hashed at the start
 AMPLE = "ample"
@@ -64,22 +60,18 @@ Row = dict[str, Any]
 
 
 def measure(run: Run) -> dict[str, Any]:
-    arguments = run.arguments
-    cells = [cell for part in arguments.parts for cell in cells_of(part, arguments)]
-    capacity = {agents: capacity_of(agents) for agents in sorted({cell["agents"] for cell in cells})}
+    asked = run.arguments
+    cells = [cell for part in asked.parts for cell in cells_of(part, asked)]
+    capacity = sessions_per_s(REPLICA, SERVER, drawn(asked.agents, 1.0, 1600.0, 0))
     result: dict[str, Any] = {
         "replica": {
-            "sessions_per_s": capacity,
-            "dram_gb": REPLICA.dram_bytes / 1e9,
-            "link_gb_per_s": LINK_BYTES_PER_S / 1e9,
+            "sessions_per_s": capacity, "dram_gb": REPLICA.dram_bytes / 1e9, "link_gb_per_s": LINK_BYTES_PER_S / 1e9
         },
-        "seconds": arguments.seconds,
-        "rounds": arguments.rounds,
-        "rows": [],
-    }
+        "seconds": asked.seconds, "rounds": asked.rounds, "rows": [],
+    }  # fmt: skip
     run.expect(len(cells), "starting")
-    simulate = partial(play, capacity=capacity, seconds=arguments.seconds, rounds=arguments.rounds)
-    with ProcessPoolExecutor(arguments.jobs) as pool:
+    simulate = partial(play, capacity=capacity, seconds=asked.seconds, rounds=asked.rounds)
+    with ProcessPoolExecutor(asked.jobs) as pool:
         for cell, found in zip(cells, pool.map(simulate, cells), strict=True):
             run.describe(" ".join(str(cell[key]) for key in ("part", "load", "redis", "policy")))
             result["rows"].append(cell | found)
@@ -94,49 +86,24 @@ def drawn(agents: float, rate_per_s: float, duration_s: float, seed: int) -> lis
     )
 
 
-def capacity_of(agents: float) -> float:
-    """Return how many such conversations a second a replica finishes whose batch is always full."""
-    return sessions_per_s(REPLICA, SERVER, drawn(agents, 1.0, 1600.0, 0))
-
-
-def cells_of(part: str, arguments: Any) -> Iterator[Row]:
-    """What is simulated for a part. redis: GB/s of the fleet, `ample` for as much as all links, 0 for none."""
-    plain = {"part": part, "replicas": arguments.replicas, "agents": 0.1, "gateways": 1, "beat_s": 1.0, "redis": AMPLE}
-    slow = min(arguments.redis, default=AMPLE)
-    if part == "grid":
-        for load in arguments.loads:
-            for policy in ("hash", "sticky", "guarded", "clairvoyant", "cheapest"):
-                yield plain | {"load": load, "policy": policy}
-            for redis in arguments.redis:
-                for policy in ("sticky", "guarded", *(["cheapest"] if redis == slow else [])):
-                    yield plain | {"load": load, "redis": redis, "policy": policy}
-    elif part == "tried":
-        for redis in (AMPLE, slow):
-            for policy in VARIANTS:
-                yield plain | {"part": "grid", "load": 0.9, "redis": redis, "policy": policy}
-    elif part == "many":
-        for policy in ("hash", "sticky", "guarded"):
-            yield plain | {"replicas": MANY, "load": 0.9, "policy": policy}
-    elif part == "agents":
-        for policy in ("hash", "sticky", "guarded"):
-            yield plain | {"agents": 0.3, "load": 0.9, "policy": policy}
-    elif part == "kill":
+def cells_of(part: str, asked: Any) -> Iterator[Row]:
+    """Yield what is simulated for a part. redis: GB/s of the fleet, `ample` for as much as all links, 0 for none."""
+    plain = {"part": part} | {name: getattr(asked, name) for name in ("replicas", "agents", "gateways", "beat_s")}
+    if part == "kill":
         for load in (0.7, 0.9):
             for redis, policy in ((0, "hash"), (0, "guarded"), (AMPLE, "hash"), (AMPLE, "guarded")):
                 yield plain | {"load": load, "redis": redis, "policy": policy}
-    elif part == "late":
-        for gateways, beat_s in ((1, 0.2), (1, 5.0), (4, 1.0)):
-            for policy in ("guarded", "cheapest"):
-                yield plain | {"load": 0.9, "policy": policy, "gateways": gateways, "beat_s": beat_s}
-    else:
-        for policy in ("guarded", "hash"):
-            yield plain | {"replicas": LARGE, "load": 0.7, "policy": policy}
+        return
+    for load in asked.loads:
+        for redis in (AMPLE, *asked.redis):
+            for policy in asked.policies:
+                if redis == AMPLE or policy not in WITHOUT_REDIS:
+                    yield plain | {"load": load, "redis": redis, "policy": policy}
 
 
-def play(cell: Row, capacity: Mapping[float, float], seconds: float, rounds: int) -> Row:
-    """Simulate a cell in all rounds, and put their turns together."""
-    replicas, redis, is_large = cell["replicas"], cell["redis"], cell["part"] == "large"
-    rounds, seconds = (1, LARGE_S) if is_large else (rounds, seconds)
+def play(cell: Row, capacity: float, seconds: float, rounds: int) -> Row:
+    """Simulate a cell in all rounds, and put their turns together. capacity: sessions a second of a full replica."""
+    replicas, redis, agents = cell["replicas"], cell["redis"], cell["agents"]
     kill_s = 0.75 * seconds if cell["part"] == "kill" else math.inf
     span = (WARM * seconds, seconds) if kill_s == math.inf else (kill_s, kill_s + AFTER_KILL_S)
     config = FleetConfig(
@@ -144,13 +111,11 @@ def play(cell: Row, capacity: Mapping[float, float], seconds: float, rounds: int
         beat_s=cell["beat_s"], link_bytes_per_s=LINK_BYTES_PER_S, until_s=seconds, kill_s=kill_s,
         redis_bytes_per_s=replicas * LINK_BYTES_PER_S if redis == AMPLE else 1e9 * redis,
     )  # fmt: skip
-    agents = cell["agents"]
-    rate = cell["load"] * capacity[agents] * replicas
-    since_s = 0.0 if is_large else max(lifetime_s(one, REPLICA) for one in drawn(agents, 1.0, 1000.0, 0))
+    since_s = max(lifetime_s(one, REPLICA) for one in drawn(agents, 1.0, 1000.0, 0))
     began_s = time.process_time()
     fleets = []
     for number in range(rounds):
-        begun = drawn(agents, rate, since_s + seconds, 1000 + number)
+        begun = drawn(agents, cell["load"] * capacity * replicas, since_s + seconds, 1000 + number)
         workload, histories = already_under_way(begun, REPLICA, since_s=since_s)
         fleets.append(FleetSimulation(workload, replace(config, seed=number), histories=histories))
         fleets[-1].run()
@@ -175,49 +140,34 @@ def p95_s(rows: Sequence[Row], **wanted: Any) -> float:
 
 
 def held(rows: Sequence[Row]) -> dict[str, bool]:
-    """Judge what was simulated."""
+    """Judge guarded routing in each cell by the others of that cell."""
     found: dict[str, bool] = {}
     for row in rows:
-        if row["policy"] != "guarded" or row["part"] in ("late", "large"):
+        if row["policy"] != "guarded":
             continue
         same = {key: row[key] for key in ("part", "replicas", "agents", "load", "redis")}
-        own, load, redis = row["ttft_p95_s"], row["load"], row["redis"]
-        rate = redis if redis == AMPLE else f"{redis:g} GB/s"
-        where = f"{row['part']}: {row['replicas']} replicas, load {load:g}, Redis {rate}"
-
-        def judge(policy: str, most: float, words: str, same: Row = same, own: float = own, where: str = where) -> None:
-            ratio = own / p95_s(rows, **same, policy=policy)
-            if not math.isnan(ratio):
-                found[f"{where}: {ratio:.2f} <= {most:g} of {words}"] = ratio <= most
-
+        load, redis = row["load"], row["redis"]
+        limits = [("sticky", STICKY, "sticky sessions", same)]
         if row["part"] == "kill":
-            if redis == AMPLE:
-                judge("hash", AFTER_KILL, "hashing without Redis, after a kill", same | {"redis": 0})
-            continue
-        judge("sticky", STICKY, "sticky sessions")
-        if redis == AMPLE and load >= 0.7:
-            judge("hash", HASHING, "hashing")
-        if redis == AMPLE and load == CLAIRVOYANT_LOAD:
-            judge("clairvoyant", CLAIRVOYANT, "a clairvoyant")
+            words = "hashing without Redis, after a kill"
+            limits = [("hash", AFTER_KILL, words, same | {"redis": 0})] if redis == AMPLE else []
+        elif redis == AMPLE and load >= 0.7:
+            limits.append(("hash", HASHING, "hashing", same))
+        elif redis == AMPLE and load == CLAIRVOYANT_LOAD:
+            limits.append(("clairvoyant", CLAIRVOYANT, "a clairvoyant", same))
+        rate = redis if redis == AMPLE else f"{redis:g} GB/s"
+        for policy, most, words, there in limits:
+            ratio = row["ttft_p95_s"] / p95_s(rows, **there, policy=policy)
+            if not math.isnan(ratio):
+                where = f"{row['part']}: {row['replicas']} replicas, load {load:g}, Redis {rate}"
+                found[f"{where}: {ratio:.2f} <= {most:g} of {words}"] = ratio <= most
     return found
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
     table = Table(title="TTFT in ms; redis, computed: shares of the history, by where it was found")
-    for column in (
-        "part",
-        "replicas",
-        "load",
-        "Redis GB/s",
-        "policy",
-        "p50",
-        "p95",
-        "p99",
-        "moved",
-        "redis",
-        "computed",
-        "µs/turn",
-    ):
+    for column in ("part", "replicas", "load", "Redis GB/s", "policy", "p50", "p95", "p99", "moved", "redis",
+                   "computed", "µs/turn"):  # fmt: skip
         table.add_column(column, justify="left" if column in ("part", "policy") else "right")
     for row in result["rows"]:
         sent = sum(row["routes"].get(route, 0) for route in ("home", "new", "moved"))
@@ -231,29 +181,22 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=["grid", "tried", "kill", "agents", "late", "many"]
-    )
-    parser.add_argument("--replicas", type=int, default=6, help="of all parts but `many` and `large`")
-    parser.add_argument(
-        "--seconds", type=float, default=450.0, help="of the virtual clock; the first third is not counted"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--policies", nargs="+", choices=(*POLICIES, *VARIANTS), default=list(POLICIES), help="of grid")
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.9, 0.7, 0.5], help="of grid")
+    parser.add_argument("--redis", nargs="+", type=float, default=[0.25, 2.0], help="of grid: GB/s, beside ample Redis")
+    parser.add_argument("--replicas", type=int, default=6)
+    parser.add_argument("--agents", type=float, default=0.1, help="share of the sessions")
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--beat-s", type=float, default=1.0, help="between two beats of a replica")
+    parser.add_argument("--seconds", type=float, default=450.0, help="of the virtual clock; a third is not counted")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once, each in a process of its own")
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.9, 0.7, 0.5])
-    parser.add_argument("--redis", nargs="+", type=float, default=[0.25, 2.0], help="GB/s, beside ample Redis")
 
 
 EXPERIMENT = Experiment(
-    name=lambda arguments: "fleet_routing_large" if arguments.parts == ["large"] else "fleet_routing",
-    about=__doc__, measure=measure, show=show, options=options, rounds=2,
+    name="fleet_routing", about=__doc__, measure=measure, show=show, options=options, rounds=2,
     rounds_help="workloads; their turns count together",
-    quick=Quick(
-        {"parts": ["grid"], "loads": [0.7], "redis": [], "replicas": 4, "seconds": 200.0, "rounds": 1},
-        (Figure("guarded / hash, p95 TTFT, ample Redis",
-                lambda result: p95_s(result["rows"], part="grid", load=0.7, redis=AMPLE, policy="guarded")
-                / p95_s(result["rows"], part="grid", load=0.7, redis=AMPLE, policy="hash"), 1.5),),
-        holds=False,
-    ),
+    quick=Quick({"parts": ["grid"], "loads": [0.7], "redis": [], "replicas": 4, "seconds": 200.0, "rounds": 1}),
 )  # fmt: skip
 
 if __name__ == "__main__":

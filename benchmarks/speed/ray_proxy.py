@@ -7,7 +7,6 @@ It prints its port and the process id of what a chunk passes on its way: Ray's p
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import socket
@@ -18,8 +17,12 @@ from urllib.parse import parse_qs
 
 import psutil
 
+from benchmarks.harness.servers import free_port
+
 Message = MutableMapping[str, Any]
 PROXY = "ProxyActor"
+WORD = b'{"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": null}]}'
+REASON = b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}'
 
 
 async def stream(
@@ -31,19 +34,13 @@ async def stream(
     while (await receive()).get("more_body"):
         pass
     asked = parse_qs(scope["query_string"].decode())
-    tokens, gap_s = int(asked["tokens"][0]), float(asked["gap_ms"][0]) / 1e3
+    gap_s = float(asked["gap_ms"][0]) / 1e3
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def say(data: bytes) -> None:
+    words = [(WORD, gap_s)] * int(asked["tokens"][0])
+    for data, wait_s in (*words, (REASON, 0.0), (b"[DONE]", 0.0)):
         await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-
-    for _ in range(tokens):
-        event = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
-        await say(json.dumps(event).encode())
-        await asyncio.sleep(gap_s)
-    await say(json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}).encode())
-    await say(b"[DONE]")
+        await asyncio.sleep(wait_s)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -63,9 +60,7 @@ def serve_with_ray() -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
 
@@ -80,11 +75,7 @@ def serve_with_ray() -> None:
     threading.Event().wait()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", choices=("ray", "without"), default="ray")
     {"ray": serve_with_ray, "without": serve_without}[parser.parse_args().path]()
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,7 @@ def benchmark(request) -> Experiment:
 
 def words(benchmark: Experiment, *more: str) -> list[str]:
     """What it cannot be started without."""
-    folder, name = re.findall(r"python -m benchmarks\.(\w+)\.(\w+)", benchmark.about or "")[0]
+    folder, name = re.findall(r"python -m benchmarks\.(\w+)[. ](\w+)", benchmark.about or "")[0]
     return [*NEEDED.get(f"{folder}.{name}", NEEDED.get(name, [])), *more]
 
 
@@ -40,7 +40,7 @@ def every_model_is_there(monkeypatch):
 
 
 def test_its_description_says_how_it_is_started(benchmark):
-    assert re.search(r"python -m benchmarks\.\w+\.\w+", benchmark.about)
+    assert re.search(r"python -m benchmarks\.\w+[. ]\w+", benchmark.about)
     assert "usage:" in benchmark.parser().format_help()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.chat_stream import ChatStream
-from benchmarks.harness.fleet import READY_S, SMALL, FleetProcesses, fleet_processes
+from benchmarks.fleet.chat_stream import ChatStream
+from benchmarks.fleet.processes import READY_S, SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.servers import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

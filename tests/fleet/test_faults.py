@@ -1,4 +1,4 @@
-"""Every fault of `benchmarks.fidelity.fleet_faults` once, on a fleet of real processes with the bundled model."""
+"""Every fault of `benchmarks.fleet.faults` once, on a fleet of real processes with the bundled model."""
 
 import shutil
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.fidelity.fleet_faults import EXPERIMENT, measure
+from benchmarks.fleet.faults import EXPERIMENT, measure
 from benchmarks.harness.experiment import Run
 
 

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.harness.fleet import READY_S, SMALL
+from benchmarks.fleet.processes import READY_S, SMALL
 from benchmarks.harness.servers import ROOT, free_port
 from tests.redis_servers import redis_server
 

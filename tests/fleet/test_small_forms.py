@@ -22,7 +22,7 @@ def test_a_fleet_keeps_its_promises(name):
         pytest.skip("redis-server is not installed")
     file = QUICK / f"fleet_{name}.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", f"benchmarks.fidelity.fleet_{name}", "--quick"]
+    command = [sys.executable, "-m", "benchmarks.fleet", name, "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     result = read_result(file)
     assert result is not None, done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.fleet import fleet_processes
+from benchmarks.fleet.processes import fleet_processes
 from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import free_port, serve
 from reprise.model.directories import SMOLLM2

@@ -1,44 +1,37 @@
-"""Tests how the gateway's benchmark judges its figures, and the application that it puts behind Ray's proxy."""
+"""Tests that the gateway's benchmark runs whole, and that what it holds can fail."""
 
-from typing import Any
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
 
-from benchmarks.speed.gateway import RAYS, Measured, summarize
-from benchmarks.speed.ray_proxy import stream
+import pytest
+from rich.console import Console
 
-OURS = {"direct": Measured([0.001], [0.02], [0.0]), "gateway": Measured([0.002], [0.02], [60.0])}
-
-
-def with_ray(added_s: float) -> dict[str, Measured]:
-    return {**OURS, RAYS[0]: Measured([0.001], [0.02], [30.0]), RAYS[1]: Measured([0.001 + added_s], [0.03], [900.0])}
-
-
-def test_without_ray_its_arms_are_left_out():
-    result = summarize(OURS, 1 << 20)
-    assert "rays_proxy" not in result
-    assert all(result["held"].values())
-    assert result["added_ms"] == 1.0
+from benchmarks.harness.experiment import Run
+from benchmarks.speed.gateway import EXPERIMENT, OURS, RAYS, Arm, summarize
 
 
-def test_the_gateway_adds_at_most_a_quarter_of_what_rays_proxy_adds():
-    for added_s, holds in ((0.0041, True), (0.0039, False)):
-        result = summarize(with_ray(added_s), 1 << 20)
-        (expected,) = (name for name in result["held"] if "Ray" in name)
-        assert result["held"][expected] is holds
-    assert result["rays_proxy"]["cpu_us_per_chunk"]["median"] == 900.0
+def judged(gateway_s: float, gap_s: float, cpu_us: float) -> dict[str, bool]:
+    figures = dict(zip((*OURS, *RAYS), ((0.001, 0.02, 0.0), (gateway_s, gap_s, cpu_us), (0.001, 0.02, 30.0),
+                                        (0.0051, 0.03, 900.0)), strict=True))  # fmt: skip
+    arms = {name: Arm((0, ""), (0, ""), None, [first], [gap], [cpu]) for name, (first, gap, cpu) in figures.items()}
+    held: dict[str, bool] = summarize(arms, 1 << 20)["held"]
+    return held
 
 
-async def test_the_application_streams_what_is_asked():
-    sent: list[dict[str, Any]] = []
-    parts = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.request", "body": b"}"}]
+def test_what_is_held_can_fail():
+    assert list(judged(0.002, 0.024, 100.0).values()) == [True] * 4
+    assert list(judged(0.0026, 0.0242, 101.0).values()) == [False] * 4
 
-    async def receive() -> Any:
-        return parts.pop(0)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await stream({"type": "http", "query_string": b"tokens=3&gap_ms=0"}, receive, send)
-    bodies = [message["body"] for message in sent[1:]]
-    assert len(bodies) == 3 + 3  # tokens; the reason, [DONE] and the end
-    assert bodies[-2:] == [b"data: [DONE]\n\n", b""]
-    assert [message["more_body"] for message in sent[1:]] == [True] * 5 + [False]
+@pytest.mark.servers
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_its_smallest_form_runs_whole(tmp_path: Path):
+    pytest.importorskip("redis")
+    words = ["--rounds", "1", "--requests", "2", "--streams", "2", "--chunks", "4", "--gap-ms", "1"]
+    with ExitStack() as stack:
+        run = Run(arguments=EXPERIMENT.parse(words), console=Console(quiet=True), stack=stack, directory=tmp_path,
+                  write=lambda result: None)  # fmt: skip
+        result = EXPERIMENT.measure(run)
+    assert result["arms"]["gateway"]["first_chunk_ms"]["p50"] > 0
+    assert result["cpu_us_per_chunk"]["median"] >= 0

@@ -1,4 +1,4 @@
-"""One streamed chat with a server or a fleet, taken apart while it comes."""
+"""A streamed chat with a server or a fleet, taken apart while it comes."""
 
 import asyncio
 import json
@@ -17,14 +17,15 @@ class StreamFailed(Exception):
 
 
 class ChatStream:
-    """Everything of it may be looked at while `run` is under way. Times are of `time.perf_counter`."""
+    """A request and what has come of its answer, to be read also while `run` is under way. Times are of
+    `time.perf_counter`."""
 
     def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self._url, self._headers = url, headers or {}
         self.body = {"model": "bundled", "stream": True, "stream_options": {"include_usage": True}, **body}
         self.response: httpx.Response | None = None
         self.pieces: list[str] = []
-        self.came_s: list[float] = []  # of each piece
+        self.came_s: list[float] = []  # one time a piece
         self.texts: dict[int, str] = defaultdict(str)  # choice -> its text
         self.tokens: dict[int, list[tuple[str, float]]] = defaultdict(list)  # choice -> (text, logprob), if asked for
         self.finish_reasons: dict[int, str] = {}
@@ -32,7 +33,7 @@ class ChatStream:
         self.x_cache: dict[str, Any] = {}
         self.timings: dict[str, Any] = {}
         self.is_done = False
-        self.sent_s = self.done_s = 0.0
+        self.sent_s = 0.0
         self._wanted = math.inf
         self._has_wanted = asyncio.Event()
         self._is_over = False
@@ -66,9 +67,8 @@ class ChatStream:
                 if line.startswith("data: {"):
                     self._take(json.loads(line.removeprefix("data: ")), time.perf_counter())
                     if self._has_wanted.is_set():
-                        await asyncio.sleep(0)  # whoever waited goes on before the pieces that came with this one
+                        await asyncio.sleep(0)  # lets the waiting task go on before pieces that came with this one
                 self.is_done |= line == "data: [DONE]"
-        self.done_s = time.perf_counter()
         if not (self.is_done and self.usage and len(self.finish_reasons) == self.body.get("n", 1)):
             raise StreamFailed("the stream ended too early")
 
@@ -79,32 +79,36 @@ class ChatStream:
         self.x_cache = event.get("x_cache") or self.x_cache
         self.timings = event.get("timings") or self.timings
         for choice in event["choices"]:
+            index = choice["index"]
             if text := choice["delta"].get("content"):
-                self.texts[choice["index"]] += text
+                self.texts[index] += text
                 self.pieces.append(text)
                 self.came_s.append(now_s)
                 if len(self.pieces) >= self._wanted:
                     self._has_wanted.set()
             if choice.get("logprobs"):
-                self.tokens[choice["index"]] += [
-                    (one["token"], one["logprob"]) for one in choice["logprobs"]["content"]
-                ]
+                self.tokens[index] += [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]]
             if choice["finish_reason"]:
-                self.finish_reasons[choice["index"]] = choice["finish_reason"]
+                self.finish_reasons[index] = choice["finish_reason"]
 
     @property
     def text(self) -> str:
-        """The first choice's."""
+        """The first choice's text."""
         return self.texts[0]
 
     @property
     def ttft_s(self) -> float:
-        """Request sent to first text received."""
+        """The time from the request to its first text."""
         return self.came_s[0] - self.sent_s
 
     @property
+    def inside_s(self) -> float:
+        """The part of `ttft_s` that the replica's own times explain."""
+        return sum(float(self.timings.get(name, 0.0)) for name in ("queue_ms", "load_ms", "prefill_ms")) / 1e3
+
+    @property
     def context_tokens(self) -> int:
-        """Tokens of the first choice that have run through the model: all but the last one."""
+        """The tokens of the first choice that have run through the model: all but the last one."""
         return int(self.usage["prompt_tokens"] + self.usage["completion_tokens"] // self.body.get("n", 1) - 1)
 
     @property
@@ -117,10 +121,15 @@ class ChatStream:
 
     @property
     def route(self) -> dict[str, str]:
-        """`replica`, `route` and perhaps `why`, as the gateway told them before the first byte."""
-        return dict(part.split("=", 1) for part in self._header("x-route").split("; "))
+        """The gateway's `replica`, `route` and perhaps `why`, told before the first byte; empty without a gateway."""
+        return dict(part.split("=", 1) for part in self._header("x-route").split("; ") if part)
+
+    @property
+    def replica(self) -> str:
+        """The replica that sent the answer's end; "" without a gateway."""
+        return str(self.x_cache.get("route", {}).get("replica", ""))
 
     def _header(self, name: str) -> str:
         if self.response is None:
             raise StreamFailed("it has not begun")
-        return str(self.response.headers[name])
+        return str(self.response.headers.get(name, ""))

@@ -31,17 +31,17 @@ READY_S = 300.0
 
 
 class Gateway:
-    """A `reprise gateway`. `restart` brings it back at its address."""
+    """A `reprise gateway`. `stop` kills it, and `start` brings it back at its address."""
 
     def __init__(self, settings: Mapping[str, Any], log: Path) -> None:
         self._settings, self._log = settings, log
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Return when it answers. Raises ServerFailed."""
-        port = str(self._port)
+        port = str(self.port)
         command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", "gateway", "--port", port]
         for name, value in self._settings.items():
             command += [f"--{name}", str(value)]
@@ -49,23 +49,26 @@ class Gateway:
         with self._log.open("ab") as sink:
             process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=sink, stderr=subprocess.STDOUT)
         self._process = process
-        wait_until(lambda: process.poll() is not None or _answers(self.url), "the gateway does not answer")
+        wait_until(lambda: process.poll() is not None or self.replicas is not None, "the gateway does not answer")
         if process.poll() is not None:
             raise ServerFailed(f"the gateway ended\n{self._log.read_text()[-2000:]}")
+
+    @property
+    def replicas(self) -> int | None:
+        """The number of replicas that it sends turns to; None if it does not answer."""
+        health = _get(f"{self.url}/health")
+        return None if health is None else int(health["replicas"])
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(20)
             self._process = None
-
-    def restart(self) -> None:
-        """SIGKILL, and start it anew."""
-        self.stop()
-        self.start()
-
-    def metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
 
 
 @dataclass
@@ -77,8 +80,7 @@ class FleetProcesses:
     redis: RedisServer  # the directory's
     kv: RedisServer
     gateways: list[Gateway]
-    settings: dict[str, Any]
-    own_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]]  # replica -> its settings
     replicas: dict[str, ServerProcess] = field(default_factory=dict)
     _running: dict[str, ExitStack] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
@@ -89,15 +91,10 @@ class FleetProcesses:
 
     def start(self, name: str) -> None:
         """Start a replica, where it was before if it was there."""
-        port = self._ports.setdefault(name, free_port())
-        own = {
-            **self.own_settings.get(name, {}),
-            "fleet.replica": name,
-            "cache.disk_dir": str(self.directory / name),
-        }
-        settings = SMALL | self.settings | own
-        running = ExitStack()
-        self.replicas[name] = running.enter_context(serve(name, settings, ready_timeout_s=READY_S, port=port))
+        port, running = self._ports.setdefault(name, free_port()), ExitStack()
+        self.replicas[name] = running.enter_context(
+            serve(name, self.settings[name], ready_timeout_s=READY_S, port=port)
+        )
         self._running[name] = running
 
     def kill(self, name: str) -> None:
@@ -114,7 +111,7 @@ class FleetProcesses:
     def wait_ready(self, name: str) -> None:
         """Wait until a replica has an engine again."""
         url = f"{self.replicas[name].url}/ready"
-        wait_until(lambda: _status(url) == 200, f"the replica {name!r} is not ready")
+        wait_until(lambda: _get(url) is not None, f"the replica {name!r} is not ready")
 
     def stop(self, name: str) -> None:
         """SIGTERM to a replica. Returns when it has gone."""
@@ -129,9 +126,7 @@ class FleetProcesses:
 
     def wait_for(self, count: int) -> None:
         """Wait until every gateway sends turns to so many replicas."""
-        wait_until(
-            lambda: all(_replicas(gateway.url) == count for gateway in self.gateways), f"no {count} replicas are seen"
-        )
+        wait_until(lambda: all(one.replicas == count for one in self.gateways), f"no {count} replicas are seen")
 
     def move(self, session_id: str, replica: str) -> None:
         """Send a session's next turn to a replica."""
@@ -152,7 +147,7 @@ def fleet_processes(
     *names: str,
     gateways: int = 1,
     settings: Mapping[str, Any] | None = None,
-    settings_of: Callable[[str, RedisServer, RedisServer], dict[str, Any]] = lambda name, directory, kv: {},
+    settings_of: Callable[[str, RedisServer, RedisServer], dict[str, Any]] | None = None,
     directory_options: Sequence[str] = (),
 ) -> Iterator[FleetProcesses]:
     """Start two Redis, gateways and replicas of these names; the gateways see all of them. settings: of all.
@@ -161,28 +156,27 @@ def fleet_processes(
     with ExitStack() as stack:
         # A socket's path may have about a hundred characters.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r")))
-        stores = []
-        for name in ("directory", "kv"):
-            (short / name).mkdir()
-            store = RedisServer(short / name, *(directory_options if name == "directory" else ()))
+        stores = [RedisServer(short / "directory", *directory_options), RedisServer(short / "kv")]
+        for store in stores:
+            store.socket.parent.mkdir()
             stack.callback(store.stop)
             store.start()
-            stores.append(store)
         redis, kv = stores
         secret = directory / "secret"
         secret.write_text(secrets.token_hex(32))
         secret.chmod(0o600)
-        shared = {"fleet.redis_url": redis.url, "cache.redis_url": kv.url, "server.tenant_secret_file": secret}
-        shared |= settings or {}
+        shared = {"fleet.redis_url": redis.url, "cache.redis_url": kv.url, "cache.redis_gib": 0.5}
+        shared |= {"server.tenant_secret_file": secret, **(settings or {})}
+        each = {name: shared | (settings_of(name, redis, kv) if settings_of else {}) for name in (*names, "gateway")}
+        own = {
+            name: {**SMALL, **each[name], "fleet.replica": name, "cache.disk_dir": str(directory / name)}
+            for name in names
+        }
         made = [
-            Gateway(
-                {**shared, **settings_of("gateway", redis, kv), "cache.disk_dir": directory / f"gateway{n}"},
-                directory / f"gateway{n}.log",
-            )
+            Gateway({**each["gateway"], "cache.disk_dir": directory / f"gateway{n}"}, directory / f"gateway{n}.log")
             for n in range(gateways)
         ]
-        own = {name: settings_of(name, redis, kv) for name in names}
-        fleet = FleetProcesses(directory, redis, kv, made, shared, own)
+        fleet = FleetProcesses(directory, redis, kv, made, own)
         stack.callback(fleet.close)
         for gateway in made:
             gateway.start()
@@ -201,17 +195,9 @@ def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.1)
 
 
-def _status(url: str) -> int | None:
+def _get(url: str) -> Any:
+    """Return the JSON of a good answer; None without one."""
     with suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=10).status_code
+        answer = httpx.get(url, timeout=10)
+        return answer.json() if answer.status_code == 200 else None
     return None
-
-
-def _replicas(url: str) -> int | None:
-    with suppress(httpx.HTTPError):
-        return int(httpx.get(f"{url}/health", timeout=10).json()["replicas"])
-    return None
-
-
-def _answers(url: str) -> bool:
-    return _replicas(url) is not None
