@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
+from benchmarks.figures.panels import bars, held, panels, save_panels, table
 from benchmarks.harness.result_files import BLUE, GREY
 
 _COLOURS = (GREY, BLUE, "#93c5fd")
@@ -16,23 +15,23 @@ def draw(result: dict[str, Any], out: Path) -> None:
     groups = list(dict.fromkeys((row["policy"], row["capacity_tokens"]) for row in rows))
     kinds = list(dict.fromkeys(row["kv"] for row in rows))
     hits = {(row["policy"], row["capacity_tokens"], row["kv"]): 100 * row["block_hit_rate"] for row in rows}
-    figure, axis = plt.subplots(figsize=(7.4, 3.4))
-    for number, kind in enumerate(kinds):
-        places = [place + (number - (len(kinds) - 1) / 2) * 0.27 for place in range(len(groups))]
-        bars = axis.bar(places, [hits[*group, kind] for group in groups], 0.25, color=_COLOURS[number], label=kind)
-        axis.bar_label(bars, fmt="%.0f", fontsize=7)
+    figure, (axis,) = panels(1, (7.4, 3.4))
+    bars(axis, {kind: [hits[*group, kind] for group in groups] for kind in kinds}, _COLOURS, "%.0f")
     axis.set_xticks(range(len(groups)), [f"{policy}\n{capacity / 1e6:g} M" for policy, capacity in groups])
     axis.set(ylabel="blocks hit, %", title="the bytes of so many raw tokens, filled with raw or with coded KV")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, (axis,), out)
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
     disks = list(result["rows"][0]["load_ms"])
-    lines = [
+    rows = (
+        [row["policy"], f"{row['capacity_tokens']:,}", row["kv"], f"{row['ratio']:.2f}", f"{row['block_hit_rate']:.4f}",
+         *(f"{row['load_ms'][disk]:.0f}" for disk in disks)]
+        for row in result["rows"]
+    )  # fmt: skip
+    heads = ("policy", "room, raw tokens", "KV", "times smaller", "blocks hit", *(f"load from {d}, ms" for d in disks))
+    return [
         "## Coded KV in the bytes of raw KV",
         "",
         "![blocks hit in equal bytes](coded_capacity.png)",
@@ -41,16 +40,9 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         "many tokens of raw KV take, and the mean time to read and decode on one core what a request that hits hits, "
         "if its KV were SmolLM2's. A fast disk pays for capacity with time, a slow one gains both.",
         "",
-        "| policy | room, raw tokens | KV | times smaller | blocks hit | "
-        + " | ".join(f"load from {disk}, ms" for disk in disks)
-        + " |",
-        "|---" * (5 + len(disks)) + "|",
+        *table(heads, rows),
+        held(result),
+        "",
+        machine,
+        "",
     ]
-    for row in result["rows"]:
-        loads = " | ".join(f"{row['load_ms'][disk]:.0f}" for disk in disks)
-        lines.append(
-            f"| {row['policy']} | {row['capacity_tokens']:,} | {row['kv']} | {row['ratio']:.2f} | "
-            f"{row['block_hit_rate']:.4f} | {loads} |"
-        )
-    held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
-    return [*lines, "", held + ".", "", machine, ""]

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.figures.panels import held, table
+
 Result = dict[str, Any]
 
 
@@ -11,14 +13,12 @@ def fleet_sections(load: Callable[[str], Result | None], footer: Callable[[Resul
     lines: list[str] = []
     for name, (title, body) in SECTIONS.items():
         if (result := load(name)) is not None:
-            held = "; ".join(f"{what}: {'yes' if holds else 'NO'}" for what, holds in result["held"].items())
-            lines += [f"## {title}", "", *body(result), "", held + ".", "", footer(result), ""]
+            lines += [f"## {title}", "", *body(result), held(result), "", footer(result), ""]
     return lines
 
 
-def table(*rows: tuple[object, ...], headings: tuple[str, ...] = ("", "")) -> list[str]:
-    shown = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in (headings, *rows)]
-    return [shown[0], "|" + "---|" * len(headings), *shown[1:]]
+def two_columns(*rows: tuple[str, object]) -> list[str]:
+    return table(("", ""), rows)
 
 
 def percent(share: float | None) -> str:
@@ -40,13 +40,13 @@ def moves(result: Result) -> list[str]:
         "its conversation, and asked of two servers: one keeps conversations on disk alone, one reuses nothing. "
         "The first turns are left out.",
         "",
-        *table(*rows, headings=headings),
+        *table(headings, rows),
     ]
 
 
 def kills(result: Result) -> list[str]:
     pause_s, ended = result["pause_s"], result["turns_after_an_end"]
-    return table(
+    return two_columns(
         ("kills", ", ".join(f"{what}: {count}" for what, count in result["kills"].items())),
         ("answers; streams broken", f"{sum(result['answers'].values())}; {result['streams_broken']}"),
         ("errors that clients saw", str(len(result["errors"]))),
@@ -63,7 +63,7 @@ def kills(result: Result) -> list[str]:
 def homes(result: Result) -> list[str]:
     at_home = {which: f"{percent(one['at_home'])} of {one['turns']}" for which, one in result["homes"].items()}
     ttft = f"{result['ttft_ms']['half']:.0f} ms, {result['simulated']['ttft_ms']:.0f} ms"
-    return table(
+    return two_columns(
         ("flat out", f"{result['turns_per_s']:.1f} turns/s"),
         *((f"{which}: returning turns at home", share) for which, share in at_home.items()),
         ("TTFT p50 at half load, simulated", ttft),
@@ -76,11 +76,11 @@ def roll(result: Result) -> list[str]:
          percent(result[part]["history_cached"]))
         for part in ("steady", "rolling")
     ]  # fmt: skip
-    return table(*rows, headings=("", "turns", "TTFT p50 / p95, ms", "history cached"))
+    return table(("", "turns", "TTFT p50 / p95, ms", "history cached"), rows)
 
 
 def branches(result: Result) -> list[str]:
-    return table(
+    return two_columns(
         ("turns", result["turns"]),
         ("errors; unlike one server", f"{len(result['errors'])}; {len(result['differences'])}"),
         ("history cached", percent(result["history_cached"])),
@@ -88,7 +88,7 @@ def branches(result: Result) -> list[str]:
 
 
 def delete(result: Result) -> list[str]:
-    return table(("sessions", len(result["sessions"])), ("longest deletion", f"{result['seconds_most']:.2f} s"))
+    return two_columns(("sessions", len(result["sessions"])), ("longest deletion", f"{result['seconds_most']:.2f} s"))
 
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Result], list[str]]]] = {

@@ -1,17 +1,53 @@
-"""The finish of pictures that stand in the documents."""
+"""The pictures and tables of the documents: how a panel and a table begin and end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def save_panels(figure: Any, axes: Sequence[Any], out: Path) -> None:
+def panels(number: int = 1, size: tuple[float, float] = (5.2, 3.8)) -> tuple[Any, Sequence[Any]]:
+    """Return a figure and its panels, beside each other, each of this size in inches."""
+    figure, axes = plt.subplots(1, number, figsize=(size[0] * number, size[1]), squeeze=False)
+    return figure, axes[0]
+
+
+def save_panels(figure: Any, axes: Sequence[Any], out: Path, dpi: int = 130) -> None:
     """Leave out what shows nothing, write the picture and give its memory back."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(out, dpi=130)
+    figure.savefig(out, dpi=dpi)
     plt.close(figure)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table and an empty one."""
+    return [
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+        *(f"| {' | '.join(map(str, r))} |" for r in rows),
+        "",
+    ]
+
+
+def bars(axis: Any, series: Mapping[str, Sequence[float | None]], colors: Sequence[str], shown: str = "") -> None:
+    """Draw a group of bars for each place, one of each series (None: it has none there). shown: format of values above
+    the bars; empty: none."""
+    width = 0.8 / len(series)
+    for number, (label, values) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * width
+        drawn = [(place + offset, value) for place, value in enumerate(values) if value is not None]
+        drawn_bars = axis.bar(*zip(*drawn, strict=True), 0.95 * width, color=colors[number], label=label)
+        if shown:
+            axis.bar_label(drawn_bars, fmt=shown, fontsize=7)
+
+
+def held(result: Mapping[str, Any]) -> str:
+    """Say what was expected, and whether it holds."""
+    return "; ".join(f"{what}: {'yes' if holds else 'NO'}" for what, holds in result["held"].items()) + "."

@@ -1,15 +1,13 @@
-"""The sections of docs/results.md about the tiers below HBM, and their figures."""
+"""The sections of docs/results/tiers.md about conversations over the tiers, and their figures."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from benchmarks.figures.panels import bars, panels, save_panels, table
+from benchmarks.harness.result_files import BLUE, GREY
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-BLUE, GREY, LIGHT = "#2563eb", "#9ca3af", "#93c5fd"
+LIGHT = "#93c5fd"
 Result = dict[str, Any]
 
 
@@ -25,7 +23,7 @@ HIERARCHY_ARMS = {
 
 def draw_hierarchy(result: Result, out: Path) -> None:
     """Time to first token by turn, where HBM holds a quarter of the conversations."""
-    figure, axis = plt.subplots(figsize=(7.6, 3.8))
+    figure, (axis,) = panels(1, (7.6, 3.8))
     for arm, (color, style, label) in HIERARCHY_ARMS.items():
         by_turn = result["arms"].get(arm, {}).get("by_turn")
         if not by_turn:
@@ -34,17 +32,27 @@ def draw_hierarchy(result: Result, out: Path) -> None:
         values = [by_turn[str(turn)]["ttft_ms"]["p50"] for turn in turns]
         axis.plot(turns, values, style, marker="o", color=color, label=f"{label} ({values[-1]:.0f} ms)")
     axis.set(xlabel="turn of the conversation", ylabel="time to first token, p50, ms", xticks=turns, ylim=(0, None))
-    axis.grid(axis="y", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, title=f"turn {turns[-1]}")
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, (axis,), out)
 
 
 def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
     turns = [str(turn) for turn in range(1, result["workload"]["turns"] + 1)]
-    lines = [
+    heads = ("server", *(f"turn {turn}" for turn in turns), "turns 2 on (p90)", "history reused",
+             "from HBM / DRAM / disk, tokens")  # fmt: skip
+    rows = [
+        [f"`{arm}`", *(f"{values['by_turn'][turn]['ttft_ms']['p50']:.0f}" for turn in turns), *_later(values["later"])]
+        for arm, values in result["arms"].items()
+        if values["later"] is not None
+    ]
+    for arm, values in result["after_restart"].items():
+        what = "after a restart" if arm == "attentionstore" else "the same turn"
+        rows.append([f"`{arm}`, {what}", *[""] * len(turns), *_later(values)])
+    ratios = "; ".join(
+        f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
+        for name, ratio in result["ratios"][turns[-1]].items()
+    )
+    return [
         "## Conversations that overflow HBM",
         "",
         f"![Time to first token by turn]({figure})",
@@ -54,24 +62,12 @@ def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
         "HBM holds 2 of them, DRAM 3 (`disk`: none), the rest is on disk; with `ample` all are in HBM. TTFT p50 in ms, "
         "servers turn about in one run.",
         "",
-        "| server | " + " | ".join(f"turn {turn}" for turn in turns) + " | turns 2 on (p90) | history reused | from "
-        "HBM / DRAM / disk, tokens |",
-        "|---" * (len(turns) + 4) + "|",
+        *table(heads, rows),
+        f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): {ratios}",
+        "",
+        footer,
+        "",
     ]
-    for arm, values in result["arms"].items():
-        if values["later"] is not None:
-            cells = [f"{values['by_turn'][turn]['ttft_ms']['p50']:.0f}" for turn in turns]
-            lines.append(f"| `{arm}` | " + " | ".join([*cells, *_later(values["later"])]) + " |")
-    for arm, values in result["after_restart"].items():
-        what = "after a restart" if arm == "attentionstore" else "the same turn"
-        lines.append(f"| `{arm}`, {what} | " + " | ".join([*[""] * len(turns), *_later(values)]) + " |")
-    ratios = result["ratios"][turns[-1]]
-    lines += ["", f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): "]
-    lines[-1] += "; ".join(
-        f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
-        for name, ratio in ratios.items()
-    )
-    return [*lines, "", footer, ""]
 
 
 def _later(values: Result) -> list[str]:
@@ -85,9 +81,8 @@ def _later(values: Result) -> list[str]:
 
 def draw_overlap(result: Result, out: Path) -> None:
     """Share of load time hidden by read buffer (AttentionStore Fig. 19), and job times by way of saving (Fig. 20)."""
-    panels = 2 if result["saving"] else 1
-    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 3.8), squeeze=False)
-    left = axes[0][0]
+    figure, axes = panels(2 if result["saving"] else 1)
+    left = axes[0]
     keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
     for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
         arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
@@ -95,35 +90,32 @@ def draw_overlap(result: Result, out: Path) -> None:
         shares = [100 * arm["hidden"]["median"] for arm in arms]
         left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
     left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
-    if result["saving"]:
-        _draw_saving(axes[0][1], result["saving"])
-    for axis in axes[0]:
-        axis.grid(axis="y", alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+    if saving := result["saving"]:
+        groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in saving})
+        jobs = {(arm["way"], arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"] for arm in saving}
+        ways = ("asynchronous", "synchronous", "not saved")
+        bars(axes[1], {way: [jobs[way, *group] for group in groups] for way in ways}, (BLUE, GREY, LIGHT))
+        axes[1].set_xticks(range(len(groups)), [f"{prompt} tokens\n{_link(gbps)}" for gbps, prompt in groups])
+        axes[1].set(ylabel="ms per job")
+    for axis in axes:
         axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    save_panels(figure, axes, out)
 
 
-def _draw_saving(axis: Any, saving: list[Result]) -> None:
-    ways = ("asynchronous", "synchronous", "not saved")
-    groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in saving})
-    for index, (way, color) in enumerate(zip(ways, (BLUE, GREY, LIGHT), strict=True)):
-        times = {
-            (arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"] for arm in saving if arm["way"] == way
-        }
-        axis.bar(
-            [x + 0.27 * index for x in range(len(groups))], [times[g] for g in groups], 0.25, label=way, color=color
-        )
-    axis.set_xticks(
-        [x + 0.27 for x in range(len(groups))],
-        [f"{prompt} tokens\n{f'{gbps} GB/s' if gbps else 'memory'}" for gbps, prompt in groups],
-    )
-    axis.set(ylabel="ms per job")
+def _link(gbps: float | None) -> str:
+    return f"{gbps} GB/s" if gbps else "memory"
+
+
+def _spread(found: Result) -> str:
+    return f"{found['median']:.1%} ({found['min']:.1%} to {found['max']:.1%})"
 
 
 def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
+    loading = (
+        [arm["disk_gbps"], arm["new_tokens"], "all" if arm["read_buffer_layers"] < 0 else arm["read_buffer_layers"],
+         _spread(arm["hidden"]), f"{arm['load_ms']['median']:.1f}", f"{arm['wait_ms']['median']:.1f}"]
+        for arm in result["loading"]
+    )  # fmt: skip
     lines = [
         "## Loading and saving behind computation",
         "",
@@ -132,56 +124,44 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
         "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
         "disk, 20 decode steps; no DRAM tier.",
         "",
-        "| disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in result["loading"]:
-        buffer = "all" if arm["read_buffer_layers"] < 0 else arm["read_buffer_layers"]
-        hidden = arm["hidden"]
-        lines.append(
-            f"| {arm['disk_gbps']} | {arm['new_tokens']} | {buffer} | {hidden['median']:.1%} ({hidden['min']:.1%} to "
-            f"{hidden['max']:.1%}) | {arm['load_ms']['median']:.1f} | {arm['wait_ms']['median']:.1f} |"
-        )
-    if not result["saving_gains"]:
-        return [*lines, "", footer, ""]
-    lines += [
-        "",
-        "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save them). "
-        "Pairs of one round; a share that hides is given where saving before the next step costs more than no saving "
-        "in every round:",
-        "",
-        "| prompt | link | saving behind computation makes a job shorter by (least to most) | saving hidden |",
-        "|---|---|---|---|",
-    ]
-    for gain in result["saving_gains"]:
-        link = f"{gain['dram_gbps']} GB/s" if gain["dram_gbps"] else "memory"
-        hidden = "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}"
-        shorter = gain["shorter_by"]
-        lines.append(
-            f"| {gain['prompt_tokens']} | {link} | {shorter['median']:.1%} ({shorter['min']:.1%} to "
-            f"{shorter['max']:.1%}) | {hidden} |"
-        )
-    return [*lines, "", footer, ""]
+        *table(("disk, GB/s", "new tokens", "read buffer, layers", "load time hidden", "load, ms/job",
+                "waited, ms/job"), loading),
+    ]  # fmt: skip
+    if gains := result["saving_gains"]:
+        saving = (
+            [gain["prompt_tokens"], _link(gain["dram_gbps"]), _spread(gain["shorter_by"]),
+             "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}"]
+            for gain in gains
+        )  # fmt: skip
+        lines += [
+            "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save "
+            "them). Pairs of one round; a share that hides is given where saving before the next step costs more than "
+            "no saving in every round:",
+            "",
+            *table(("prompt", "link", "saving behind computation makes a job shorter by (least to most)",
+                    "saving hidden"), saving),
+        ]  # fmt: skip
+    return [*lines, footer, ""]
 
 
 def rotation_section(result: Result, footer: str) -> list[str]:
     settings = result["settings"]
-    lines = [
+    rows = (
+        [f"{arm['capacity']} of {settings['conversations']}", "on" if arm["disk"] else "off", arm["policy"],
+         f"{arm['hit_rate']:.3f}", f"{list(arm['hit_rate_by_turn'].values())[-1]:.3f}",
+         f"{arm['turns_hit']} of {arm['turns']}"]
+        for arm in result["arms"]
+    )  # fmt: skip
+    return [
         "## Tiers slightly too small, in strict rotation",
         "",
         f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
         f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
         "",
-        "| HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit |",
-        "|---|---|---|---|---|---|",
+        *table(("HBM + DRAM hold", "disk", "policy", "hit rate", "last turn", "turns hit"), rows),
+        footer,
+        "",
     ]
-    for arm in result["arms"]:
-        last = list(arm["hit_rate_by_turn"].values())[-1]
-        lines.append(
-            f"| {arm['capacity']} of {settings['conversations']} | {'on' if arm['disk'] else 'off'} "
-            f"| {arm['policy']} | {arm['hit_rate']:.3f} | {last:.3f} | {arm['turns_hit']} of {arm['turns']} |"
-        )
-    return [*lines, "", footer, ""]
 
 
 def tier_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str], docs: Path) -> list[str]:

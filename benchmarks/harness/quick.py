@@ -37,10 +37,9 @@ STANDING = (
     "speed.zero_reuse_steps",
     "speed.planning_cost",
     "speed.load_rate",
-    "speed.itl",
-    "scheduling.poisson",
+    "scheduling.served",
     "scheduling.tenants",
-    "scheduling.foretold",
+    "scheduling.simulated",
     "fidelity.soak",
 )
 WITH_DATA = ("fidelity.equality", "fidelity.replay_dialogues", "truncation.truncation")

@@ -35,7 +35,7 @@ MALLOC = {
 }
 # How often an OpenMP thread looks for work before it sleeps. That is longer than Python needs between two kernels of a
 # step, but no longer, because between two steps the app wants the core, and so does any other program. The default is
-# 300,000 times. `benchmarks.speed.waiting_threads` measures what each count costs.
+# 300,000 times.
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 

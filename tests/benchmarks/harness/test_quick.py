@@ -68,7 +68,7 @@ def test_the_figures_of_small_forms_can_be_read_from_the_committed_results(name)
 def test_a_benchmark_that_breaks_says_where_its_log_is(tmp_path, monkeypatch):
     monkeypatch.setattr(quick, "QUICK", tmp_path)
     monkeypatch.setattr(quick, "ROOT", tmp_path)
-    (row,) = quick.run("scheduling.foretold", ["--load-factors", "0"])
+    (row,) = quick.run("scheduling.simulated", ["--rounds", "0"])
     assert row.verdict == FAILED
-    assert row.figure.endswith("schedulers_foretold.log")
-    assert (tmp_path / "schedulers_foretold.log").stat().st_size > 0
+    assert row.figure.endswith("classes_foretold.log")
+    assert (tmp_path / "classes_foretold.log").stat().st_size > 0

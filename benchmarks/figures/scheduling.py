@@ -1,0 +1,138 @@
+"""docs/results/scheduling.md and docs/classes.png: orders of the queue, simulated and on servers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures.panels import bars, held, panels, save_panels, table
+from benchmarks.harness.result_files import BLUE, GREY
+from benchmarks.scheduling.simulated import PLACES
+
+COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY, "due": "#f59e0b"}
+SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
+MEASURES = ("mean", "p50", "p95")
+POISSON = {"First tokens under load": "poisson", "First tokens where a queue stands": "poisson_load"}
+Result = dict[str, Any]
+
+
+def draw(row: Result, out: Path) -> None:
+    """What the window bounds: how often a turn is passed, and how long the unluckiest waits."""
+    figure, axes = panels(2, (5.5, 3.8))
+    passed, waits = axes
+    longest_s: dict[str, list[float]] = {}
+    for policy, values in row["ttft_ms"].items():
+        counts = {int(count): number for count, number in values["overtakes"].items()}
+        places = range(max(counts) + 1)
+        rest = [sum(n for c, n in counts.items() if c >= place) / values["turns"] for place in places]
+        if policy != "fcfs":
+            passed.step(places, rest, where="mid", color=COLORS[policy], label=f"{policy}: {max(counts)} at most")
+        longest_s[policy] = [values["by_place"][place]["longest_wait"] / 1e3 for place in PLACES]
+    bars(waits, longest_s, [COLORS[policy] for policy in longest_s])
+    passed.axvline(row["window"] - 1, color="black", lw=0.8, ls=":")
+    passed.annotate(" places of the window - 1", (row["window"] - 1, 0.5), fontsize=8)
+    passed.set(
+        yscale="log", xlabel="later arrivals that started first", ylabel="share of turns passed by so many or more",
+        title="How often a turn is passed over",
+    )  # fmt: skip
+    waits.set(xticks=range(len(PLACES)), xticklabels=[SAID[place] for place in PLACES], ylabel="seconds",
+              title="The longest wait for a first step, by where the history is")  # fmt: skip
+    for axis in axes:
+        axis.legend(frameon=False, fontsize=8)
+    save_panels(figure, axes, out)
+
+
+def drawn(rows: list[Result]) -> Result:
+    """The row with the longest queues where loads are no bottleneck."""
+    return max(rows, key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
+
+
+def classes_section(result: Result, machine: str) -> list[str]:
+    rows, workload = result["rows"], result["workload"]
+    names = [name for name in rows[0]["ratios"] if name.endswith("/fcfs")]
+    settings = [f"{row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
+    ratios = (
+        [setting, f"{row['ttft_ms']['fcfs']['mean']:.0f} / {row['ttft_ms']['fcfs']['p95']:.0f}",
+         *(" / ".join(f"{row['ratios'][name][measure][0]:.2f}" for measure in MEASURES) for name in names)]
+        for setting, row in zip(settings, rows, strict=True)
+    )  # fmt: skip
+    one = drawn(rows)
+    waits = (
+        [policy, values["most_overtakes"],
+         *(f"{place['mean']:.0f}, {place['longest_wait']:.0f}" for place in map(values["by_place"].get, PLACES))]
+        for policy, values in one["ttft_ms"].items()
+    )  # fmt: skip
+    return [
+        "## CaR's three classes at once, simulated",
+        "",
+        f"24 conversations return with 150 tokens, the one that spoke last likelier than others; "
+        f"{workload['new_share']:.0%} of the turns begin others, with prompts of 1,000 or 200 tokens. HBM and DRAM "
+        "hold a third of the conversations; a load takes as long as the new tokens' computation, or six times as long. "
+        f"Rates are shares of what FCFS works off in bursts. {result['rounds']} rounds of {workload['turns']} turns, "
+        "each with arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` "
+        "no load that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of "
+        "`fcfs`:",
+        "",
+        *table(("first prompts", "load / new tokens", "rate", "fcfs, ms: mean / p95", *names), ratios),
+        "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
+        "",
+        *_verdicts(rows),
+        "",
+        "![What the window bounds](classes.png)",
+        "",
+        "First prompts of 1,000 tokens, short loads, 100 %: TTFT mean and longest wait for a first step in ms, by "
+        "where the history was. Without a window nothing bounds how many pass a request whose KV is on disk.",
+        "",
+        *table(("order", "most passed", *SAID.values()), waits),
+        machine,
+        "",
+    ]
+
+
+def _verdicts(rows: list[Result]) -> list[str]:
+    """Between what each ratio lies over all rows, and in how many it is certainly a gain or a loss."""
+    lines = []
+    for name in rows[0]["ratios"]:
+        said = []
+        for measure in MEASURES:
+            found = [row["ratios"][name][measure] for row in rows]
+            values = [value for value, _, _ in found]
+            better, worse = sum(high < 1 for _, _, high in found), sum(low > 1 for _, low, _ in found)
+            said.append(f"{measure} {min(values):.2f} to {max(values):.2f} ({better} better, {worse} worse)")
+        lines.append(f"- {name}: " + "; ".join(said))
+    return lines
+
+
+def poisson_section(title: str, result: Result, machine: str) -> list[str]:
+    """First tokens and gaps of every server."""
+    kinds = {"returning": MEASURES, "first": MEASURES, "tpot": ("p50",), "itl": ("p99",)}
+    rows = (
+        [arm, *(" / ".join(f"{found[kind][figure]:.0f}" for figure in figures) for kind, figures in kinds.items()),
+         f"{found['tokens_per_s']:.1f}"]
+        for arm, found in result["arms"].items()
+    )  # fmt: skip
+    return [
+        f"## {title}",
+        "",
+        "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape "
+        "model (bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer "
+        "of {answer_tokens}. Times in ms.".format(**result["workload"]),
+        "",
+        *table(("server", "returning turns, TTFT mean / p50 / p95", "first turns", "TPOT p50", "ITL p99", "tokens/s"),
+               rows),
+        held(result),
+        "",
+        machine,
+        "",
+    ]  # fmt: skip
+
+
+def sections(load: Callable[[str], Result | None], machine: Callable[[Result], str], docs: Path) -> list[str]:
+    """Sections about the results that are there; draws their figure into `docs`."""
+    lines = []
+    if (classes := load("classes_foretold")) is not None:
+        draw(drawn(classes["rows"]), docs / "classes.png")
+        lines += classes_section(classes, machine(classes))
+    for title, name in POISSON.items():
+        if (result := load(name)) is not None:
+            lines += poisson_section(title, result, machine(result))
+    return lines

@@ -1,0 +1,336 @@
+"""Orders of the queue beside each other, on a machine whose speed never changes.
+
+    python -m benchmarks.scheduling.simulated [--workload classes] [--arms car-hidden car priority fcfs]
+
+The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`). All arms get the same
+arrivals; every seed is another round of them. The workloads:
+
+classes   conversations that were begun return, whose KV is in HBM, in DRAM and on disk, and a fifth of the turns begin
+          others, with long prompts or short ones; loads take as long as a turn's new tokens, or six times as long;
+          rates are shares of what FCFS works off in bursts
+poisson   what `benchmarks.scheduling.served` plays, on machines of four kinds: a slow and a fast CPU with the 125 M
+          shape, the bundled model, and the proportions of a large model on a GPU
+chats     conversations with times to think, one by one and in a queue. For the arms `offloader` and `scores`
+
+TTFT in ms, of all turns and by where most of a turn's history was when it came (`new`: nowhere); a wait ends with the
+first step; an overtake is a start before a turn that came earlier. Ratios of all turns, of first and of returning
+ones, have 95 % intervals by bootstrap over the seeds.
+
+Held: with a window, a turn is overtaken by fewer than the window has places.
+"""
+
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.measures import interval, mean_of, rounded
+from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Poisson
+from reprise.cache.stats import ResidencyValue
+from reprise.loadgen.percentile import percentile
+from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
+from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED
+
+ARMS: dict[str, dict[str, Any]] = {order: {"policy": order} for order in ORDERS} | {
+    "fcfs-0": {"policy": "fcfs", "itl_target_s": 0.0},  # and no target for gaps
+    "offloader": {"high_water": 0.9, "low_water": 0.85},
+    "scores": {"scores": True},
+}
+PLACES = ("hbm", "new", "dram", "disk")
+"""Where most of a turn's history is: CaR's class 1, class 2, and class 3 by tier."""
+BASES = ("fcfs", DEFAULT)  # arms in units of which the others are told
+KINDS = {"all": PLACES, "first": ("new",), "returning": ("hbm", "dram", "disk")}
+MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": mean_of, "p50": partial(percentile, share=0.5), "p95": partial(percentile, share=0.95),
+}  # fmt: skip
+BURSTS, RESAMPLED = 3, 400
+PREFILL_S, WINDOW = 0.1251, 12  # of a turn's new tokens, measured on 2 cores of an AMD EPYC; what a server made of it
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a turn. Seconds since the turns that count began."""
+
+    place: str  # one of PLACES
+    due_s: float
+    started_s: float
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def wait_s(self) -> float:
+        return self.started_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting in which all arms are played."""
+
+    labels: dict[str, Any]
+    machine: VirtualServer
+    conversations: Callable[[int], list[Conversation]]  # by seed
+    start_s: float = 0.0  # turns that come earlier do not count
+
+
+def play(machine: VirtualServer, conversations: Sequence[Conversation], seed: int, start_s: float) -> list[Served]:
+    """Return the turns that count in the order in which they came."""
+    simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
+    simulation.run()
+    return [
+        Served(
+            place_of(r.residency), r.arrived_s - start_s, r.started_s - start_s, r.ttft_s,
+            (r.token_s[-1] - r.token_s[0]) / max(1, len(r.token_s) - 1),
+        )
+        for r in simulation.records
+        if r.arrived_s >= start_s and r.residency is not None and r.started_s is not None and r.ttft_s is not None
+    ]  # fmt: skip
+
+
+def place_of(residency: ResidencyValue) -> str:
+    if residency.bytes_to_load:
+        return max(residency.lower_tokens, key=residency.lower_tokens.__getitem__)
+    return "hbm" if residency.own_tokens else "new"
+
+
+def classes_rows(turns: int) -> list[Row]:
+    return [
+        classes_row(Classes(turns=turns, new_tokens=new_tokens), factor, share)
+        for new_tokens, factor, share in product((1000, 200), (1.0, 6.0), (0.8, 1.0))
+    ]
+
+
+def classes_row(workload: Classes, factor: float, share: float, prefill_s: float = PREFILL_S) -> Row:
+    """factor: how much longer loading a mean history takes than the new tokens' `prefill_s`. share: of the rate at
+    which FCFS works off bursts."""
+    machine = classes_machine(workload, prefill_s, factor * prefill_s)
+    rate = share * service_rate(replace(machine, policy="fcfs"), workload)
+    labels = {"new_tokens": workload.new_tokens, "load_factor": factor, "share": share, "rate": rounded(rate, 3)}
+    return Row(labels, machine, partial(_arrivals, workload, rate, share), workload.start_s)
+
+
+def _arrivals(workload: Classes, rate: float, share: float, seed: int) -> list[Conversation]:
+    return workload.begun(workload.arrivals(rate, f"{seed} {share}"))
+
+
+def classes_machine(workload: Classes, prefill_s: float, load_s: float) -> VirtualServer:
+    """A server whose HBM and DRAM hold a part of the conversations. What a step costs beside `prefill_s` is assumed."""
+    blocks, bytes_per_token, fixed_s, s_per_kilo_pair = workload.mean_tokens // BLOCK, 12_288, 0.006, 0.00008
+    attended = workload.turn_tokens * (workload.mean_history + workload.turn_tokens / 2) / 1000
+    return VirtualServer(
+        hbm_blocks=max(workload.in_hbm * blocks, workload.final_tokens // BLOCK + 2) + 1,
+        dram_blocks=workload.in_dram * blocks, disk_blocks=100 * (workload.conversations + workload.new),
+        policy=DEFAULT, window=WINDOW, max_seqs=workload.places, itl_target_s=None, bytes_per_token=bytes_per_token,
+        s_per_token=(prefill_s - fixed_s - attended * s_per_kilo_pair) / workload.turn_tokens, dram_bytes_per_s=2e9,
+        disk_bytes_per_s=workload.mean_history * bytes_per_token / load_s, fixed_s=fixed_s, s_per_row=0.0009,
+        s_per_kilo_pair=s_per_kilo_pair, s_per_kilo_read=0.0008,
+    )  # fmt: skip
+
+
+def service_rate(machine: VirtualServer, workload: Classes) -> float:
+    """Turns started a second in bursts, while all places are taken."""
+    seconds, started = 0.0, 0
+    for seed in range(BURSTS):
+        served = play(machine, workload.begun(workload.burst(seed)), seed, workload.start_s)
+        starts_s = sorted(turn.started_s for turn in served)
+        seconds += starts_s[-1] - starts_s[machine.max_seqs]
+        started += len(starts_s) - 1 - machine.max_seqs
+    return started / seconds
+
+
+POISSON: dict[str, tuple[Poisson, dict[str, Any]]] = {
+    "slow": (Poisson(), {
+        "least_chunk_tokens": 64, "fixed_s": 0.016, "chunk_fixed_s": 0.018, "s_per_token": 0.00095,
+        "s_per_row": 0.0012, "s_per_kilo_pair": 0.0001, "s_per_kilo_read": 0.0006,
+    }),
+    "fast": (Poisson(conversations=30, rate=4.0, think_s=0.5), {
+        "least_chunk_tokens": 256, "fixed_s": 0.0145, "chunk_fixed_s": 0.015, "s_per_token": 0.000087,
+        "s_per_row": 0.0006, "s_per_kilo_pair": 0.000042, "s_per_kilo_read": 0.0004,
+    }),
+    "tiny": (Poisson(conversations=30, rate=8.0, think_s=0.3), {
+        "least_chunk_tokens": 64, "fixed_s": 0.002, "chunk_fixed_s": 0.001, "s_per_token": 0.00002,
+        "s_per_row": 0.0001, "s_per_kilo_pair": 0.000003, "s_per_kilo_read": 0.00003,
+    }),
+    "gpu": (Poisson(conversations=80, rate=20.0, think_s=0.5, first_tokens=2000), {
+        "least_chunk_tokens": 512, "fixed_s": 0.008, "s_per_token": 0.00004, "s_per_row": 0.00003,
+        "s_per_kilo_pair": 0.000002, "s_per_kilo_read": 0.00005, "step_tokens": 4096, "lone_step_tokens": 16_384,
+    }),
+}  # fmt: skip
+"""Machine -> what it is offered (more where it is faster, or no turn would wait) and what its steps cost. Costs of the
+first three were measured in processor time on an Intel Xeon without and with AMX; least chunks are what
+`reprise.engine.model.warm_up.efficient_tokens` finds from them."""
+
+
+def poisson_rows(_: int) -> list[Row]:
+    return [
+        Row({"machine": name}, VirtualServer(
+            hbm_blocks=2 * workload.tokens // BLOCK, dram_blocks=4000, disk_blocks=0, policy=DEFAULT, window=8,
+            max_seqs=32, itl_target_s=None, prefer_contiguous=True, bytes_per_token=12_288, dram_bytes_per_s=4e9,
+            **costs,
+        ), workload.arrivals)
+        for name, (workload, costs) in POISSON.items()
+    ]  # fmt: skip
+
+
+CHATS = ConversationShape(turns=5, prompt_tokens=150, answer_tokens=60, think_s=4.0, spread=0.4)
+
+
+def chats_rows(_: int) -> list[Row]:
+    """HBM holds five conversations, DRAM six; the rest is on disk."""
+    places, blocks = 4, 40
+    machine = VirtualServer(
+        hbm_blocks=(places + 1) * blocks + 10, dram_blocks=6 * blocks, disk_blocks=10_000, policy=DEFAULT, window=8,
+        max_seqs=places, itl_target_s=0.1, low_water=0.95, bytes_per_token=12_288, s_per_token=0.0006, fixed_s=0.006,
+        s_per_row=0.0009, s_per_kilo_pair=0.00008, s_per_kilo_read=0.0008, dram_bytes_per_s=2e9, disk_bytes_per_s=4e7,
+    )  # fmt: skip
+    return [
+        Row({"load": load}, machine, partial(_chats, rate)) for load, rate in {"one by one": 0.6, "queue": 1.4}.items()
+    ]
+
+
+def _chats(rate: float, seed: int) -> list[Conversation]:
+    return poisson(rng=random.Random(seed), count=40, rate_per_s=rate, shape=CHATS)
+
+
+WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
+    "classes": classes_rows, "poisson": poisson_rows, "chats": chats_rows,
+}  # fmt: skip
+
+
+def overtakes(served: Sequence[Served]) -> list[int]:
+    """How many of those that came later started before each."""
+    return [sum(o.due_s > s.due_s and o.started_s < s.started_s for o in served) for s in served]
+
+
+def describe(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
+    """Figures of one arm in one row. Times in ms."""
+    served = [turn for each in seeds for turn in each]
+    passed = [count for each in seeds for count in overtakes(each)]
+    return {
+        **_times(served), "most_overtakes": max(passed, default=0),
+        "tpot_p50": rounded(percentile([turn.tpot_s * 1e3 for turn in served], 0.5)),
+        "by_place": {place: _times([turn for turn in served if turn.place == place]) for place in PLACES},
+        "overtakes": {str(count): passed.count(count) for count in sorted(set(passed))},
+    }  # fmt: skip
+
+
+def _times(served: Sequence[Served]) -> dict[str, Any]:
+    ttft_ms = [turn.ttft_s * 1e3 for turn in served]
+    longest_ms = max((turn.wait_s * 1e3 for turn in served), default=0.0)
+    times = {name: rounded(measure(ttft_ms), 1) for name, measure in MEASURES.items()}
+    return {"turns": len(served), **times, "longest_wait": rounded(longest_ms, 1)}
+
+
+def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]], kind: str) -> dict[str, Any]:
+    """TTFT of mine in units of theirs over all seeds: measure -> [ratio, least, most of the interval]."""
+    sides = [[[t.ttft_s for t in each if t.place in KINDS[kind]] for each in side] for side in (mine, theirs)]
+    if not all(any(side) for side in sides):
+        return {}
+    everything = range(len(mine))
+
+    def ratio(measure: Callable[[Sequence[float]], float], seeds: Sequence[int]) -> float:
+        over, under = (measure([ttft_s for seed in seeds for ttft_s in side[seed]]) for side in sides)
+        return over / under if under else float("nan")
+
+    def resampled(measure: Callable[[Sequence[float]], float], rng: random.Random) -> float:
+        return ratio(measure, rng.choices(everything, k=len(everything)))
+
+    return {
+        name: [rounded(v, 3) for v in (ratio(measure, everything), *interval(partial(resampled, measure), RESAMPLED))]
+        for name, measure in MEASURES.items()
+    }
+
+
+def measure_row(seeds: int, arms: Sequence[str], row: Row) -> dict[str, Any]:
+    machines = {arm: replace(row.machine, **ARMS[arm]) for arm in arms}
+    served = {
+        arm: [play(machine, row.conversations(seed), seed, row.start_s) for seed in range(seeds)]
+        for arm, machine in machines.items()
+    }
+    pairs = [(one, other) for other in BASES for one in arms if other in arms and one != other]
+    ratios = {kind: {f"{a}/{b}": compare(served[a], served[b], kind) for a, b in pairs} for kind in KINDS}
+    return {
+        **row.labels, "window": row.machine.window, "ttft_ms": {arm: describe(turns) for arm, turns in served.items()},
+        "ratios": ratios.pop("all"), "ratios_by_kind": ratios,
+    }  # fmt: skip
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {}
+    for arm in rows[0]["ttft_ms"] if rows else ():
+        if ARMS[arm].get("policy", DEFAULT) in WINDOWED:
+            line = f"{arm}: a turn is overtaken by fewer than the window has places"
+            held[line] = all(row["ttft_ms"][arm]["most_overtakes"] < row["window"] for row in rows)
+    return held
+
+
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    settings = WORKLOADS[arguments.workload](arguments.turns)[: arguments.rows]
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        found = pool.map(partial(measure_row, arguments.rounds, arguments.arms), settings)
+        rows = [next(found) for _ in run.track(settings, "simulating")]
+    workload = {"turns": arguments.turns, "new_share": Classes().new_share} if arguments.workload == "classes" else {}
+    return {"rounds": arguments.rounds, "workload": workload, "held": verdicts(rows), "rows": rows}
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title="TTFT: mean / p50 / p95, longest wait, in ms")
+    for head in ("setting", "arm", "all", *PLACES, "most overtakes", "TPOT p50"):
+        table.add_column(head, overflow="fold")
+    lines = []
+    for row in result["rows"]:
+        setting = ", ".join(str(value) for value in list(row.values())[: list(row).index("window")])
+        for arm, values in row["ttft_ms"].items():
+            cells = [values, *(values["by_place"][place] for place in PLACES)]
+            shown = (
+                f"{v['mean']:.0f} / {v['p50']:.0f} / {v['p95']:.0f}, {v['longest_wait']:.0f}" if v["turns"] else "-"
+                for v in cells
+            )
+            table.add_row(setting, arm, *shown, str(values["most_overtakes"]), str(values["tpot_p50"]))
+        for kind, ratios in {"all": row["ratios"], **row["ratios_by_kind"]}.items():
+            for name, values in ratios.items():
+                told = ", ".join(f"{m} {v:.2f} ({low:.2f} to {high:.2f})" for m, (v, low, high) in values.items())
+                lines.append(f"{setting}, {kind}: {name} {told}")
+    console.print(table)
+    console.print("\n".join(lines), highlight=False)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--workload", choices=WORKLOADS, default="classes")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ORDERS))
+    parser.add_argument("--turns", type=int, default=Classes().turns, help="of a round of classes, that count")
+    parser.add_argument("--rows", type=int, help="only the first so many settings of the workload")
+    parser.add_argument("--processes", type=int, default=2)
+
+
+def file_name(arguments: Namespace) -> str:
+    return f"{arguments.workload}_foretold"
+
+
+def first_row(result: Result) -> float | None:
+    """Mean TTFT of the default order in units of FCFS, in the first setting."""
+    ratio: float = result["rows"][0]["ratios"][f"{DEFAULT}/fcfs"]["mean"][0]
+    return ratio
+
+
+EXPERIMENT = Experiment(
+    name=file_name, about=__doc__, measure=measure, show=show, options=options, rounds=40,
+    rounds_help="seeds of arrivals",
+    quick=Quick(
+        options={"rounds": 6, "rows": 1},
+        figures=[Figure("simulated mean TTFT, car-hidden / fcfs", first_row, 1.25)],
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(EXPERIMENT.main())

@@ -1,0 +1,136 @@
+"""Conversations that `benchmarks.scheduling.simulated` and `benchmarks.scheduling.served` play: the same on both."""
+
+import random
+from dataclasses import dataclass, replace
+
+from reprise.loadgen.workloads.workload import Conversation, Turn
+
+DEFAULT = "car-hidden"  # `scheduler.policy`, unless it is set
+BLOCK = 32
+_TEMPLATE_TOKENS = 16  # at most, around a message
+_RECENT = 6.0  # the mean place of a returning conversation in the list of those that spoke last
+_BEGIN_S, _SETTLE_S = 0.5, 10.0  # between two beginnings; from the last one to the first turn that counts
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Conversations that begin by a Poisson process. KV stays in HBM."""
+
+    conversations: int = 12
+    rate: float = 0.5  # of them a second
+    turns: int = 5
+    first_tokens: int = 1000
+    more_tokens: int = 100
+    answer_tokens: int = 32
+    think_s: float = 4.0
+
+    def arrivals(self, seed: int) -> list[Conversation]:
+        rng, start_s, found = random.Random(seed), 0.0, []
+        for number in range(self.conversations):
+            start_s += rng.expovariate(self.rate)
+            turns = (
+                Turn(self.more_tokens if turn else self.first_tokens, self.answer_tokens, self.think_s if turn else 0.0)
+                for turn in range(self.turns)
+            )
+            found.append(Conversation(f"s{seed} c{number}", "", start_s, tuple(turns)))
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """All conversations' tokens at their ends, with some for the template."""
+        turn = self.more_tokens + self.answer_tokens + 32
+        return self.conversations * (self.first_tokens + self.turns * turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """New conversations among returning ones whose KV is in HBM, in DRAM and on disk: all of CaR's classes at once."""
+
+    conversations: int = 24  # that were begun before
+    first_tokens: int = 1000
+    turn_tokens: int = 150
+    answer_tokens: int = 8
+    turns_each: int = 3  # in the mean; twice as many at most
+    in_hbm: int = 5  # conversations of the mean length
+    in_dram: int = 3
+    turns: int = 100  # that count
+    new_share: float = 0.2  # of these, that begin a conversation
+    new_tokens: int = 1000  # their prompts
+
+    @property
+    def new(self) -> int:
+        return round(self.turns * self.new_share)
+
+    @property
+    def places(self) -> int:
+        """Places in the batch. One conversation's room in HBM is left for KV that comes while all places are taken."""
+        return max(1, self.in_hbm - 1)
+
+    @property
+    def start_s(self) -> float:
+        """When the turns that count may begin."""
+        return self.conversations * _BEGIN_S + _SETTLE_S
+
+    @property
+    def _growth_tokens(self) -> int:
+        return self.turn_tokens + self.answer_tokens + _TEMPLATE_TOKENS
+
+    @property
+    def _begun_tokens(self) -> int:
+        return self.first_tokens + 1 + _TEMPLATE_TOKENS
+
+    @property
+    def mean_history(self) -> int:
+        """Tokens of history before a returning turn."""
+        return self._begun_tokens + (self.turns_each - 1) * self._growth_tokens // 2
+
+    @property
+    def mean_tokens(self) -> int:
+        """Tokens of a conversation after a turn, in whole blocks."""
+        return -(-(self.mean_history + self._growth_tokens) // BLOCK) * BLOCK
+
+    @property
+    def final_tokens(self) -> int:
+        """The most tokens of a conversation, in whole blocks."""
+        return -(-(self._begun_tokens + 2 * self.turns_each * self._growth_tokens) // BLOCK) * BLOCK
+
+    def arrivals(self, rate: float, seed: str) -> list[Conversation]:
+        """Return the turns that count, at the times of a Poisson process from 0 on. A conversation that spoke lately is
+        likelier to return than others: chosen by chance alone, few would still have KV in HBM."""
+        rng = random.Random(seed)
+        turns: list[list[Turn]] = [[] for _ in range(self.conversations)]
+        recent = list(range(self.conversations))
+        rng.shuffle(recent)
+        begin = set(rng.sample(range(self.turns), self.new))
+        due_s = 0.0
+        for number in range(self.turns):
+            due_s += rng.expovariate(rate)
+            if number in begin:
+                chosen, tokens = len(turns), self.new_tokens
+                turns.append([])
+            else:
+                may = [c for c in recent if len(turns[c]) < 2 * self.turns_each]
+                chosen, tokens = may[min(int(rng.expovariate(1 / _RECENT)), len(may) - 1)], self.turn_tokens
+                recent.remove(chosen)
+            recent.insert(0, chosen)
+            turns[chosen].append(Turn(tokens, self.answer_tokens, 0.0, due_s=due_s))
+        return [Conversation(f"c-{n}", "", 0.0, tuple(said)) for n, said in enumerate(turns) if said]
+
+    def burst(self, seed: int) -> list[Conversation]:
+        """Return a turn of every old conversation and as many new ones as belong to them, all at once."""
+        old = self.conversations
+        order = list(range(old + round(old * self.new_share / (1 - self.new_share))))
+        random.Random(seed).shuffle(order)
+        tokens = {n: self.turn_tokens if n < old else self.new_tokens for n in order}
+        return [
+            Conversation(f"c-{n}", "", 0.0, (Turn(tokens[n], self.answer_tokens, 0.0, due_s=1e-6 * order[n]),))
+            for n in order
+        ]
+
+    def begun(self, later: list[Conversation]) -> list[Conversation]:
+        """Return the old conversations, which begin one after the other, and go on with `later` from `start_s` on."""
+        turns = {f"c-{n}": [Turn(self.first_tokens, 1, 0.0, due_s=n * _BEGIN_S)] for n in range(self.conversations)}
+        for conversation in later:
+            said = turns.setdefault(conversation.session_id, [])
+            said += (replace(turn, due_s=self.start_s + turn.due_s) for turn in conversation.turns)
+        return [Conversation(name, "", 0.0, tuple(said)) for name, said in turns.items()]

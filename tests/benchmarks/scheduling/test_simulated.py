@@ -1,0 +1,85 @@
+"""Tests the simulated orders of the queue: what is played, and what is concluded."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from benchmarks.figures.scheduling import classes_section, draw, drawn
+from benchmarks.harness.experiment import Run
+from benchmarks.scheduling import simulated
+from benchmarks.scheduling.simulated import Served, classes_row, describe, overtakes, play
+from benchmarks.scheduling.workloads import Classes
+from reprise.scheduler.queues.make_queue import ORDERS
+
+SMALL = Classes(
+    conversations=6, first_tokens=200, turn_tokens=50, answer_tokens=4, turns_each=2, in_hbm=3, in_dram=1, turns=20,
+    new_share=0.25, new_tokens=100,
+)  # fmt: skip
+
+
+def test_a_fixed_share_of_the_turns_begins_conversations():
+    conversations = SMALL.arrivals(2.0, "1")
+    assert conversations == SMALL.arrivals(2.0, "1") != SMALL.arrivals(2.0, "2")
+    assert [c.turns[0].prompt_tokens for c in conversations if int(c.session_id[2:]) >= 6] == [100] * 5
+    turns = [turn for c in conversations for turn in c.turns]
+    assert (len(turns), {turn.prompt_tokens for turn in turns}) == (20, {50, 100})
+    played = SMALL.begun(conversations)
+    assert sum(turn.due_s >= SMALL.start_s for c in played for turn in c.turns) == 20
+
+
+def test_a_turn_that_started_before_an_earlier_arrival_has_overtaken_it():
+    order = [(0.0, 5.0), (1.0, 2.0), (2.0, 6.0), (3.0, 4.0)]  # (due, started): the second and the fourth pass the first
+    served = [Served("disk", due, started, 9.0, 0.1) for due, started in order]
+    assert overtakes(served) == [2, 0, 1, 0]
+    found = describe([served, served[:1]])
+    assert (found["turns"], found["most_overtakes"], found["overtakes"]) == (5, 2, {"0": 3, "1": 1, "2": 1})
+    assert (found["by_place"]["disk"]["longest_wait"], found["by_place"]["new"]["turns"]) == (5000.0, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_classes_are_played(order):
+    row = classes_row(SMALL, 3.0, 2.0, prefill_s=0.03)
+    machine = replace(row.machine, policy=order)
+    served = [play(machine, row.conversations(seed), seed, row.start_s) for seed in range(4)]
+    assert all(len(each) == SMALL.turns for each in served)
+    assert {turn.place for each in served for turn in each} >= {"hbm", "new", "disk"}
+
+
+@pytest.mark.bench
+def test_the_program_runs_and_is_drawn(tmp_path):
+    def run(words):
+        arguments = simulated.EXPERIMENT.parse(words)
+        return simulated.measure(
+            Run(arguments=arguments, console=Console(quiet=True), stack=Namespace(enter_context=lambda bar: bar),
+                directory=tmp_path, write=lambda result: None)
+        )  # fmt: skip
+
+    result = run(["--rounds", "2", "--turns", "10", "--rows", "1", "--processes", "1"])
+    (row,) = result["rows"]
+    assert set(row["ttft_ms"]) == set(ORDERS)
+    for found in (row["ratios"], row["ratios_by_kind"]["returning"]):
+        ratio, low, high = found["car/fcfs"]["mean"]
+        assert low <= ratio <= high
+    simulated.show(Console(quiet=True), result)
+    draw(drawn(result["rows"]), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert any(line.startswith("- car-hidden/fcfs: mean") for line in classes_section(result, "here"))
+
+
+def test_a_window_is_held_to_its_places():
+    row = {"window": 4, "ttft_ms": {name: {"most_overtakes": 3} for name in ("car", "car-hidden", "priority")}}
+    worse = {
+        "window": 4,
+        "ttft_ms": {**row["ttft_ms"], "car": {"most_overtakes": 4}, "priority": {"most_overtakes": 9}},
+    }
+    assert list(simulated.verdicts([row]).values()) == [True, True]
+    assert list(simulated.verdicts([row, worse]).values()) == [False, True]
+
+
+@pytest.mark.bench
+def test_on_a_slow_machine_returning_turns_come_sooner():
+    row = simulated.measure_row(3, ["car-hidden", "fcfs-0", "fcfs"], simulated.poisson_rows(0)[0])
+    times = {arm: found["by_place"]["hbm"]["mean"] for arm, found in row["ttft_ms"].items()}
+    assert times["car-hidden"] < 0.9 * times["fcfs-0"]
