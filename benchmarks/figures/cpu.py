@@ -47,7 +47,8 @@ def _tables(result: dict[str, Any]) -> list[str]:
         if row["context"] >= 1000:
             rates = (f"{row['arms'][arm]['prefill_tokens_per_s']['median']:,.0f}" for arm in arms)
             prefill.append([cells[0], *rates])
-    return table(("TPOT, ms", *arms), tpot) + table(("prefill, tokens/s", *arms), prefill)
+    heads = " | ".join(arms)
+    return [*table(f"TPOT, ms | {heads}", tpot), "", *table(f"prefill, tokens/s | {heads}", prefill)]
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
@@ -59,9 +60,11 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         "",
         f"SmolLM2-135M-Instruct; `gguf` and llama.cpp read {result['settings']['file']}. Streams x tokens of context, "
         "medians of interleaved rounds (least to most); percentages: what a step has to read at the rate of memory "
-        f"({result['memory_read_gb_s']} GB/s), over what it takes.",
+        f"({result['memory_read_gb_s']} GB/s), over what it takes. llama.cpp was measured by the program of that "
+        "commit.",
         "",
         *_tables(result),
+        "",
         held(result),
         "",
         machine,

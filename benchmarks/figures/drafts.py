@@ -45,7 +45,8 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         "the least and the greatest. Answers are given, so both arms say the same; `repeated` is the share of an "
         "answer's tokens that end four which stand in its prompt or prediction ([drafts](drafts.md)).",
         "",
-        *table(("answers", "at once", "repeated", "off", "on", "ratio"), _rows(result)),
+        *table("answers | at once | repeated | off | on | ratio", _rows(result)),
+        "",
         machine,
         "",
     ]

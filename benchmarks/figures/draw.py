@@ -3,13 +3,12 @@
 python -m benchmarks.figures.draw
 """
 
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims.read import claims, machine_of
+from benchmarks.claims.read import machine_of
 from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, scheduling, sparsity
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.panels import panels, save_panels, table
@@ -17,7 +16,7 @@ from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
-from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 
 
 def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -36,15 +35,9 @@ def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
     save_panels(figure, axes, out)
 
 
-@functools.cache
-def commands() -> dict[str, str]:
-    """Result -> the command that measures it now, of what is claimed."""
-    return {claim.result: claim.command for claim in claims()}
-
-
 def machine(result: dict[str, Any]) -> str:
     date, commit = result.get("finished", "")[:10], result["machine"]["commit"]
-    return f"`{commands().get(result['benchmark'], result['command'])}`; {machine_of(result)}; {date}, {commit}."
+    return f"`{command_of(result)}`; {machine_of(result)}; {date}, {commit}."
 
 
 def replay_section(title: str, result: dict[str, Any]) -> list[str]:
@@ -60,8 +53,10 @@ def replay_section(title: str, result: dict[str, Any]) -> list[str]:
         f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
         f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
         "",
-        *table(("turn", "conversations", "prompt tokens p50", "TTFT p50 `prefix`, ms", "TTFT p50 `recompute`, ms",
-                "ratio"), rows),
+        *table(
+            "turn | conversations | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows
+        ),
+        "",
         machine(result),
         "",
     ]  # fmt: skip
@@ -82,7 +77,8 @@ def speed_section(result: dict[str, Any]) -> list[str]:
         "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings "
         "of our engine process.",
         "",
-        *table(("", *arms, *(f"ratio to {against}" for against in ratios)), rows),
+        *table(" | ".join(("", *arms, *(f"ratio to {against}" for against in ratios))), rows),
+        "",
         "Prefill: more is better. TPOT: less is better. All cores together read memory at "
         f"{result['memory_read_gb_s']} GB/s, and a decode step reads all weights but the embedding, 176 MB.",
         "",

@@ -13,12 +13,12 @@ def fleet_sections(load: Callable[[str], Result | None], footer: Callable[[Resul
     lines: list[str] = []
     for name, (title, body) in SECTIONS.items():
         if (result := load(name)) is not None:
-            lines += [f"## {title}", "", *body(result), held(result), "", footer(result), ""]
+            lines += [f"## {title}", "", *body(result), "", held(result), "", footer(result), ""]
     return lines
 
 
 def two_columns(*rows: tuple[str, object]) -> list[str]:
-    return table(("", ""), rows)
+    return table(" | ", rows)
 
 
 def percent(share: float | None) -> str:
@@ -26,7 +26,7 @@ def percent(share: float | None) -> str:
 
 
 def moves(result: Result) -> list[str]:
-    headings = ("", "turns", "history, tokens", "from HBM / disk / Redis", "TTFT p50 (p95), ms")
+    headings = " | turns | history, tokens | from HBM / disk / Redis | TTFT p50 (p95), ms"
     rows = [
         (
             arm, found["turns"], f">= {found['history_tokens_min']:,}",
@@ -76,7 +76,7 @@ def roll(result: Result) -> list[str]:
          percent(result[part]["history_cached"]))
         for part in ("steady", "rolling")
     ]  # fmt: skip
-    return table(("", "turns", "TTFT p50 / p95, ms", "history cached"), rows)
+    return table(" | turns | TTFT p50 / p95, ms | history cached", rows)
 
 
 def branches(result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""The pictures and tables of the documents: how a panel and a table begin and end."""
+"""The finish of pictures that stand in the documents, and the tables and verdicts of their sections."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,16 +26,6 @@ def save_panels(figure: Any, axes: Sequence[Any], out: Path, dpi: int = 130) -> 
     plt.close(figure)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table and an empty one."""
-    return [
-        f"| {' | '.join(heads)} |",
-        "|---" * len(heads) + "|",
-        *(f"| {' | '.join(map(str, r))} |" for r in rows),
-        "",
-    ]
-
-
 def bars(axis: Any, series: Mapping[str, Sequence[float | None]], colors: Sequence[str], shown: str = "") -> None:
     """Draw a group of bars for each place, one of each series (None: it has none there). shown: format of values above
     the bars; empty: none."""
@@ -48,6 +38,12 @@ def bars(axis: Any, series: Mapping[str, Sequence[float | None]], colors: Sequen
             axis.bar_label(drawn_bars, fmt=shown, fontsize=7)
 
 
-def held(result: Mapping[str, Any]) -> str:
-    """Say what was expected, and whether it holds."""
-    return "; ".join(f"{what}: {'yes' if holds else 'NO'}" for what, holds in result["held"].items()) + "."
+def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table. headings: as they stand between the outer bars."""
+    lines = [f"| {headings.lstrip()} |", "|---" * (headings.count("|") + 1) + "|"]
+    return [*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
+
+
+def held(result: dict[str, Any]) -> str:
+    """Return what a result holds, as a sentence."""
+    return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."

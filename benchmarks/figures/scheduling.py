@@ -72,7 +72,8 @@ def classes_section(result: Result, machine: str) -> list[str]:
         "no load that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of "
         "`fcfs`:",
         "",
-        *table(("first prompts", "load / new tokens", "rate", "fcfs, ms: mean / p95", *names), ratios),
+        *table(" | ".join(("first prompts | load / new tokens | rate | fcfs, ms: mean / p95", *names)), ratios),
+        "",
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
         "",
         *_verdicts(rows),
@@ -82,7 +83,8 @@ def classes_section(result: Result, machine: str) -> list[str]:
         "First prompts of 1,000 tokens, short loads, 100 %: TTFT mean and longest wait for a first step in ms, by "
         "where the history was. Without a window nothing bounds how many pass a request whose KV is on disk.",
         "",
-        *table(("order", "most passed", *SAID.values()), waits),
+        *table(" | ".join(("order | most passed", *SAID.values())), waits),
+        "",
         machine,
         "",
     ]
@@ -117,8 +119,8 @@ def poisson_section(title: str, result: Result, machine: str) -> list[str]:
         "model (bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer "
         "of {answer_tokens}. Times in ms.".format(**result["workload"]),
         "",
-        *table(("server", "returning turns, TTFT mean / p50 / p95", "first turns", "TPOT p50", "ITL p99", "tokens/s"),
-               rows),
+        *table("server | returning turns, TTFT mean / p50 / p95 | first turns | TPOT p50 | ITL p99 | tokens/s", rows),
+        "",
         held(result),
         "",
         machine,

@@ -38,8 +38,8 @@ def draw_hierarchy(result: Result, out: Path) -> None:
 
 def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
     turns = [str(turn) for turn in range(1, result["workload"]["turns"] + 1)]
-    heads = ("server", *(f"turn {turn}" for turn in turns), "turns 2 on (p90)", "history reused",
-             "from HBM / DRAM / disk, tokens")  # fmt: skip
+    each = " | ".join(f"turn {turn}" for turn in turns)
+    heads = f"server | {each} | turns 2 on (p90) | history reused | from HBM / DRAM / disk, tokens"
     rows = [
         [f"`{arm}`", *(f"{values['by_turn'][turn]['ttft_ms']['p50']:.0f}" for turn in turns), *_later(values["later"])]
         for arm, values in result["arms"].items()
@@ -63,6 +63,7 @@ def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
         "servers turn about in one run.",
         "",
         *table(heads, rows),
+        "",
         f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): {ratios}",
         "",
         footer,
@@ -124,8 +125,10 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
         "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
         "disk, 20 decode steps; no DRAM tier.",
         "",
-        *table(("disk, GB/s", "new tokens", "read buffer, layers", "load time hidden", "load, ms/job",
-                "waited, ms/job"), loading),
+        *table(
+            "disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job", loading
+        ),
+        "",
     ]  # fmt: skip
     if gains := result["saving_gains"]:
         saving = (
@@ -138,8 +141,11 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
             "them). Pairs of one round; a share that hides is given where saving before the next step costs more than "
             "no saving in every round:",
             "",
-            *table(("prompt", "link", "saving behind computation makes a job shorter by (least to most)",
-                    "saving hidden"), saving),
+            *table(
+                "prompt | link | saving behind computation makes a job shorter by (least to most) | saving hidden",
+                saving,
+            ),
+            "",
         ]  # fmt: skip
     return [*lines, footer, ""]
 
@@ -158,7 +164,8 @@ def rotation_section(result: Result, footer: str) -> list[str]:
         f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
         f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
         "",
-        *table(("HBM + DRAM hold", "disk", "policy", "hit rate", "last turn", "turns hit"), rows),
+        *table("HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit", rows),
+        "",
         footer,
         "",
     ]

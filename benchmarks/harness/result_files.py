@@ -5,6 +5,7 @@ drawn in.
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,12 @@ DOCS = ROOT / "docs"
 PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
+
+_MOVED = {
+    "benchmarks.scheduling.classes_foretold": "benchmarks.scheduling.simulated",
+    "benchmarks.scheduling.poisson": "benchmarks.scheduling.served",
+}
+"""Programs by the name under which committed results were made, and their names since."""
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -58,6 +65,14 @@ def command_line(words: list[str]) -> str:
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
     module = relative[0].removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     return " ".join(["python", "-m", module, *relative[1:]])
+
+
+def command_of(result: dict[str, Any]) -> str:
+    """Return the command that makes the result today."""
+    command = str(result["command"])
+    for before, now in _MOVED.items():
+        command = re.sub(rf"-m {re.escape(before)}(?= |$)", f"-m {now}", command)
+    return command
 
 
 def describe_machine() -> dict[str, Any]:

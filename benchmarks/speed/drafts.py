@@ -34,11 +34,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.models import model_directory, name_of, result_name
+from benchmarks.harness.tables import show_rows
 from reprise.scheduler.sequence import Chunk
 
 ROOT = Path(__file__).parents[2]
@@ -212,16 +212,7 @@ def _held(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
-    table = Table(title=f"{settings['model']}, {settings['threads']} threads: tokens decoded a second")
-    for heading in ("answers", "repeat", "at once", *ARMS, "ratio", "least and greatest of a round"):
-        table.add_column(heading, justify="right")
-    for row in result["rows"]:
-        rates, (least, greatest) = row["tokens_per_s"], row["ratio_range"]
-        table.add_row(
-            row["kind"], f"{row['repeated']:.0%}", str(row["streams"]), *(f"{rates[arm]:.1f}" for arm in ARMS),
-            f"{row['ratio']:.2f}", f"{least:.2f} to {greatest:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    show_rows(console, f"{settings['model']}, {settings['threads']} threads: tokens decoded a second", result["rows"])
 
 
 def options(parser: ArgumentParser) -> None:

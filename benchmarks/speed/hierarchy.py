@@ -39,13 +39,13 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
+from benchmarks.harness.tables import show_rows
 from reprise.loadgen.measure.http import Http
 from reprise.loadgen.percentile import percentile
 
@@ -58,30 +58,11 @@ SILENCE_S = 120.0
 TARGETS = {"recompute": 0.15, "ample": 1.25}
 CODED_TARGET = 1.15  # x ample, later turns
 BLOCK = 32
+IN_HBM, IN_DRAM = 2, 3  # conversations
 WORDS = (
-    "the",
-    "a",
-    "his",
-    "her",
-    "ship",
-    "sea",
-    "day",
-    "night",
-    "old",
-    "good",
-    "little",
-    "came",
-    "went",
-    "said",
-    "saw",
-    "man",
-    "boy",
-    "town",
-    "hill",
-    "house",
-    "door",
-    "time",
-)
+    "the", "a", "his", "her", "ship", "sea", "day", "night", "old", "good", "little", "came", "went", "said", "saw",
+    "man", "boy", "town", "hill", "house", "door", "time",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +106,24 @@ class Conversation:
     length: int = 0  # tokens when the last answer had ended
 
 
-def settings_of(
-    arm: str, model: str, shape: Shape, kv_bytes: int, directory: Path, few: int, dram: int, codec: dict[str, Any]
-) -> dict[str, Any]:
-    """`few` conversations fit HBM, `dram` more fit DRAM; a page more in HBM, for rows that have to be copied."""
+def settings_of(arm: str, model: str, shape: Shape, directory: Path, codec: str) -> dict[str, Any]:
+    """IN_HBM conversations fit HBM, IN_DRAM more fit DRAM; a page more in HBM, for rows that have to be copied."""
     size = shape.final_tokens
-    gib = dram * size * kv_bytes / (1 << 30)
-    everything = 2 * shape.conversations * size
+    few = {"cache.hbm_tokens": IN_HBM * size + BLOCK}
+    hierarchy = {**few, "cache.dram_gib": IN_DRAM * size * kv_bytes_per_token(model) / (1 << 30)}
     tiers: dict[str, dict[str, Any]] = {
-        "attentionstore": {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": gib},
-        "disk": {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": 0},
-        "ample": {"cache.hbm_tokens": everything},
-        "prefix": {"cache.hbm_tokens": few * size + BLOCK},
-        "recompute": {"cache.hbm_tokens": few * size + BLOCK},
-        CODED: {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": gib, **codec},
+        "attentionstore": hierarchy,
+        "disk": {**few, "cache.dram_gib": 0},
+        "ample": {"cache.hbm_tokens": 2 * shape.conversations * size},
+        "prefix": few,
+        "recompute": few,
+        CODED: {**hierarchy, "cache.codec": codec},
     }
     return {
-        "model.source": model,
-        "model.dtype": "bfloat16",
-        "model.max_context": few * size,
-        "cache.mode": arm if arm in ("prefix", "recompute") else "attentionstore",
-        "cache.disk_dir": directory / arm,
+        "model.source": model, "model.dtype": "bfloat16", "model.max_context": IN_HBM * size,
+        "cache.mode": arm if arm in ("prefix", "recompute") else "attentionstore", "cache.disk_dir": directory / arm,
         **tiers[arm],
-    }
+    }  # fmt: skip
 
 
 class Writer:
@@ -232,12 +208,8 @@ def sample_of(answer: StreamedAnswer, arm: str, pass_: int, number: int, turn: i
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "p50": round(median(values), 2),
-        "p90": round(percentile(values, 0.9), 2),
-        "min": round(min(values), 2),
-        "max": round(max(values), 2),
-    }
+    found = {"p50": median(values), "p90": percentile(values, 0.9), "min": min(values), "max": max(values)}
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def describe(samples: list[Sample]) -> dict[str, Any]:
@@ -316,34 +288,14 @@ def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
 
 
 def show(console: Console, summary: dict[str, Any]) -> None:
-    turns = summary["workload"]["turns"]
-    table = Table(title="Time to first token, p50, ms", title_justify="left")
-    later = f"turns 2-{turns}"
-    for heading in ("server", *(f"turn {t}" for t in range(1, turns + 1)), later, "p90", "TPOT", "history reused",
-                    "hbm / dram / disk / computed"):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for arm, values in summary["arms"].items():
-        if values["later"] is None:
-            continue
-        cells = [f"{values['by_turn'][str(turn)]['ttft_ms']['p50']:.0f}" for turn in range(1, turns + 1)]
-        table.add_row(arm, *cells, *_tail(values["later"]))
-    for arm, values in summary["after_restart"].items():
-        name = f"{arm}, next turn" + (" after a restart" if arm == "attentionstore" else "")
-        table.add_row(name, *[""] * turns, *_tail(values))
-    console.print(table)
-    for arm, values in summary["after_restart"].items():
-        console.print(f"first returning turn, {arm}: {values['first_ttft_ms']:.0f} ms")
+    turns = {arm: {turn: v["ttft_ms"]["p50"] for turn, v in values["by_turn"].items()}
+             for arm, values in summary["arms"].items()}  # fmt: skip
+    show_rows(console, "Time to first token by turn, p50, ms", turns)
+    later = {arm: values["later"] for arm, values in summary["arms"].items() if values["later"] is not None}
+    again = {f"{arm}, next turn": values for arm, values in summary["after_restart"].items()}
+    show_rows(console, "Later turns, and the turn after a restart", later | again)
     for turn, ratios in summary["ratios"].items():
-        line = ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items())
-        console.print(f"turn {turn}: {line}")
-
-
-def _tail(values: dict[str, Any]) -> list[str]:
-    reused = values["reused_of_history"]
-    return [
-        f"{values['ttft_ms']['p50']:.0f}", f"{values['ttft_ms']['p90']:.0f}", f"{values['tpot_ms_p50']:.1f}",
-        "-" if reused is None else f"{reused:.1%}", " / ".join(str(values["tokens"][tier]) for tier in TIERS),
-    ]  # fmt: skip
+        console.print(f"turn {turn}:", ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items()))
 
 
 def legs(passes: int, turns: int, arms: Sequence[str]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -360,8 +312,7 @@ def result_of(samples: list[Sample], shape: Shape, arguments: Namespace) -> dict
             "conversations": shape.conversations, "first_tokens": shape.first_tokens,
             "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens,
             "final_tokens": shape.final_tokens, "turns": shape.turns,
-            "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
-            **({"codec": arguments.codec, "codec_budget": arguments.codec_budget} if arguments.codec != "raw" else {}),
+            "in_hbm": IN_HBM, "in_dram": IN_DRAM, "codec": arguments.codec,
         },
         "held": verdicts(summary, shape.turns),
         **summary,
@@ -371,18 +322,11 @@ def result_of(samples: list[Sample], shape: Shape, arguments: Namespace) -> dict
 def measure(run: Run) -> dict[str, Any]:
     """Raises ServerFailed, and what the client raises."""
     options = run.arguments
-    shape = Shape(
-        options.conversations, options.first_tokens, options.turn_tokens, options.answer_tokens, options.turns
-    )
+    shape = Shape(options.conversations, options.first_tokens, 140, options.answer_tokens, TURNS)
     model, passes = str(run.random_model()), options.passes
     arms = [arm for arm in options.arms if arm != CODED or options.codec != "raw"]
-    codec = {"cache.codec": options.codec, "cache.codec_budget": options.codec_budget}
     rotation = Rotation(Tokenizer.from_file(f"{model}/tokenizer.json"), shape, seed=0)
-    kv_bytes = kv_bytes_per_token(model)
-    settings = {
-        arm: settings_of(arm, model, shape, kv_bytes, run.directory, options.in_hbm, options.in_dram, codec)
-        for arm in arms
-    }
+    settings = {arm: settings_of(arm, model, shape, run.directory, options.codec) for arm in arms}
     run.expect(
         (passes * shape.turns * len(arms) + sum(arm in RETURNING for arm in arms)) * shape.conversations, "turns"
     )
@@ -413,13 +357,8 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--passes", type=int, default=3, help="a pass is 8 pairs of every turn")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--first-tokens", type=int, default=1000)
-    parser.add_argument("--turn-tokens", type=int, default=140)
     parser.add_argument("--answer-tokens", type=int, default=100)
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--in-hbm", type=int, default=2, help="conversations that HBM holds")
-    parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
     parser.add_argument("--codec", default="raw", help="of the arm `coded`, which there is with another one than raw")
-    parser.add_argument("--codec-budget", type=float, default=0.001, help="nats a token, for transform")
 
 
 def last_turn(over: str, under: str) -> Callable[[Result], float | None]:

@@ -13,18 +13,20 @@ Held: at most 0.7 ms in the median for 32 streams.
 import random
 import time
 from argparse import ArgumentParser
-from statistics import mean, median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.in_process import InProcess, as_engine_process, config
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, random_tokens
+from benchmarks.harness.tables import show_rows
+from reprise.loadgen.measure.summary import distribution
+from reprise.model.directories import BUNDLED
 
-CONTEXT, VOCAB = 1000, 1000  # ids that the bundled model has
+CONTEXT = 1000
 LIMIT_MS = 0.7
 LIMIT_STREAMS = 32
 SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 1, "cache.hbm_tokens": 65_536, "scheduler.draft_tokens": 0}
@@ -44,7 +46,7 @@ def steps_ms(engine: InProcess, streams: int, steps: int, seed: int) -> list[flo
     """Take so many decode steps of so many streams, after some that warm up."""
     rng, warm_up = random.Random(seed), 10
     turns = [
-        engine.submit(f"{seed}-{stream}", [rng.randrange(VOCAB) for _ in range(CONTEXT)], steps + warm_up + streams + 2)
+        engine.submit(f"{seed}-{stream}", random_tokens(rng, str(BUNDLED), CONTEXT), steps + warm_up + streams + 2)
         for stream in range(streams)
     ]
     while any(turn.first_s is None for turn in turns):
@@ -72,27 +74,16 @@ def measure(run: Run) -> dict[str, Any]:
     ):
         taken[streams] += steps_ms(engine, streams, run.arguments.steps, round_)
     engine.close()
-    summary = {
-        str(streams): {
-            "steps": len(ms), "p50": round(median(ms), 3), "mean": round(mean(ms), 3),
-            "p95": round(quantiles(ms, n=20)[-1], 3),
-        }
-        for streams, ms in taken.items()
-    }  # fmt: skip
+    summary = {str(streams): distribution(ms) for streams, ms in taken.items()}
     held = {}
     if LIMIT_STREAMS in taken:
         limit = f"{LIMIT_STREAMS} streams: at most {LIMIT_MS} ms a step in the median"
-        held[limit] = summary[str(LIMIT_STREAMS)]["p50"] <= LIMIT_MS
+        held[limit] = median(taken[LIMIT_STREAMS]) <= LIMIT_MS
     return {"held": held, "settings": SETTINGS, "context": CONTEXT, "ms_per_step": summary}
 
 
 def show(console: Console, result: Any) -> None:
-    table = Table(title="A decode step beside the model, ms", title_justify="left")
-    for heading in ("streams", "steps", "p50", "mean", "p95"):
-        table.add_column(heading, justify="right")
-    for streams, row in result["ms_per_step"].items():
-        table.add_row(streams, *map(str, row.values()))
-    console.print(table)
+    show_rows(console, "A decode step beside the model, by streams, ms", result["ms_per_step"])
 
 
 def options(parser: ArgumentParser) -> None:

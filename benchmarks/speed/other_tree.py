@@ -20,20 +20,18 @@ import time
 from argparse import ArgumentParser
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.measures import interval
+from benchmarks.harness.measures import median_interval
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, ask_stamped
+from benchmarks.harness.tables import show_rows
 from benchmarks.speed.hierarchy import WORDS
-from benchmarks.speed.zero_reuse import CALM_S, resampled_median, settle
 from reprise.loadgen.measure.http import Http
 
 ARMS = ("this", "other")
@@ -41,6 +39,8 @@ TURNS, FIRST_WORDS, LATER_WORDS, ANSWER_TOKENS = 3, 560, 60, 48
 MOST = 1.02
 SILENCE_S = 300.0
 RESAMPLES = 2000
+CALM_S = 15.0  # after a start: until memory is there, in large pages; two servers need 12
+SETTLE_S, QUIET_S = 20.0, 0.2
 FIGURES = ("ttft_ms of a first turn", "ttft_ms of a returning turn", "tpot_ms")
 
 
@@ -56,6 +56,22 @@ class Turn:
     tpot_ms: float
 
 
+def settle(server: ServerProcess) -> None:
+    """Wait until the engine has had nothing under way for a while. Raises TimeoutError."""
+    end = time.monotonic() + SETTLE_S
+    quiet_since = None
+    while True:
+        metrics = server.metrics()
+        busy = metrics["reprise_in_flight_transfers"] or metrics["reprise_running_requests"]
+        now = time.monotonic()
+        quiet_since = None if busy else quiet_since or now
+        if quiet_since is not None and now - quiet_since > QUIET_S:
+            return
+        if now > end:
+            raise TimeoutError(f"{server.name!r} does not come to rest")
+        time.sleep(0.05)
+
+
 async def converse(server: ServerProcess, arm: str, start: int, round_: int) -> list[Turn]:
     rng = random.Random(f"other_tree/{start}/{round_}")
     http, messages, turns = Http(server.url, silence_s=SILENCE_S), list[Message](), list[Turn]()
@@ -64,14 +80,9 @@ async def converse(server: ServerProcess, arm: str, start: int, round_: int) -> 
         words = LATER_WORDS if turn else FIRST_WORDS
         messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=words))})
         answer = await ask_stamped(
-            http,
-            server.model["id"],
-            messages,
-            max_tokens=ANSWER_TOKENS,
-            temperature=0,
-            ignore_eos=True,
+            http, server.model["id"], messages, max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True,
             cache_salt=salt,
-        )
+        )  # fmt: skip
         messages.append({"role": "assistant", "content": answer.text})
         turns.append(Turn(arm, start, round_, turn, round(answer.ttft_ms, 3), round(answer.tpot_ms, 4)))
         await asyncio.to_thread(settle, server)
@@ -97,7 +108,7 @@ def result_of(turns: list[Turn], arguments: Any) -> dict[str, Any]:
     summary = {}
     for figure, values in ratios(turns).items():
         if values:
-            low, high = interval(partial(resampled_median, values), RESAMPLES)
+            low, high = median_interval(values, RESAMPLES)
             summary[figure] = {
                 "pairs": len(values), "p50": round(median(values), 4), "low": round(low, 4), "high": round(high, 4),
             }  # fmt: skip
@@ -125,12 +136,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: Any) -> None:
-    table = Table(title="This checkout over the other", title_justify="left")
-    for heading in ("", "pairs", "p50", "95 % interval"):
-        table.add_column(heading, justify="right")
-    for figure, row in result["summary"].items():
-        table.add_row(figure, str(row["pairs"]), f"{row['p50']:.3f}", f"{row['low']:.3f} - {row['high']:.3f}")
-    console.print(table)
+    show_rows(console, "This checkout over the other, 95 % interval of the median", result["summary"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -7,10 +7,8 @@ sessions are known, with histories of 256 tokens whose KV fills HBM and DRAM and
 them return at once with 200 to 2,000 new tokens: 64 requests run, about 1,000 wait, most with KV to fetch and load. Per
 step: `Scheduler.upcoming`, `CacheManager.plan` (look-ahead, fetches, writes, the offloader) and `Scheduler.schedule`,
 in CPU time of their thread; beside it what else a step asks of the cache: events of transfers (at which blocks are
-chosen to leave DRAM), captures and commits. After the steps that count, some more run under a profiler: the result
-names the functions in which the time goes, at the higher figures that a profiler makes. All of it several times, a
-minute each: a shared machine is up to twice as slow from one minute to the next, so the run with the median mean is
-what counts.
+chosen to leave DRAM), captures and commits. All of it several times, a minute each: a shared machine is up to twice as
+slow from one minute to the next, so the run with the median mean is what counts.
 
 Beside that the worst that return times can do: what the policies of three tiers cost in the steps around the moment at
 which all sessions are expected back.
@@ -19,32 +17,26 @@ Expected: at most 2 ms a step in the mean, by scheduling and planning alone and 
 that costs more than 10 ms when all sessions are due together.
 """
 
-import cProfile
-import os
-import pstats
 import random
 import time
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.measures import mean_of
-from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.tables import show_rows
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.policies.lookahead import LookaheadPolicy
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.engine.process.collector import Collector
-from reprise.loadgen.percentile import percentile
+from reprise.loadgen.measure.summary import distribution
 from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 
-POLICIES = ("car-hidden", "car", "priority", "fcfs")
+POLICY = "car-hidden"
 LIMIT_MS = 2.0
 BURST_LIMIT_MS = 10.0  # of the worst step
 BURST_STEPS = 400
@@ -52,8 +44,6 @@ TENANTS = 7
 TOLERANCE = 0.15  # of the number that waits
 COUNTED = ("upcoming", "plan", "schedule")
 BESIDE = ("on_event", "capture", "commit", "take_moves")
-TOP = 15  # functions in the result
-PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99, "max": 1.0}
 BLOCK = 32
 
 
@@ -63,7 +53,6 @@ class Observed(Simulation):
     def __init__(self, *, places: int, waiting: int, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.spent_s: list[dict[str, float]] = []  # of each step that counts
-        self.profilers: dict[bool, cProfile.Profile] = {}  # of what counts, and of what stands beside it; empty: off
         self._places, self._wanted = places, waiting
         self._now_s: Counter[str] = Counter()
         owners = (self.scheduler, self.cache, self.cache.requests)
@@ -94,16 +83,11 @@ class Observed(Simulation):
             # The simulation looks at the order a second time, to check it.
             if name in COUNTED and name in self._now_s:
                 return function(*arguments)
-            profiler = self.profilers.get(name in COUNTED) if self.counts else None
-            if profiler is not None:
-                profiler.enable()
             before_s = time.thread_time()
             try:
                 return function(*arguments)
             finally:
                 self._now_s[name] += time.thread_time() - before_s  # type: ignore[assignment]  # seconds, not a count
-                if profiler is not None:
-                    profiler.disable()
 
         return timed
 
@@ -124,67 +108,36 @@ def workload(sessions: int, history: int, returning: int, rng: random.Random) ->
     return conversations
 
 
-def machine_of(policy: str, sessions: int, history: int, places: int) -> VirtualServer:
+def machine_of(sessions: int, history: int, places: int) -> VirtualServer:
     """HBM for the batch at its longest, DRAM for a fifth of the sessions, a disk for all of them."""
     blocks = sessions * -(-(history + 1) // BLOCK)
     return VirtualServer(
-        hbm_blocks=max(places * 80, 256), dram_blocks=blocks // 5, disk_blocks=2 * blocks, policy=policy, window=32,
+        hbm_blocks=max(places * 80, 256), dram_blocks=blocks // 5, disk_blocks=2 * blocks, policy=POLICY, window=32,
         max_seqs=places, itl_target_s=0.1, bytes_per_token=12_288, dram_bytes_per_s=5e9, disk_bytes_per_s=1e9,
         s_per_token=2e-5, s_per_row=1e-4, s_per_kilo_pair=1e-6, s_per_kilo_read=1e-6,
     )  # fmt: skip
 
 
-def top_functions(profiler: cProfile.Profile, steps: int) -> list[dict[str, Any]]:
-    """Where the time goes, most of their own time first; ms a step."""
-    profiler.create_stats()
-    stats: dict[tuple[str, int, str], Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    rows = []
-    for (file, line, name), (_, calls, own_s, all_s, _) in stats.items():
-        own = Path(file).is_relative_to(ROOT)
-        path = os.path.relpath(file, ROOT) if own else Path(file).name  # where libraries lie is this machine's affair
-        rows.append(
-            {
-                "function": name if path == "~" else f"{path}:{line} {name}",
-                "calls": round(calls / steps, 1), "own_ms": round(own_s * 1e3 / steps, 4),
-                "with_callees_ms": round(all_s * 1e3 / steps, 4),
-            }
-        )  # fmt: skip
-    return sorted(rows, key=lambda row: -row["own_ms"])[:TOP]
+def spread(values_s: list[float]) -> dict[str, Any]:
+    return distribution(1e3 * value for value in values_s)
 
 
-def spread(values_s: list[float]) -> dict[str, float]:
-    return {
-        "mean": round(mean_of(values_s) * 1e3, 4),
-        **{name: round(percentile(values_s, share) * 1e3, 4) for name, share in PERCENTILES.items()},
-    }
-
-
-def play(
-    policy: str, sessions: int, history: int, places: int, waiting: int, steps: int, profiled: int
-) -> dict[str, Any]:
+def play(sessions: int, history: int, places: int, waiting: int, steps: int) -> dict[str, Any]:
     rng = random.Random(1)
     returning = min(sessions, int(waiting * (1 + TOLERANCE)) + places)
     run = Observed(
-        places=places, waiting=waiting, machine=machine_of(policy, sessions, history, places),
+        places=places, waiting=waiting, machine=machine_of(sessions, history, places),
         conversations=workload(sessions, history, returning, rng), rng=rng,
     )  # fmt: skip
     counted = run.play(steps)
-    tiers, gauges = run.cache.tiers, run.cache.gauges()
-    arm = {
-        "policy": policy, "sessions": gauges.sessions, "blocks": len(tiers.table),
-        "running": len(run.scheduler.running), "waiting": run.scheduler.num_waiting,
-        "dram_full": round(tiers.dram.rows.resident / max(1, tiers.dram.rows.num_slots), 3),
-        "disk_full": round(tiers.disk.used_bytes / max(1, tiers.disk.capacity_bytes), 3), "steps": len(counted),
+    return {
+        "policy": POLICY, "sessions": run.cache.gauges().sessions, "blocks": len(run.cache.tiers.table),
+        "running": len(run.scheduler.running), "waiting": run.scheduler.num_waiting, "steps": len(counted),
         "ms_per_step": spread([sum(spent.get(name, 0.0) for name in COUNTED) for spent in counted]),
         "ms_per_step_with_the_rest": spread([sum(spent.values()) for spent in counted]),
         "of_it_ms": {name: spread([spent.get(name, 0.0) for spent in counted]) for name in COUNTED},
         "beside_it_ms": {name: spread([spent.get(name, 0.0) for spent in counted]) for name in BESIDE},
-        "loads": dict(run.scheduler.loads), "preemptions": run.scheduler.preemptions,
     }  # fmt: skip
-    run.profilers = {True: cProfile.Profile(), False: cProfile.Profile()}
-    more = len(run.play(profiled))
-    tops = [top_functions(run.profilers[counts], max(1, more)) for counts in (True, False)]
-    return {**arm, "profiled_steps": more, "profile": tops[0], "profile_beside": tops[1]}
 
 
 def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -227,57 +180,36 @@ def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
     return {"sessions": sessions, "waiting": waiting, "ms_per_step": spread(spent_s)}
 
 
-def verdicts(arms: list[dict[str, Any]], due: dict[str, Any], steps: int) -> dict[str, bool]:
+def verdicts(arm: dict[str, Any], due: dict[str, Any], steps: int) -> dict[str, bool]:
     """What is held -> whether it holds. Fewer steps than asked for show nothing."""
     held = {}
-    for arm in arms:
-        for name, what in (("ms_per_step", "a step"), ("ms_per_step_with_the_rest", "a step, with events and saving")):
-            line = f"{arm['policy']}: at most {LIMIT_MS} ms {what}, in the median run"
-            held[line] = arm["steps"] >= steps and arm[name]["mean"] <= LIMIT_MS
+    for name, what in (("ms_per_step", "a step"), ("ms_per_step_with_the_rest", "a step, with events and saving")):
+        line = f"{arm['policy']}: at most {LIMIT_MS} ms {what}, in the median run"
+        held[line] = arm["steps"] >= steps and arm[name]["mean"] <= LIMIT_MS
     line = f"at most {BURST_LIMIT_MS} ms in any step when all sessions are due together"
     held[line] = due["ms_per_step"]["max"] <= BURST_LIMIT_MS
     return held
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    arms, due = result["arms"], result["due_together"]
-    table = Table(title="CPU time a step, ms", title_justify="left")
-    for heading in ("policy", "mean", *PERCENTILES, *COUNTED, "beside it", "running", "waiting", "sessions", "steps"):
-        table.add_column(heading, justify="right")
-    for arm in arms:
-        numbers = [f"{arm['ms_per_step'][name]:.2f}" for name in ("mean", *PERCENTILES)]
-        numbers += [f"{arm['of_it_ms'][name]['mean']:.2f}" for name in COUNTED]
-        numbers.append(f"{sum(values['mean'] for values in arm['beside_it_ms'].values()):.2f}")
-        table.add_row(arm["policy"], *numbers, *(str(arm[n]) for n in ("running", "waiting", "sessions", "steps")))
-    console.print(table)
-    figures = ", ".join(f"{name} {value:.2f}" for name, value in due["ms_per_step"].items())
-    for arm in arms:
-        means = ", ".join(f"{mean_ms:.2f}" for mean_ms in arm["ms_per_step_by_run"])
-        console.print(f"{arm['policy']}, mean of each run: {means}", highlight=False)
-    console.print(f"policies, while {due['sessions']} sessions are due together: {figures}", highlight=False)
-    for arm in arms:
-        for name in ("profile", "profile_beside"):
-            console.print(f"{arm['policy']}, {name}: ms of their own a step, with callees, calls")
-            for row in arm[name][:8]:
-                figures = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
-                console.print(f"  {figures}  {row['function']}", highlight=False)
+    (arm,) = result["arms"]
+    rows = {"a step": arm["ms_per_step"], "with the rest": arm["ms_per_step_with_the_rest"], **arm["of_it_ms"]}
+    rows |= {**arm["beside_it_ms"], "all sessions due together": result["due_together"]["ms_per_step"]}
+    show_rows(console, "CPU time a step, ms", rows)
+    console.print("mean of each run:", ", ".join(f"{mean:.2f}" for mean in arm["ms_per_step_by_run"]), highlight=False)
 
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
     Collector()  # as in the engine's process
     sizes = (arguments.sessions, arguments.history, arguments.places, arguments.waiting)
-    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in arguments.policies}
-    for _, order in run.rounds(arguments.policies, arguments.rounds, "run"):
-        for policy in order:
-            runs[policy].append(play(policy, *sizes, arguments.steps, arguments.profiled_steps))
-    arms = [median_run(runs[policy]) for policy in arguments.policies]
+    arm = median_run([play(*sizes, arguments.steps) for _ in run.track(range(arguments.rounds), "runs")])
     due = burst(arguments.sessions, arguments.history, arguments.waiting)
     return {
         "settings": dict(zip(("sessions", "history_tokens", "places", "waiting"), sizes, strict=True)),
         "limit_ms": LIMIT_MS,
-        "held": verdicts(arms, due, arguments.steps),
-        "arms": arms,
+        "held": verdicts(arm, due, arguments.steps),
+        "arms": [arm],
         "due_together": due,
     }
 
@@ -289,8 +221,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=5, dest="rounds", help="of which the median counts")
     parser.add_argument("--steps", type=int, default=400, help="that count")
-    parser.add_argument("--profiled-steps", type=int, default=100)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[POLICIES[0]])
 
 
 def mean_ms(what: str) -> Callable[[Result], float | None]:
@@ -300,7 +230,7 @@ def mean_ms(what: str) -> Callable[[Result], float | None]:
 EXPERIMENT = Experiment(
     name="planning_cost", about=__doc__, measure=measure, show=show, options=options,
     quick=Quick(
-        options={"rounds": 1, "steps": 60, "profiled_steps": 10},
+        options={"rounds": 1, "steps": 60},
         figures=[
             Figure("planning, ms a step", mean_ms("ms_per_step"), 1.5),
             Figure("with events and saving, ms a step", mean_ms("ms_per_step_with_the_rest"), 1.5),

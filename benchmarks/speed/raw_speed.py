@@ -26,10 +26,11 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
+from benchmarks.harness.measures import spread
 from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.tables import show_rows
 from reprise.app.settings.sources import load_settings
 from reprise.engine.config import EngineConfig
 from reprise.engine.messages import Submit
@@ -68,16 +69,11 @@ def engine_measure(engine: Any) -> Measure:
         for index, prompt in enumerate(prompts):
             engine.accept(
                 Submit(
-                    request_id=str(index),
-                    session_id=str(index),
-                    tenant="",
-                    cache_salt="",
-                    token_ids=prompt,
-                    num_choices=1,
-                    sampling=greedy(new_tokens),
+                    request_id=str(index), session_id=str(index), tenant="", cache_salt="", token_ids=prompt,
+                    num_choices=1, sampling=greedy(new_tokens),
                 ),
                 time.monotonic(),
-            )
+            )  # fmt: skip
 
     def measure(prompts: list[list[int]]) -> tuple[float, float]:
         started = time.perf_counter()
@@ -118,14 +114,9 @@ def transformers_arm(model: str) -> Measure:
         started = time.perf_counter()
         with torch.inference_mode():
             vanilla.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([stamp]),
-            )
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+                do_sample=False, pad_token_id=0, stopping_criteria=StoppingCriteriaList([stamp]),
+            )  # fmt: skip
         return stamps[0] - started, (stamps[-1] - stamps[0]) / (NEW_TOKENS - 1)
 
     return measure
@@ -196,13 +187,7 @@ def measure(run: Run) -> dict[str, Any]:
     return {
         "context": context,
         "memory_read_gb_s": read_rate(),
-        "arms": {
-            arm: {
-                name: {"median": round(median(v), 2), "min": round(min(v), 2), "max": round(max(v), 2)}
-                for name, v in values.items()
-            }
-            for arm, values in samples.items()
-        },
+        "arms": {arm: {name: spread(v, 2) for name, v in values.items()} for arm, values in samples.items()},
         "ratios": {
             against: {
                 name: round(median(samples["reprise"][name]) / median(samples[against][name]), 3)
@@ -252,21 +237,9 @@ def read_rate() -> float:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="bf16, medians (least to most)")
-    table.add_column("")
-    arms = list(result["arms"])
-    for arm in arms:
-        table.add_column(arm, justify="right")
-    for against in result["ratios"]:
-        table.add_column(f"ratio to {against}", justify="right")
-    for name in next(iter(result["arms"].values())):
-        cells = [result["arms"][arm][name] for arm in arms]
-        table.add_row(
-            name,
-            *(f"{c['median']:,.1f} ({c['min']:,.1f} to {c['max']:,.1f})" for c in cells),
-            *(f"{over[name]:.2f}" for over in result["ratios"].values()),
-        )
-    console.print(table)
+    for arm, values in result["arms"].items():
+        show_rows(console, f"{arm}, bf16", values)
+    show_rows(console, "reprise in units of the others", result["ratios"])
     console.print(f"memory read by all cores: {result['memory_read_gb_s']} GB/s")
 
 

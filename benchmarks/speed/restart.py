@@ -16,18 +16,18 @@ import asyncio
 import random
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
+from benchmarks.harness.tables import show_rows
 from benchmarks.speed.hierarchy import WORDS
 
 LEAST = {"stop": 0.99, "kill": 0.95, "index": 0.95}
@@ -98,27 +98,21 @@ class Talk:
         difference = first_difference(expected=await self.again(reference), got=answer)
         self._messages.append(said)
         return Return(
-            how=how,
-            round=round_,
-            history_tokens=before,
-            cached_tokens=answer.cached_tokens,
-            disk_tokens=int(answer.x_cache["disk_tokens"]),
-            ttft_ms=round(answer.ttft_ms, 2),
-            ready_s=round(server.ready_s, 2),
-            miss_reasons=dict(answer.x_cache["miss_reasons"]),
+            how=how, round=round_, history_tokens=before, cached_tokens=answer.cached_tokens,
+            disk_tokens=int(answer.x_cache["disk_tokens"]), ttft_ms=round(answer.ttft_ms, 2),
+            ready_s=round(server.ready_s, 2), miss_reasons=dict(answer.x_cache["miss_reasons"]),
             differs=difference is not None and not difference.is_near_tie,
-        )
+        )  # fmt: skip
 
 
 async def one_round(
-    *, how: str, round_: int, settings: Mapping[str, str | int | float], reference: ServerProcess, conversations: int,
-    first_words: int, max_tokens: int,
+    *, how: str, round_: int, reference: ServerProcess, conversations: int
 ) -> list[Return]:  # fmt: skip
     """Conversations of two turns, the fall, and the turn after it. Raises ServerFailed and what the client raises."""
     with tempfile.TemporaryDirectory(prefix="reprise-restart-") as directory:
-        own = {**settings, "cache.disk_dir": directory}
+        own = {**SETTINGS, "cache.disk_dir": directory}
         talks = [
-            Talk(session_id=f"{how}.{n}", first_words=first_words, max_tokens=max_tokens, seed=f"{how}/{round_}/{n}")
+            Talk(session_id=f"{how}.{n}", first_words=560, max_tokens=48, seed=f"{how}/{round_}/{n}")
             for n in range(conversations)
         ]
         with serve(f"restart-{how}", own) as server:
@@ -168,16 +162,7 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="The first returning turn on a new server", title_justify="left")
-    headings = ("how", "conversations", "history", "reused, least", "reused, p50", "TTFT p50, ms", "ready p50, s")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in result["summary"]:
-        table.add_row(
-            row["how"], str(row["conversations"]), f">= {row['history_tokens_min']}", f"{row['reused_min']:.2%}",
-            f"{row['reused_p50']:.2%}", f"{row['ttft_ms_p50']:.1f}", f"{row['ready_s_p50']:.1f}",
-        )  # fmt: skip
-    console.print(table)
+    show_rows(console, "The first returning turn on a new server", result["summary"])
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -194,20 +179,14 @@ def measure(run: Run) -> dict[str, Any]:
         for round_, order in run.rounds(arguments.arms, arguments.rounds):
             for how in order:
                 returns += asyncio.run(
-                    one_round(
-                        how=how, round_=round_, settings=SETTINGS, reference=reference,
-                        conversations=arguments.conversations, first_words=arguments.first_words,
-                        max_tokens=arguments.max_tokens,
-                    )
-                )  # fmt: skip
+                    one_round(how=how, round_=round_, reference=reference, conversations=arguments.conversations)
+                )
             run.keep(result())
     return result()
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=10)
-    parser.add_argument("--first-words", type=int, default=560, help="of the first message: about as many tokens")
-    parser.add_argument("--max-tokens", type=int, default=48)
 
 
 def least_reused(how: str) -> Callable[[Result], float | None]:

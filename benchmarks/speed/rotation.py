@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, random_tokens
+from benchmarks.harness.tables import show_rows
 from reprise.model.directories import BUNDLED
 
 POLICIES = ("lookahead", "lru", "fifo")
@@ -33,21 +33,10 @@ COUNTED_FROM = 3
 TARGET = 0.8
 BLOCK = 32
 GIB = 1 << 30
+CONVERSATIONS, TURNS, USER_TOKENS, NEW_TOKENS = 8, 12, 40, 24
+FINAL_TOKENS = -(-TURNS * (USER_TOKENS + NEW_TOKENS) // BLOCK) * BLOCK  # of a conversation
+IN_HBM = 2  # conversations
 IS_HIT = 0.99  # of a turn's history
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    conversations: int
-    turns: int
-    user_tokens: int
-    new_tokens: int
-
-    @property
-    def final_tokens(self) -> int:
-        """Tokens of a conversation when its last turn has ended, in whole blocks."""
-        tokens = self.turns * (self.user_tokens + self.new_tokens)
-        return -(-tokens // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +50,13 @@ class Played:
     missed: dict[str, int]
 
 
-def play(engine: InProcess, workload: Workload, vocabulary: int) -> list[Played]:
+def play(engine: InProcess, model: str) -> list[Played]:
     rng = random.Random(0)
-    texts: list[list[int]] = [[] for _ in range(workload.conversations)]
+    texts: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
     played = []
-    for turn in range(1, workload.turns + 1):
+    for turn in range(1, TURNS + 1):
         for number, text in enumerate(texts):
-            prompt = text + [rng.randrange(4, vocabulary) for _ in range(workload.user_tokens)]
-            done = engine.submit(f"conversation {number}", prompt, workload.new_tokens)
+            done = engine.submit(f"conversation {number}", text + random_tokens(rng, model, USER_TOKENS), NEW_TOKENS)
             engine.run()
             assert done.report is not None
             history = max(0, len(text) - 1)  # the KV of the token that was sampled last was never computed
@@ -103,92 +91,58 @@ def summarize(played: list[Played]) -> dict[str, Any]:
     }
 
 
-def verdicts(arms: list[dict[str, Any]], conversations: int) -> dict[str, bool]:
+def verdicts(arms: list[dict[str, Any]]) -> dict[str, bool]:
     """What is held -> whether it holds, for the default policy."""
     held = {}
     for arm in arms:
         if arm["policy"] != POLICIES[0]:
             continue
         if arm["disk"]:
-            held[f"{arm['capacity']} of {conversations}, disk on: every turn is a hit"] = (
-                arm["turns_hit"] == arm["turns"]
-            )
+            line = f"{arm['capacity']} of {CONVERSATIONS}, disk on: every turn is a hit"
+            held[line] = arm["turns_hit"] == arm["turns"]
         else:
-            least = TARGET * arm["capacity"] / conversations
-            held[f"{arm['capacity']} of {conversations}, disk off: hit rate at least {least:.2f}"] = (
-                arm["hit_rate"] >= least
-            )
+            least = TARGET * arm["capacity"] / CONVERSATIONS
+            line = f"{arm['capacity']} of {CONVERSATIONS}, disk off: hit rate at least {least:.2f}"
+            held[line] = arm["hit_rate"] >= least
     return held
 
 
-def play_arm(model: str, workload: Workload, capacity: int, in_hbm: int, policy: str, disk: bool) -> dict[str, Any]:
-    """One arm. `capacity` and `in_hbm` count conversations of final length; HBM has a page more, into which the first
-    rows of a turn may have to be copied."""
+def play_arm(capacity: int, policy: str, disk: bool) -> dict[str, Any]:
+    """One arm. `capacity` counts conversations of final length; HBM has a page more, into which the first rows of a
+    turn may have to be copied."""
+    model = str(BUNDLED)
     with tempfile.TemporaryDirectory(prefix="reprise-rotation-") as directory:
-        engine = InProcess(
-            config(
-                model,
-                {
-                    "model.max_context": workload.final_tokens,
-                    "cache.policy": policy,
-                    "cache.hbm_tokens": in_hbm * workload.final_tokens + BLOCK,
-                    "cache.dram_gib": (capacity - in_hbm) * workload.final_tokens * kv_bytes_per_token(model) / GIB,
-                    "cache.disk_gib": 1 if disk else 0,
-                    "cache.disk_dir": directory,
-                },
-            )
-        )
-        try:
-            played = play(engine, workload, vocabulary_of(model))
-        finally:
-            engine.close()
+        settings: dict[str, str | int | float] = {
+            "model.max_context": FINAL_TOKENS, "cache.policy": policy,
+            "cache.hbm_tokens": IN_HBM * FINAL_TOKENS + BLOCK,
+            "cache.dram_gib": (capacity - IN_HBM) * FINAL_TOKENS * kv_bytes_per_token(model) / GIB,
+            "cache.disk_gib": 1 if disk else 0, "cache.disk_dir": directory,
+        }  # fmt: skip
+        with InProcess(config(model, settings)) as engine:
+            played = play(engine, model)
         stats = engine.stats()
-    arm = {"policy": policy, "capacity": capacity, "in_hbm": in_hbm, "disk": disk, **summarize(played)}
+    arm = {"policy": policy, "capacity": capacity, "in_hbm": IN_HBM, "disk": disk, **summarize(played)}
     return {**arm, "evictions": stats.evictions, "load_failures": stats.load_failures}
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    conversations = result["settings"]["conversations"]
-    table = Table(title="Hit rate in tokens, turns from the third on", title_justify="left")
-    for heading in ("HBM + DRAM hold", "of them HBM", "disk", "policy", "hit rate", "last turn", "turns hit",
-                    "hbm / dram / disk", "missed"):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for arm in result["arms"]:
-        split = " / ".join(str(arm["tokens_by_tier"].get(tier, 0)) for tier in ("hbm", "dram", "disk"))
-        table.add_row(
-            f"{arm['capacity']} of {conversations}", str(arm["in_hbm"]), "on" if arm["disk"] else "off", arm["policy"],
-            f"{arm['hit_rate']:.3f}", f"{list(arm['hit_rate_by_turn'].values())[-1]:.3f}",
-            f"{arm['turns_hit']}/{arm['turns']}", split,
-            ", ".join(f"{reason} {tokens}" for reason, tokens in arm["missed_tokens"].items()) or "-",
-        )  # fmt: skip
-    console.print(table)
+    left_out = ("hit_rate_by_turn", "in_hbm", "turns", "evictions", "load_failures")
+    rows = [{key: value for key, value in arm.items() if key not in left_out} for arm in result["arms"]]
+    show_rows(console, "Hit rate in tokens, turns from the third on", rows)
 
 
 def measure(run: Run) -> dict[str, Any]:
-    arguments = run.arguments
-    workload = Workload(arguments.conversations, arguments.turns, arguments.user_tokens, arguments.new_tokens)
-    wanted = [(c, d, p) for c in arguments.capacities for d in (False, True) for p in arguments.policies]
-    arms = [
-        play_arm(arguments.model, workload, capacity, arguments.in_hbm, policy, disk)
-        for capacity, disk, policy in run.track(wanted, "arms")
-    ]
+    wanted = [(c, p, d) for c in run.arguments.capacities for d in (False, True) for p in run.arguments.arms]
+    arms = [play_arm(*arm) for arm in run.track(wanted, "arms")]
     settings = {
-        "model": arguments.model, "conversations": workload.conversations, "turns": workload.turns,
-        "user_tokens": workload.user_tokens, "new_tokens": workload.new_tokens,
-        "final_tokens": workload.final_tokens, "counted_from_turn": COUNTED_FROM,
+        "conversations": CONVERSATIONS, "turns": TURNS, "user_tokens": USER_TOKENS, "new_tokens": NEW_TOKENS,
+        "final_tokens": FINAL_TOKENS, "counted_from_turn": COUNTED_FROM,
     }  # fmt: skip
-    return {"settings": settings, "held": verdicts(arms, workload.conversations), "arms": arms}
+    return {"settings": settings, "held": verdicts(arms), "arms": arms}
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--model", default=str(BUNDLED), help="model directory; default: the bundled one")
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--user-tokens", type=int, default=40)
-    parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--capacities", type=int, nargs="+", default=[4, 6, 7], help="conversations in HBM + DRAM")
-    parser.add_argument("--in-hbm", type=int, default=2, help="conversations of these in HBM")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
 
 
 def hit_rate(capacity: int) -> Callable[[Result], float | None]:
@@ -198,9 +152,9 @@ def hit_rate(capacity: int) -> Callable[[Result], float | None]:
 
 
 EXPERIMENT = Experiment(
-    name="rotation", about=__doc__, measure=measure, show=show, options=options,
+    name="rotation", about=__doc__, measure=measure, show=show, options=options, arms=POLICIES,
     quick=Quick(
-        options={"policies": [POLICIES[0]], "capacities": [4, 7]},
+        options={"arms": [POLICIES[0]], "capacities": [4, 7]},
         figures=[Figure(f"hit rate, {n} of 8, no disk", hit_rate(n), 1.03, more_is_better=True) for n in (4, 7)],
     ),
 )  # fmt: skip

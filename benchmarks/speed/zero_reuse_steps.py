@@ -1,20 +1,22 @@
-"""Where the processor time goes that a cache costs of which nobody profits: `zero_reuse` under a magnifying glass.
+"""What saving costs where nothing is ever reused: processor time of `attentionstore` against `recompute`.
 
-    python -m benchmarks.speed.zero_reuse_steps [--starts 16] [--rounds 25]
+    python -m benchmarks.speed.zero_reuse_steps [--starts 16] [--rounds 25] [--codec transform]
 
-The same requests, new from their first token on, but the engines that are compared live in this one process, have the
-weights and the compiled kernels in common, and take turns step by step. From one process to the next, weights and code
-lie elsewhere in memory, and from one second to the next a shared machine is faster or slower: each is worth several
-per cent of a request, which `zero_reuse` has to average away. Here both meet all engines alike; a request's ratio has a
-fifth of the spread. What each engine has for itself lies elsewhere too, for good: of two of the same mode in one
-process, either may be dearer by one or two per cent. So it is all done in many processes, one after the other.
+Every prompt is new, from its first token on: 300 to 900 random tokens, and an answer of 32 to 64. Nothing is ever found
+in a cache, but everything is saved to DRAM and written to disk; `no-disk` saves to DRAM alone. HBM is small, so that
+blocks leave it all the time.
+
+The engines that are compared live in one process, have the weights and the compiled kernels in common, and take turns
+step by step. From one process to the next, weights and code lie elsewhere in memory, and from one second to the next a
+shared machine is faster or slower: each is worth several per cent of a request. Here both meet all engines alike. What
+each engine has for itself lies elsewhere too: of two of the same mode in one process, either may be dearer by one or
+two per cent. So it is all done in many processes, one after the other.
 
 What is left out is what all modes do alike: messages between the processes, the heartbeat, and how long the threads of
-the kernels spin after the last step before they sleep, which here would be charged to whoever still has to write.
-Processor time is that of the whole process: one engine works at a time, and each is waited for until it has written all
-it wants to. `submit`: the request arrives. `prompt`, `answer`: steps to the first token, and the others. `rest`: saves
-and writes after the last step, in turns as far apart as a server's that is idle but for them. What is saved to is in
-memory beforehand, as after some idle seconds of a server.
+the kernels spin after the last step. Processor time is that of the whole process: one engine works at a time, and each
+is waited for until it has written all it wants to. `submit`: the request arrives. `prompt`, `answer`: steps to the
+first token, and the others. `rest`: saves and writes after the last step. What is saved to is in memory beforehand, as
+after some idle seconds of a server.
 
 Held: of the sums over all starts and rounds, attentionstore / recompute is at most 1.03. The interval is of 95 %, by
 bootstrap over the starts, and over the requests of each.
@@ -38,25 +40,35 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, vocabulary_of
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import interval
-from benchmarks.speed.zero_reuse import ARMS, COMPUTING, HBM_TOKENS, LIMIT, MODELS, SETTINGS, STORING
+from benchmarks.harness.tables import show_rows
 from reprise.engine.process.collector import Collector
 from reprise.engine.process.loop import MOVING_POLL_MS
 from reprise.loadgen.percentile import percentile
 from reprise.model.directories import BUNDLED
 
-PART = "--part"  # a process that does one start: its number, the file it writes, the rounds of each model
+ARMS: dict[str, dict[str, str | int]] = {
+    "attentionstore": {"cache.mode": "attentionstore"},
+    "recompute": {"cache.mode": "recompute"},
+    "no-disk": {"cache.mode": "attentionstore", "cache.disk_gib": 0},
+}
+STORING, COMPUTING = "attentionstore", "recompute"  # the two that are held against each other
+LIMIT = 1.03
+MODELS = ("bundled", "125m")
+SETTINGS: dict[str, str | int | float] = {
+    "model.max_context": 1024, "cache.dram_gib": 0.25, "cache.disk_gib": 4, "cache.hbm_tokens": 4096,
+    "scheduler.policy": "car-hidden", "scheduler.max_seqs": 32, "scheduler.itl_target_ms": 100,
+}  # fmt: skip
+PART = "--part"  # a process that does one start: its number, the file it writes, the codec, the rounds of each model
 STAGES = ("submit", "prompt", "answer", "rest")
 WARM_UP = 3  # requests that do not count
 SPIN_S = 0.02  # in which threads that wait for a next step have gone to sleep
 IDLE_S = 6.0  # before the first, in which memory is made ready
 RESAMPLES = 2000
-WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +138,12 @@ def come_to_rest(engine: InProcess) -> None:
         select.select([engine.engine.bell], [], [], MOVING_POLL_MS / 1e3)
 
 
-def play(model: str, path: str, start: int, rounds: int, directory: Path) -> list[Spent]:
+def play(model: str, path: str, codec: str, start: int, rounds: int, directory: Path) -> list[Spent]:
     """In this process. Raises TurnFailed."""
     arms: dict[str, InProcess] = {}
     for arm, differs in ARMS.items():
-        arms[arm] = InProcess(
-            config(
-                path,
-                {
-                    **SETTINGS,
-                    "model.max_context": WINDOW,
-                    "cache.hbm_tokens": HBM_TOKENS,
-                    "cache.disk_dir": str(directory / arm),
-                    "scheduler.policy": "car-hidden",
-                    "scheduler.max_seqs": 32,
-                    "scheduler.itl_target_ms": 100,
-                    **differs,
-                },
-            )
-        )
+        own = {"cache.codec": codec, "cache.disk_dir": str(directory / arm)}
+        arms[arm] = InProcess(config(path, {**SETTINGS, **own, **differs}))
         arms[arm].share_weights(next(iter(arms.values())))
     gc.collect()
     collector = Collector()
@@ -214,24 +213,15 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    rows = result["summary"]
-    table = Table(title="Processor time without any reuse, ms a request", title_justify="left")
-    for heading in ("", "requests", *STAGES, "ratio", "95 % interval", "quartiles"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['model']} {row['arm']}", str(row["requests"]), *(f"{row[f'{stage}_ms']:.2f}" for stage in STAGES),
-            f"{row['ratio']:.3f}", f"{row['ratio_low']:.3f} - {row['ratio_high']:.3f}",
-            f"{row['ratio_p25']:.3f} {row['ratio_p50']:.3f} {row['ratio_p75']:.3f}",
-        )  # fmt: skip
-    console.print(table)
-    for row in rows:
-        if row["arm"] != COMPUTING:
-            each = ", ".join(f"{ratio:.3f}" for ratio in row["ratio_by_start"])
-            console.print(f"{row['model']} {row['arm']}, by start: {each}", highlight=False)
+    rows = {f"{row['model']} {row['arm']}": row for row in result["summary"]}
+    left_out = {"model", "arm", "cached_tokens"}
+    show_rows(
+        console, "Processor time without any reuse, a request",
+        {name: {key: value for key, value in row.items() if key not in left_out} for name, row in rows.items()},
+    )  # fmt: skip
 
 
-def measure_start(start: int, rounds: Mapping[str, int]) -> list[Spent]:
+def measure_start(start: int, codec: str, rounds: Mapping[str, int]) -> list[Spent]:
     """All models that get requests, in this process."""
     spent: list[Spent] = []
     with tempfile.TemporaryDirectory(prefix="reprise-zero-reuse-") as name:
@@ -241,32 +231,31 @@ def measure_start(start: int, rounds: Mapping[str, int]) -> list[Spent]:
             if count and model != "bundled":
                 path = directory / "model"
                 make_model(path, SHAPES[model], seed=0)
-            spent += play(model, str(path), start, count, directory / model) if count else []
+            spent += play(model, str(path), codec, start, count, directory / model) if count else []
     return spent
 
 
-def measure_apart(start: int, rounds: Mapping[str, int], directory: Path) -> list[Spent]:
+def measure_apart(start: int, codec: str, rounds: Sequence[int], directory: Path) -> list[Spent]:
     """In a process of its own. Raises CalledProcessError."""
     part = directory / "part.json"
-    counts = [str(rounds[model]) for model in MODELS]
-    command = (sys.executable, "-m", "benchmarks.speed.zero_reuse_steps", PART, f"{start}", f"{part}", *counts)
-    subprocess.run(command, check=True)
+    words = (PART, str(start), str(part), codec, *map(str, rounds))
+    subprocess.run((sys.executable, "-m", "benchmarks.speed.zero_reuse_steps", *words), check=True)
     return msgspec.json.decode(part.read_bytes(), type=list[Spent])
 
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    rounds = dict(zip(MODELS, (arguments.rounds, arguments.large_rounds), strict=True))
     spent: list[Spent] = []
     for start in run.track(range(arguments.starts), "starts"):
-        spent += measure_apart(start, rounds, run.directory)
+        spent += measure_apart(start, arguments.codec, (arguments.rounds, arguments.large_rounds), run.directory)
     rows = summarize(spent)
-    return {"held": verdicts(rows), "summary": rows, "requests": [asdict(one) for one in spent]}
+    return {"codec": arguments.codec, "held": verdicts(rows), "summary": rows, "requests": [asdict(s) for s in spent]}
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--starts", type=int, default=16, help="processes, one after the other")
     parser.add_argument("--large-rounds", type=int, default=2, help="and of the 125 M shape; 0: leave it out")
+    parser.add_argument("--codec", choices=("raw", "transform"), default="raw", help="of KV below HBM")
 
 
 def ratio_of_bundled(result: Result) -> float | None:
@@ -275,7 +264,8 @@ def ratio_of_bundled(result: Result) -> float | None:
 
 
 EXPERIMENT = Experiment(
-    name="zero_reuse_steps", about=__doc__, measure=measure, show=show, options=options, rounds=25,
+    name=lambda arguments: "zero_reuse_steps" + (f"_{arguments.codec}" if arguments.codec != "raw" else ""),
+    about=__doc__, measure=measure, show=show, options=options, rounds=25,
     rounds_help="requests to each engine of the bundled model in each",
     quick=Quick(
         options={"starts": 1, "rounds": 12, "large_rounds": 0},
@@ -287,8 +277,8 @@ EXPERIMENT = Experiment(
 if __name__ == "__main__":
     if sys.argv[1:2] == [PART]:
         as_engine_process()
-        number, file, *counts = sys.argv[2:]
-        found = measure_start(int(number), dict(zip(MODELS, map(int, counts), strict=True)))
+        number, file, codec, *counts = sys.argv[2:]
+        found = measure_start(int(number), codec, dict(zip(MODELS, map(int, counts), strict=True)))
         Path(file).write_bytes(msgspec.json.encode(found))
     else:
         raise SystemExit(EXPERIMENT.main())

@@ -127,8 +127,14 @@ def test_what_is_expected_is_said_line_by_line():
 
 
 def test_a_command_is_as_it_would_be_typed_in_the_checkout():
-    words = [str(ROOT / "benchmarks" / "speed" / "itl.py"), "--model", str(ROOT / "model" / "bundled"), "--rounds", "2"]
-    assert command_line(words) == "python -m benchmarks.speed.itl --model model/bundled --rounds 2"
+    words = [
+        str(ROOT / "benchmarks" / "speed" / "modes.py"),
+        "--model",
+        str(ROOT / "model" / "bundled"),
+        "--rounds",
+        "2",
+    ]
+    assert command_line(words) == "python -m benchmarks.speed.modes --model model/bundled --rounds 2"
     words = [str(ROOT / "benchmarks" / "fleet" / "__main__.py"), "kills"]
     assert command_line(words) == "python -m benchmarks.fleet kills"
 

@@ -1,19 +1,17 @@
 """Tests statistics of samples against values worked out by hand."""
 
 import random
-from functools import partial
 
-from benchmarks.harness.measures import interval, ratio, rounded
-from benchmarks.speed.zero_reuse import resampled_median
+from benchmarks.harness.measures import interval, median_interval, ratio, rounded
 
 
 def test_the_interval_of_a_median_gets_narrow_with_many_samples() -> None:
     rng = random.Random(2)
     few, many = ([rng.gauss(1.02, 0.05) for _ in range(count)] for count in (5, 200))
-    assert interval(partial(resampled_median, [1.5] * 4), 100) == (1.5, 1.5)
-    low, high = interval(partial(resampled_median, many), 500)
+    assert median_interval([1.5] * 4, 100) == (1.5, 1.5)
+    low, high = median_interval(many, 500)
     assert low < 1.02 < high
-    lower, higher = interval(partial(resampled_median, few), 500)
+    lower, higher = median_interval(few, 500)
     assert 0 < 3 * (high - low) < higher - lower
 
 

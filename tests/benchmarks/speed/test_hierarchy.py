@@ -1,0 +1,92 @@
+"""Tests what the rotation of conversations over the tiers concludes, and how results become tables."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from benchmarks.figures.tiers import tier_sections
+from benchmarks.harness.make_model import BUNDLED
+from benchmarks.harness.result_files import load
+from benchmarks.speed import hierarchy, rotation
+from benchmarks.speed.hierarchy import Sample, Shape, Writer
+from benchmarks.speed.rotation import Played
+
+
+def sample(arm: str, ttft_ms: float, turn: int = 4, conversation: int = 0, history: int = 90, **tokens: int) -> Sample:
+    counts = {"hbm": 0, "dram": 0, "disk": 0, "computed": 100, **tokens}
+    return Sample(arm, 0, conversation, turn, ttft_ms, 10.0, sum(counts.values()), history, counts)
+
+
+def test_ratios_are_those_of_the_same_turn_of_the_same_conversation():
+    samples = [sample("attentionstore", ms, conversation=n) for n, ms in enumerate([10.0, 30.0, 20.0])]
+    samples += [sample("recompute", ms, conversation=n) for n, ms in enumerate([100.0, 100.0])]
+    samples.append(sample("recompute", 1.0, turn=3))
+    ratio = hierarchy.paired_ratio(samples, "attentionstore", "recompute", 4)
+    assert ratio == {"of_medians": 0.2, "median": 0.2, "min": 0.1, "max": 0.3, "pairs": 2}
+    assert hierarchy.paired_ratio(samples, "attentionstore", "ample", 4) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "ample", "held"), [(15, 12, [True, True]), (16, 13, [False, True]), (14, 11, [True, False])]
+)
+def test_the_hierarchy_is_held_against_its_alternatives_at_the_last_turn(ours, ample, held):
+    samples = [sample("attentionstore", ours), sample("recompute", 100), sample("ample", ample)]
+    samples += [sample(arm, 500, turn=turn) for arm in ("attentionstore", "recompute") for turn in (1, 2, 3)]
+    assert list(hierarchy.verdicts(hierarchy.summarize(samples, turns=4), turns=4).values()) == held
+
+
+def test_new_tokens_that_happened_to_be_cached_are_no_history():
+    some = [
+        sample("disk", 10.0, history=90, disk=60, computed=40),
+        sample("disk", 10.0, history=90, disk=95, computed=5),
+    ]
+    assert hierarchy.describe(some)["reused_of_history"] == round((60 + 90) / 180, 4)
+
+
+def test_a_message_has_the_tokens_that_were_asked_for():
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    for wanted in (1, 130, 1000):
+        text = Writer(tokenizer, seed=1).message(wanted)
+        assert abs(len(tokenizer.encode(text).ids) - wanted) <= 1
+
+
+def test_the_final_length_of_a_conversation():
+    # 1000 + 3 * 140 + 4 * 100 = 1820, in blocks of 32: 57.
+    assert Shape(8, 1000, 140, 100, 4).final_tokens == 57 * 32
+    assert rotation.FINAL_TOKENS == 768
+
+
+@pytest.mark.parametrize(
+    ("ms", "tier", "held"), [(11, "dram", [True, True]), (12, "dram", [True, False]), (11, "disk", [False, True])]
+)
+def test_a_coded_dram_is_held_to_hold_everything_and_to_be_fast(ms, tier, held):
+    samples = [sample("ample", 10.0, hbm=100, computed=10), sample("coded", ms, computed=10, **{tier: 100})]
+    assert list(hierarchy.verdicts(hierarchy.summarize(samples, turns=4), turns=4).values()) == held
+
+
+def played(turn: int, history: int, found: int) -> Played:
+    return Played(turn, history, found, {"hbm": found, "dram": 0, "disk": 0}, {"evicted": history - found})
+
+
+def test_hit_rates_count_tokens_from_the_third_turn_on():
+    summary = rotation.summarize([played(2, 100, 0), played(3, 100, 100), played(4, 300, 100)])
+    assert (summary["hit_rate"], summary["turns"], summary["turns_hit"]) == (0.5, 2, 1)
+    assert summary["hit_rate_by_turn"] == {3: 1.0, 4: round(1 / 3, 4)}
+    assert summary["missed_tokens"] == {"evicted": 200}
+
+
+@pytest.mark.parametrize(("rate", "hits", "held"), [(0.61, 80, [True, True]), (0.59, 79, [False, False])])
+def test_a_tier_slightly_too_small_is_held_against_its_share(rate, hits, held):
+    arms = [
+        {"policy": "lookahead", "capacity": 6, "disk": disk, "hit_rate": rate, "turns": 80, "turns_hit": hits}
+        for disk in (False, True)
+    ]
+    arms.append({**arms[0], "policy": "lru", "hit_rate": 0.0})
+    assert list(rotation.verdicts(arms).values()) == held
+
+
+def test_committed_results_become_tables_and_figures(tmp_path):
+    text = "\n".join(tier_sections(load, lambda result: "footer", tmp_path))
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("hierarchy", "overlap"))
+    assert "`attentionstore`, after a restart" in text
+    assert "| 6 of 8 | on | lru |" in text
+    assert tier_sections(lambda name: None, lambda result: "", tmp_path) == []
