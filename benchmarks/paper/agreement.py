@@ -27,11 +27,11 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, target_of
 from benchmarks.harness.servers import ServerProcess, serve
+from benchmarks.harness.tables import show_rows
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.loadgen.measure import load_run, summary
 from reprise.loadgen.measure.sender import TurnResult
@@ -256,11 +256,7 @@ def verdicts(first: dict[str, Any], second: dict[str, Any], simulated: dict[str,
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table("", "turns", "prompt tokens", "TTFT ms", *(f"{tier}, %" for tier in TIERS))
-    for name, run in result["runs"].items():
-        hits = [f"{run['hit_points'][tier]:.2f}" for tier in TIERS]
-        table.add_row(name, str(run["turns"]), f"{run['prompt_tokens']:,}", f"{run['ttft_ms']:.1f}", *hits)
-    console.print(table)
+    show_rows(console, "Tokens hit in % of prompt tokens, and mean TTFT", result["runs"])
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.tables import show_rows
 from reprise.loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
 from reprise.loadgen.codec import RAW, CodedKV
 from reprise.loadgen.workloads.traces import TraceRequest, read
@@ -75,13 +75,7 @@ def held(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def show(console: Console, result: Any) -> None:
-    shown = Table("policy", "room, raw tokens", "KV", "blocks hit", *(f"load from {disk}, ms" for disk in DISKS))
-    for found in result["rows"]:
-        loads = (f"{milliseconds:,.0f}" for milliseconds in found["load_ms"].values())
-        shown.add_row(
-            found["policy"], f"{found['capacity_tokens']:,}", found["kv"], f"{found['block_hit_rate']:.4f}", *loads
-        )
-    console.print(shown)
+    show_rows(console, "Blocks hit, and the time to load what a request hits", result["rows"])
 
 
 def options(parser: ArgumentParser) -> None:

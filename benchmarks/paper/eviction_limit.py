@@ -21,6 +21,7 @@ import random
 from argparse import ArgumentParser
 from bisect import bisect
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.tables import show_rows
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 from reprise.loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_blocks
@@ -126,17 +128,23 @@ def _gap(hazards: list[float], rng: random.Random) -> float | None:
     return None
 
 
-def closed(recorded: Recorded, seed: int, capacity_tokens: int) -> dict[str, float]:
-    """Shares of the gap between LRU and Belady, by who ranks."""
-    requests = world(recorded, seed)
-    half = bisect([request.at_s for request in requests], recorded.span_s)
+def closed(requests: list[TraceRequest], half: int, capacity_tokens: int, models: Mapping[str, ReturnModel | None]
+           ) -> dict[str, float]:  # fmt: skip
+    """Shares of the gap between LRU and Belady from the request `half` on, by who ranks: the policy as a server has it
+    (None), or with the chances of a model that learns no more."""
 
-    def hits(policy: str, returns: ReturnTimes | None = None) -> int:
+    def hits(policy: str, model: ReturnModel | None = None) -> int:
+        returns = None if model is None else _Known(_Frozen(model))
         return sum(hit_blocks(requests, policy, capacity_tokens, returns)[half:])
 
     least, most = hits("lru"), hits("belady")
-    ours = {"learned": hits("default"), "known": hits("default", _Known(_Frozen(recorded.model)))}
-    return {name: (found - least) / (most - least) for name, found in ours.items()}
+    return {name: round((hits("default", model) - least) / (most - least), 4) for name, model in models.items()}
+
+
+def closed_in_world(recorded: Recorded, seed: int, capacity_tokens: int) -> dict[str, float]:
+    requests = world(recorded, seed)
+    half = bisect([request.at_s for request in requests], recorded.span_s)
+    return closed(requests, half, capacity_tokens, {"learned": None, "known": recorded.model})
 
 
 def kinds(requests: list[TraceRequest]) -> list[str]:
@@ -176,16 +184,8 @@ def accounts(requests: list[TraceRequest], capacity_tokens: int) -> dict[str, di
 def hindsight(requests: list[TraceRequest], capacity_tokens: int) -> dict[str, float]:
     """Shares of the gap on the second half, by what the chances were fitted to."""
     half = len(requests) // 2
-
-    def hits(policy: str, returns: ReturnTimes | None = None) -> int:
-        return sum(hit_blocks(requests, policy, capacity_tokens, returns)[half:])
-
-    def fitted(to: list[TraceRequest]) -> int:
-        return hits("default", _Known(_Frozen(fit(to, _PASSES).model)))
-
-    least, most = hits("lru"), hits("belady")
-    ours = {"on the way": hits("default"), "the half scored": fitted(requests[half:]), "all": fitted(requests)}
-    return {name: round((found - least) / (most - least), 4) for name, found in ours.items()}
+    fitted = {"the half scored": fit(requests[half:], _PASSES).model, "all": fit(requests, _PASSES).model}
+    return closed(requests, half, capacity_tokens, {"on the way": None, **fitted})
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -196,15 +196,14 @@ def measure(run: Run) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = {
-            (capacity, seed): pool.submit(closed, recorded, seed, capacity)
+            (capacity, seed): pool.submit(closed_in_world, recorded, seed, capacity)
             for capacity in capacities
             for seed in range(words.worlds)
         }
         lies = {capacity: pool.submit(accounts, requests, capacity) for capacity in capacities}
         known = {capacity: pool.submit(hindsight, requests, capacity) for capacity in capacities}
         for (capacity, seed), job in run.track(list(jobs.items()), "worlds"):
-            shares = {name: round(share, 4) for name, share in job.result().items()}
-            rows.append({"capacity_tokens": capacity, "seed": seed, **shares})
+            rows.append({"capacity_tokens": capacity, "seed": seed, **job.result()})
     means = []
     for capacity in sorted({row["capacity_tokens"] for row in rows}):
         for name in ("learned", "known"):
@@ -219,10 +218,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    for row in result["means"]:
-        capacity, who = row["capacity_tokens"], row["who"]
-        gap = f"{row['mean']:.1%} of the gap, a world {row['sd']:.1%} off"
-        console.print(f"{capacity:>12,} tokens, chances {who}: {gap}")
+    show_rows(console, "Shares of the gap between LRU and Belady, by who ranks", result["means"])
     for half in result["second_half"]:
         console.print(half)
 

@@ -35,49 +35,36 @@ def runs(share: float) -> dict[str, Run]:
     """Every run by name. share: of the paper's sessions and machine."""
     found: dict[str, Run] = {}
 
-    def add(
-        name: str,
-        model: str,
-        *,
-        load: str = "saturated",
-        seed: int = SEEDS[0],
-        machine: Run | None = None,
-        **config: Any,
-    ) -> None:
-        found[name] = {
-            "load": load, "seed": seed, "model": model, "share": share, "machine": machine or {}, "config": config,
-        }  # fmt: skip
+    def add(arm: str, *models: str, load: str = "saturated", seed: int = SEEDS[0], machine: Run | None = None,
+            **config: Any) -> None:  # fmt: skip
+        for model in models:
+            found[f"{model} {arm}"] = {
+                "load": load, "seed": seed, "model": model, "share": share, "machine": machine or {}, "config": config,
+            }  # fmt: skip
 
-    for model in FIGURE_MODELS:
-        add(f"{model} recompute", model, reuse=False)
-        add(f"{model} hbm", model, machine={"hbm_bytes": 10e9, "dram_bytes": 0.0, "disk_bytes": 0.0})
-        add(f"{model} hbm+dram", model, machine={"hbm_bytes": 10e9, "disk_bytes": 0.0})
+    big = "llama-13b"
+    small, no_disk = {"disk_bytes": 2e12}, {"hbm_bytes": 10e9, "disk_bytes": 0.0}
+    add("recompute", *FIGURE_MODELS, reuse=False)
+    add("hbm", *FIGURE_MODELS, machine={**no_disk, "dram_bytes": 0.0})
+    add("hbm+dram", *FIGURE_MODELS, machine=no_disk)
     for name, policy in (("lru", "lru"), ("fifo", "first-come")):
         for terabytes in (2, 10):
-            add(
-                f"llama-13b {name} {terabytes}T",
-                "llama-13b",
-                machine={"disk_bytes": terabytes * 1e12},
-                policy=policy,
-                prefetch=False,
-            )
-    add("llama-13b fifo by insertion 10T", "llama-13b", policy="fifo", prefetch=False)
-    for model in FIGURE_MODELS:
-        add(f"{model} attentionstore", model)
-        for seed in SEEDS[1:]:
-            add(f"{model} attentionstore, seed {seed}", model, seed=seed)
-    add("llama-13b attentionstore 2T", "llama-13b", machine={"disk_bytes": 2e12})
-    add("llama-13b eviction window 2T", "llama-13b", machine={"disk_bytes": 2e12}, eviction_window=True)
-    for model in FIGURE_MODELS:
-        add(f"{model} overflow", model, truncation="coupled")
-    for model in FIGURE_MODELS:
-        add(f"{model} unsaturated recompute", model, load="unsaturated", reuse=False)
-    add("llama-13b unsaturated attentionstore", "llama-13b", load="unsaturated")
-    add("llama-13b unsaturated lru", "llama-13b", load="unsaturated", policy="lru", prefetch=False)
+            disk = {"disk_bytes": terabytes * 1e12}
+            add(f"{name} {terabytes}T", big, machine=disk, policy=policy, prefetch=False)
+    add("fifo by insertion 10T", big, policy="fifo", prefetch=False)
+    add("attentionstore", *FIGURE_MODELS)
+    for seed in SEEDS[1:]:
+        add(f"attentionstore, seed {seed}", *FIGURE_MODELS, seed=seed)
+    add("attentionstore 2T", big, machine=small)
+    add("eviction window 2T", big, machine=small, eviction_window=True)
+    add("overflow", *FIGURE_MODELS, truncation="coupled")
+    add("unsaturated recompute", *FIGURE_MODELS, load="unsaturated", reuse=False)
+    add("unsaturated attentionstore", big, load="unsaturated")
+    add("unsaturated lru", big, load="unsaturated", policy="lru", prefetch=False)
+    window = presets.SHAPES[big].window * presets.SHAPES[big].kv_bytes_per_token
     for ratio in CAPACITIES:
-        window = presets.SHAPES["llama-13b"].window * presets.SHAPES["llama-13b"].kv_bytes_per_token
-        disk = ratio * 3600 * presets.UNSATURATED_RATE * window
-        add(f"llama-13b capacity {ratio}", "llama-13b", load="unsaturated", machine={"disk_bytes": disk}, ttl_s=TTL_S)
+        disk = {"disk_bytes": ratio * 3600 * presets.UNSATURATED_RATE * window}
+        add(f"capacity {ratio}", big, load="unsaturated", machine=disk, ttl_s=TTL_S)
     return found
 
 

@@ -20,9 +20,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.tables import show_rows
 from reprise.loadgen.offload.allocation import allocate
 from reprise.loadgen.offload.generation import Arm, generate
 from reprise.loadgen.offload.hardware import Host, OffloadedModel, opt
@@ -139,76 +139,59 @@ def held(result: dict[str, Any]) -> dict[str, bool]:
 
 
 def show(console: Console, result: Any) -> None:
-    shown = Table("model", "prompt", *(f"{arm}, tokens/s" for arm in ARMS), "hybrid / kv", "hybrid / act")
-    for row in result["rows"]:
-        speeds = row["tokens_per_s"]
-        shown.add_row(
-            row["model"], f"{row['prompt']:,}", *(f"{speeds[arm]:.2f}" for arm in ARMS),
-            f"{speeds['hybrid'] / speeds['kv']:.2f}", f"{speeds['hybrid'] / speeds['act']:.2f}",
-        )  # fmt: skip
-    console.print(shown)
+    rows = {f"{row['model']}, {row['prompt']:,}": row["tokens_per_s"] for row in result["rows"]}
+    show_rows(console, "tokens a second by model and prompt", rows)
     for name in ("hybrid_over", "act_over_kv", "by_model", "kv_per_act", "implied_tflops", "slower_gpu"):
         console.print(f"{name}: {result[name]}", highlight=False)
 
 
 def section(result: dict[str, Any]) -> list[str]:
     """For docs/paper_figures.md."""
-    from benchmarks.paper import plots  # loads matplotlib
+    from benchmarks.figures.panels import table  # loads matplotlib
+    from benchmarks.paper import plots
 
-    over, paper = result["hybrid_over"], result["paper"]
-    slower = result["slower_gpu"]
-    means = [
-        ("hybrid / FlexGen", over["kv"], paper["hybrid_over"]["kv"], slower["hybrid_over"]["kv"]),
-        ("hybrid / activations alone", over["act"], paper["hybrid_over"]["act"], slower["hybrid_over"]["act"]),
-        ("activations alone / FlexGen", result["act_over_kv"], paper["act_over_kv"], slower["act_over_kv"]),
-        *(
-            (f"KV : activations, {model}", result["kv_per_act"][model], ratio, slower["kv_per_act"][model])
-            for model, ratio in paper["kv_per_act"].items()
-        ),
-    ]
-    lines = [
-        "## HybridServe Fig. 12, 15: KV and activations in host memory (RTX 4090)", "",
-        "`python -m benchmarks.paper.hybridserve`: OPT with weights and contexts in host memory, 128 requests at once, "
-        "128 tokens of answer each; geometric means over models and prompts. Nothing is fitted.", "",
-        f"| | simulated | paper | off by | with {SLOWER_FLOPS / 1e12:.0f} TFLOP/s |", "|---|---|---|---|---|",
-        *(f"| {what} | {ours:.2f} | {theirs:.2f} | {ours / theirs - 1:+.0%} | {other:.2f} |"
-          for what, ours, theirs, other in means),
-        "", "| model | prompt | FlexGen, tokens/s | activations alone | hybrid | hybrid over all host memory |",
-        "|---|---|---|---|---|---|",
-        *(f"| {row['model']} | {row['prompt']:,} | " + " | ".join(f"{row['tokens_per_s'][arm]:.1f}" for arm in ARMS)
-          + " |" for row in result["rows"]),
-        "",
-    ]  # fmt: skip
+    over, paper, slower = result["hybrid_over"], result["paper"], result["slower_gpu"]
+    means = {
+        "hybrid / FlexGen": (over["kv"], paper["hybrid_over"]["kv"], slower["hybrid_over"]["kv"]),
+        "hybrid / activations alone": (over["act"], paper["hybrid_over"]["act"], slower["hybrid_over"]["act"]),
+        "activations alone / FlexGen": (result["act_over_kv"], paper["act_over_kv"], slower["act_over_kv"]),
+        **{f"KV : activations, {model}": (result["kv_per_act"][model], ratio, slower["kv_per_act"][model])
+           for model, ratio in paper["kv_per_act"].items()},
+    }  # fmt: skip
+    summed = (
+        [what, f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs - 1:+.0%}", f"{other:.2f}"]
+        for what, (ours, theirs, other) in means.items()
+    )
+    speeds = [row["tokens_per_s"] for row in result["rows"]]
     labels = [f"{row['model'].removeprefix('opt-')}, {row['prompt']}" for row in result["rows"]]
-    idle = [row["gpu_busy"]["kv"] for row in result["rows"]]
     drawn = {
-        name: [row["tokens_per_s"][arm] / row["tokens_per_s"]["kv"] for row in result["rows"]]
+        name: [speed[arm] / speed["kv"] for speed in speeds]
         for name, arm in (("activations alone", "act"), ("hybrid", "hybrid"))
     }
-    lines += plots.bars("hybridserve12", "tokens a second, times FlexGen's", "times", labels, drawn)
     fig_4, ratio = (
         " and ".join(f"{found[what]:.0f}" for found in result["implied_tflops"].values()) for what in ("fig_4", "ratio")
     )
-    lines += [
+    by_prompt = (
+        [row["model"], f"{row['prompt']:,}", *(f"{row['tokens_per_s'][arm]:.1f}" for arm in ARMS)]
+        for row in result["rows"]
+    )
+    heads = "model | prompt | FlexGen, tokens/s | activations alone | hybrid | hybrid over all host memory"
+    return [
+        "## HybridServe Fig. 12, 15: KV and activations in host memory (RTX 4090)", "",
+        "`python -m benchmarks.paper.hybridserve`: OPT, 128 requests at once, 128 tokens of answer each; geometric "
+        "means over models and prompts. Nothing is fitted.", "",
+        *table(f" | simulated | paper | off by | with {SLOWER_FLOPS / 1e12:.0f} TFLOP/s", summed), "",
+        *table(heads, by_prompt), "",
+        *plots.bars("hybridserve12", "tokens a second, times FlexGen's", "times", labels, drawn),
         f"{result['grouped']['model']}, whose heads are grouped: no activations, which would be twice as large as KV.",
         "",
-        "Note: hybrid is at least as fast as either alone everywhere, but its margin over FlexGen is not the paper's. "
-        "FlexGen waits for the link all the time here, so what hybrid gains is traffic, of which the paper itself has "
-        "at most 1.27 and 1.38 times less for batches of 32 and 64 (§5.3). 2.19 times needs a FlexGen that uses "
-        f"{over['kv'] / 2.19:.0%} of the link. The text gives no cause for that, and has its GPU busy for 7.4 to 12.6 "
-        f"% of the time (ours: {min(idle):.1%} to {max(idle):.1%}). Our margin shrinks with larger models, as less of "
-        "their activations fits on the GPU; the paper's grows.",
-        "",
-        "The paper's ratios of KV to activations need a GPU that makes keys and values at "
-        f"{ratio} TFLOP/s (30B and 66B), but the latencies of its Fig. 4 one of at least {fig_4}, beyond the data "
-        "sheet; and with a GPU slow enough for the ratios activations alone are slower than FlexGen, where the paper "
-        "has them 1.61 times as fast. No speed meets all of them. Taken over all host memory, as the paper words it, "
-        "Algorithm 1 leaves the GPU idle with short prompts: much of their activations lies on the GPU, which its "
-        "ratio does not count.",
-        "",
-        "| what | value | from |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in result["assumed"]), "",
+        "Note: FlexGen waits for the link all the time here, so what hybrid gains is traffic, of which the paper "
+        "itself has at most 1.27 and 1.38 times less (§5.3). 2.19 times needs a FlexGen that uses "
+        f"{over['kv'] / 2.19:.0%} of the link. The paper's ratios of KV to activations need a GPU that makes keys and "
+        f"values at {ratio} TFLOP/s (30B and 66B), the latencies of its Fig. 4 one of at least {fig_4}, beyond the "
+        "data sheet. No speed meets all of its numbers.", "",
+        *table("what | value | from", result["assumed"]), "",
     ]  # fmt: skip
-    return lines
 
 
 EXPERIMENT = Experiment(name="hybridserve", about=__doc__, measure=measure, show=show)

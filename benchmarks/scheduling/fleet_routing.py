@@ -28,9 +28,9 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Quick, Run
+from benchmarks.harness.tables import show_rows
 from reprise.loadgen.fleet import books
 from reprise.loadgen.fleet.baselines import VARIANTS
 from reprise.loadgen.fleet.result import FleetResult, summarize
@@ -165,19 +165,14 @@ def held(rows: Sequence[Row]) -> dict[str, bool]:
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    table = Table(title="TTFT in ms; redis, computed: shares of the history, by where it was found")
-    for column in ("part", "replicas", "load", "Redis GB/s", "policy", "p50", "p95", "p99", "moved", "redis",
-                   "computed", "µs/turn"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("part", "policy") else "right")
-    for row in result["rows"]:
-        sent = sum(row["routes"].get(route, 0) for route in ("home", "new", "moved"))
-        table.add_row(
-            row["part"], f"{row['replicas']:,}", f"{row['load']:g}", str(row["redis"]), row["policy"],
-            *(f"{1e3 * row[f'ttft_{name}_s']:,.0f}" for name in ("p50", "p95", "p99")),
-            f"{row['routes'].get('moved', 0) / sent:.1%}", f"{row['tokens']['redis']:.1%}",
-            f"{row['tokens']['computed']:.1%}", str(row["us_per_turn"]),
-        )  # fmt: skip
-    console.print(table)
+    rows = [
+        {name: row[name] for name in ("part", "replicas", "load", "redis", "policy")}
+        | {f"{name}, ms": round(1e3 * row[f"ttft_{name}_s"]) for name in ("p50", "p95", "p99")}
+        | {"moved": row["routes"].get("moved", 0), "from Redis": row["tokens"]["redis"],
+           "computed": row["tokens"]["computed"], "us/turn": row["us_per_turn"]}
+        for row in result["rows"]
+    ]  # fmt: skip
+    show_rows(console, "TTFT; moved turns; shares of the history by where it was found", rows)
 
 
 def options(parser: ArgumentParser) -> None:

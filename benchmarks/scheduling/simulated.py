@@ -29,10 +29,10 @@ from itertools import product
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
+from benchmarks.harness.tables import show_rows
 from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Poisson
 from reprise.cache.stats import ResidencyValue
 from reprise.loadgen.percentile import percentile
@@ -284,25 +284,21 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="TTFT: mean / p50 / p95, longest wait, in ms")
-    for head in ("setting", "arm", "all", *PLACES, "most overtakes", "TPOT p50"):
-        table.add_column(head, overflow="fold")
-    lines = []
     for row in result["rows"]:
-        setting = ", ".join(str(value) for value in list(row.values())[: list(row).index("window")])
-        for arm, values in row["ttft_ms"].items():
-            cells = [values, *(values["by_place"][place] for place in PLACES)]
-            shown = (
-                f"{v['mean']:.0f} / {v['p50']:.0f} / {v['p95']:.0f}, {v['longest_wait']:.0f}" if v["turns"] else "-"
-                for v in cells
-            )
-            table.add_row(setting, arm, *shown, str(values["most_overtakes"]), str(values["tpot_p50"]))
-        for kind, ratios in {"all": row["ratios"], **row["ratios_by_kind"]}.items():
-            for name, values in ratios.items():
-                told = ", ".join(f"{m} {v:.2f} ({low:.2f} to {high:.2f})" for m, (v, low, high) in values.items())
-                lines.append(f"{setting}, {kind}: {name} {told}")
-    console.print(table)
-    console.print("\n".join(lines), highlight=False)
+        setting = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, dict))
+        times = {
+            arm: {**{name: values[name] for name in (*MEASURES, "longest_wait", "most_overtakes", "tpot_p50")},
+                  **{place: "{mean} / {p50} / {p95}, {longest_wait}".format(**found)
+                     for place, found in values["by_place"].items() if found["turns"]}}
+            for arm, values in row["ttft_ms"].items()
+        }  # fmt: skip
+        show_rows(console, f"{setting}: TTFT in ms; by place mean / p50 / p95, longest wait", times)
+        ratios = {
+            f"{name}, {kind}": {measure: f"{v} ({low} to {high})" for measure, (v, low, high) in values.items()}
+            for kind, found in {"all": row["ratios"], **row["ratios_by_kind"]}.items()
+            for name, values in found.items()
+        }
+        show_rows(console, "in units of others (95 % interval)", ratios)
 
 
 def options(parser: ArgumentParser) -> None:

@@ -26,12 +26,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.make_model import SHAPES
 from benchmarks.harness.measures import fail_on, ratio, rounded
 from benchmarks.harness.servers import ServerProcess, serve
+from benchmarks.harness.tables import show_rows
 from benchmarks.scheduling.workloads import DEFAULT
 from reprise.loadgen.measure.sender import Target, TurnResult
 from reprise.loadgen.measure.sender import run as run_workload
@@ -161,18 +161,7 @@ def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="The quiet tenant's time to first token, ms", title_justify="left")
-    for heading in ("policy", "alone p50", "p95", "full step", "bound", "beside the flood p50", "p95", "max",
-                    "requests", "flood p50", "flood/s", "errors"):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for policy, v in result["policies"].items():
-        table.add_row(
-            policy, f"{v['alone_ttft_ms']['p50']:.0f}", f"{v['alone_ttft_ms']['p95']:.0f}", f"{v['full_step_ms']:.0f}",
-            f"{v['bound_ms']:.0f}", *(f"{v['beside_ttft_ms'][name] or 0:.0f}" for name in PERCENTILES),
-            str(v["beside_requests"]), f"{v['flood_ttft_ms']['p50'] or 0:.0f}", f"{v['flood_requests_per_s']:.2f}",
-            str(sum(v["errors"].values())),
-        )  # fmt: skip
-    console.print(table)
+    show_rows(console, "The quiet tenant's time to first token, ms", result["policies"])
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -30,9 +30,7 @@ from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.measures import spread
 from benchmarks.harness.models import NAMES, model_directory
 from benchmarks.harness.tables import show_rows
-from benchmarks.speed.raw_speed import Measure, Worker, engine_measure, read_rate, transformers_arm
-from reprise.app.settings.sources import load_settings
-from reprise.engine.config import EngineConfig
+from benchmarks.speed.raw_speed import Measure, Worker, engine_config, engine_measure, read_rate, transformers_arm
 from reprise.engine.process.child import engine_environment
 
 CASES = ((1, 16), (1, 1000), (8, 16), (8, 1000))
@@ -40,15 +38,6 @@ CASES = ((1, 16), (1, 1000), (8, 16), (8, 1000))
 ENGINE_ARMS = {"gguf": "auto", "gguf bf16": "bf16", "bf16": "bf16", "q8": "q8", "q4": "q4"}
 ARMS = (*ENGINE_ARMS, "transformers")
 WORKER = "--worker"
-
-
-def engine_config(model: str, weights: str) -> EngineConfig:
-    flags = {
-        "model.source": model, "model.dtype": "bfloat16", "model.weights": weights, "engine.device": "cpu",
-        "cache.mode": "recompute", "scheduler.policy": "fcfs", "scheduler.max_seqs": "8",
-        "scheduler.itl_target_ms": "0",
-    }  # fmt: skip
-    return load_settings(flags=flags, environ={}, config=None).engine_config(bytes(32))
 
 
 def work(arm: str, model: str) -> None:
@@ -61,7 +50,7 @@ def work(arm: str, model: str) -> None:
     if arm in ENGINE_ARMS:
         from reprise.engine.build.engine import build_engine
 
-        engine = build_engine(engine_config(model, ENGINE_ARMS[arm]))
+        engine = build_engine(engine_config(model, weights=ENGINE_ARMS[arm]))
         weights, kv_bytes = engine.model.memory_plan["weights"], engine.model.kv_bytes_per_token
         measure = engine_measure(engine)
     else:
@@ -75,7 +64,7 @@ def start(arm: str, model: str) -> Worker:
     """Raises RuntimeError if it does not start."""
     environment = dict(os.environ)
     if arm in ENGINE_ARMS:
-        environment = engine_environment(engine_config(model, ENGINE_ARMS[arm]), os.environ)
+        environment = engine_environment(engine_config(model, weights=ENGINE_ARMS[arm]), os.environ)
     return Worker(arm, [sys.executable, "-m", "benchmarks.speed.cpu_speed", WORKER, arm, model], environment)
 
 

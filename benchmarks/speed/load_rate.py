@@ -143,7 +143,7 @@ def verdicts(rate: dict[str, Any], server: dict[str, Any]) -> dict[str, bool]:
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    rate = offered(arguments.rate, arguments.seconds, arguments.tokens, arguments.gap_ms, 1, run.console)
+    rate = offered(200.0, arguments.seconds, 16, 20.0, 1, run.console)
     server = beside_the_server(arguments.conversations, 4)
     return {"held": verdicts(rate, server), "rate": rate, "server": server}
 
@@ -153,10 +153,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--gap-ms", type=float, default=20.0)
     parser.add_argument("--conversations", type=int, default=20, help="to the real server, of 4 turns")
 
 

@@ -17,8 +17,8 @@ In a round every server gets the same conversations, one server after the other,
 round; the others idle meanwhile. Rounds bring different conversations. A server's requests of all rounds count
 together.
 
-Written: benchmarks/results/modes.json, and with `--html FILE` the servers' reports side by side. Held: every request is
-answered, and from the second turn on attentionstore's TTFT p50 is below that of prefix and of recompute.
+Held: every request is answered, and from the second turn on attentionstore's TTFT p50 is below that of prefix and of
+recompute.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -26,7 +26,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -35,10 +34,11 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
 from benchmarks.harness.servers import ServerProcess, serve
+from benchmarks.harness.tables import show_rows
 from reprise.loadgen.measure import load_run
 from reprise.loadgen.measure.sender import Target, TurnResult
 from reprise.loadgen.measure.summary import Prices, Slo, distribution
-from reprise.loadgen.report import html_page, tables
+from reprise.loadgen.report import tables
 from reprise.loadgen.workloads.synthetic import Distribution
 from reprise.loadgen.workloads.workload import Conversation
 
@@ -50,6 +50,7 @@ ARMS: dict[str, dict[str, str]] = {
 }
 IN_HBM, IN_DRAM, IN_STAGING = 1, 1.5, 0.5  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30
+MOST_TOKENS = 3000  # of a conversation
 MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
 PAUSE_S = 1.0  # between a server's rounds, as their requests are put one after the other
 
@@ -87,9 +88,9 @@ def shifted(result: TurnResult, by_s: float, round_: int) -> TurnResult:
 
 def options_of(arguments: Namespace, round_: int) -> load_run.Options:
     return load_run.Options(
-        source="synthetic", path="", conversations=arguments.conversations, rate=arguments.rate,
-        think=f"fixed:{arguments.think_s}", loop="open", concurrency=0, speed=1.0, scale=arguments.scale,
-        max_context=arguments.max_tokens, answer_tokens=arguments.answer_tokens, system_tokens=0, seed=round_,
+        source="synthetic", path="", conversations=arguments.conversations, rate=1.0,
+        think=f"fixed:{arguments.think_s}", loop="open", concurrency=0, speed=1.0, scale=1.0,
+        max_context=MOST_TOKENS, answer_tokens=32, system_tokens=0, seed=round_,
         duration_s=0.0, warmup_turns=0, warmup_s=0.0, timeout_s=120.0, retries=0,
         distribution=Distribution(max_turns=MOST_TURNS), slo=Slo(1.0, 0.1), prices=Prices(),
     )  # fmt: skip
@@ -126,10 +127,10 @@ def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
 def play(run: Run) -> dict[str, dict[str, Any]]:
     """Server -> its result as `reprise load` writes it."""
     started, arguments, model = datetime.now(UTC), run.arguments, str(run.random_model())
-    settings = {
-        "model.source": model, "model.dtype": "bfloat16", "model.max_context": arguments.max_tokens + 64,
+    settings: dict[str, Any] = {
+        "model.source": model, "model.dtype": "bfloat16", "model.max_context": MOST_TOKENS + 64,
     }  # fmt: skip
-    memory = {name: memory_of(name, arguments.max_tokens, kv_bytes_per_token(model)) for name in ARMS}
+    memory = {name: memory_of(name, MOST_TOKENS, kv_bytes_per_token(model)) for name in ARMS}
     with ExitStack() as stack:
         arms = {
             name: Arm(
@@ -160,8 +161,6 @@ def play(run: Run) -> dict[str, dict[str, Any]]:
 
 def measure(run: Run) -> dict[str, Any]:
     documents = play(run)
-    if run.arguments.html is not None:
-        run.arguments.html.write_text(html_page.render(list(documents), list(documents.values())), encoding="utf-8")
     kept = ("workload", "summary", "by_turn", "later_ttft_ms")
     arms = {name: {part: document[part] for part in kept} for name, document in documents.items()}
     tables.compare(run.console, list(documents), list(documents.values()))
@@ -170,20 +169,13 @@ def measure(run: Run) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Beside the comparison that `measure` prints, for which the whole documents are needed."""
-    for name, arm in result["arms"].items():
-        found = arm["later_ttft_ms"]
-        numbers = ", ".join(f"{p} {tables.number(found[p])}" for p in ("p50", "p95", "p99"))
-        console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
+    rows = {name: arm["later_ttft_ms"] for name, arm in result["arms"].items()}
+    show_rows(console, "TTFT from the second turn on, ms", rows)
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=40, help="in a round")
-    parser.add_argument("--rate", type=float, default=1.0, help="conversations a second")
     parser.add_argument("--think-s", type=float, default=10.0)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the lengths in the paper")
-    parser.add_argument("--max-tokens", type=int, default=3000, help="of a conversation")
-    parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--html", type=Path, help="write the servers' reports side by side")
 
 
 def later_over(other: str) -> Callable[[Result], float | None]:

@@ -45,20 +45,22 @@ Measure = Callable[[list[list[int]]], tuple[float, float]]
 """Prompts -> (seconds to all first tokens, seconds of a decode step)."""
 
 
-def engine_config(model: str, exact: str = "off") -> EngineConfig:
-    flags = {
-        "model.source": model, "model.dtype": "bfloat16", "model.exact": exact, "engine.device": "cpu",
-        "cache.mode": "recompute", "scheduler.policy": "fcfs", "scheduler.max_seqs": str(max(STREAMS)),
-        "scheduler.itl_target_ms": "0", "scheduler.draft_tokens": "0",
+def engine_config(model: str, **flags: str) -> EngineConfig:
+    """flags: of the model, such as `exact` and `weights`."""
+    shared = {
+        "model.source": model, "model.dtype": "bfloat16", "engine.device": "cpu", "cache.mode": "recompute",
+        "scheduler.policy": "fcfs", "scheduler.max_seqs": str(max(STREAMS)), "scheduler.itl_target_ms": "0",
+        "scheduler.draft_tokens": "0",
     }  # fmt: skip
-    return load_settings(flags=flags, environ={}, config=None).engine_config(bytes(32))
+    own = {f"model.{name}": value for name, value in flags.items()}
+    return load_settings(flags=shared | own, environ={}, config=None).engine_config(bytes(32))
 
 
 def engine_arm(model: str, exact: str) -> Measure:
     # Here and not above: the process of vanilla transformers does not load our engine.
     from reprise.engine.build.engine import build_engine
 
-    return engine_measure(build_engine(engine_config(model, exact)))
+    return engine_measure(build_engine(engine_config(model, exact=exact)))
 
 
 def engine_measure(engine: Any) -> Measure:

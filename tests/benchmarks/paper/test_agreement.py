@@ -33,18 +33,6 @@ def test_figures_of_a_run_by_hand():
     assert agreement.outside_s(RESULTS) == pytest.approx(0.01)
 
 
-def test_what_steps_cost_is_taken_at_moments_with_work():
-    def sample(cost, running, steps):
-        terms = {'reprise_step_cost_seconds{term="fixed"}': cost, "reprise_running_requests": running}
-        return terms | {"reprise_steps_total": steps}
-
-    samples = [*(sample(place, 1, place) for place in range(10)), sample(99, 0, 30)]
-    costs = [next(iter(moment.values())) for moment in agreement.moments(samples)]
-    assert costs == [0, 2, 4, 6, 8]
-    assert agreement.moments(samples[1:3] + samples[-1:]) == [sample(1, 0, 30), sample(2, 0, 30)]
-    assert agreement.moments(samples[-1:]) == samples[-1:]
-
-
 def test_the_machine_is_the_server_as_it_was_measured():
     measured = {f'reprise_step_cost_seconds{{term="{term}"}}': 0.001 * place for place, term in enumerate(
         ("fixed", "per_token", "per_row", "per_kilo_pair", "per_kilo_read"), 1
@@ -72,25 +60,6 @@ def test_the_simulator_plays_it_and_reuses_what_it_has():
     assert found["prompt_tokens"] == 250
     assert found["hit_points"]["hbm"] == pytest.approx(100 * 109 / 250)  # but for the last sampled token: it has no KV
     assert found["ttft_ms"] > 10
-
-
-def test_a_machine_that_stood_still_is_no_part_of_what_a_request_costs():
-    machine = VirtualServer(hbm_blocks=640, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
-
-    def results(stalled):
-        return [
-            TurnResult(
-                f"s{n}", 0, 10.0 * n, sent_s=10.0 * n, token_s=[10.0 * n + (5.0 if n < stalled else 0.12)],
-                done_s=10.0 * n + 6, prompt_tokens=100, completion_tokens=2,
-            )
-            for n in range(40)
-        ]  # fmt: skip
-
-    calm = agreement.unknown_s([machine, machine], results(0))
-    (record,) = agreement.played_by(machine, agreement.conversations_of(results(0)[:1])).records
-    assert calm == pytest.approx(0.12 - record.ttft_s)
-    assert agreement.unknown_s([machine], results(2)) == pytest.approx(calm)
-    assert agreement.unknown_s([machine], results(20)) > 1.0
 
 
 def test_what_is_too_far_apart_is_not_held():

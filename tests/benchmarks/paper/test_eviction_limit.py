@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.paper.eviction_limit import Recorded, _Frozen, accounts, closed, fit, hindsight, kinds, world
-from reprise.cache.returns.survival import ReturnModel, bin_end_s, features
+from benchmarks.paper.eviction_limit import Recorded, accounts, hindsight, kinds, world
+from reprise.cache.returns.survival import ReturnModel, bin_end_s
 from reprise.loadgen.blocks.replay import BLOCK_TOKENS
 from reprise.loadgen.workloads.traces import TraceRequest
 
@@ -46,40 +46,6 @@ def test_sessions_come_back_when_the_model_says_and_go_on_from_what_was_there():
             assert after.block_names[:full] == before.block_names[:full]
             assert after.block_names[full] not in before.block_names
     assert returned / len(requests) == pytest.approx(0.5, abs=0.05)
-
-
-def test_a_world_is_its_seed():
-    assert world(recorded(8), 3) == world(recorded(8), 3) != world(recorded(8), 4)
-
-
-def test_what_is_fitted_are_the_recorded_returns():
-    rng = random.Random(0)
-    requests = []
-    for number in range(400):
-        at_s, names = 5.0 * number, (0, 2 * number + 1, 2 * number + 2)
-        requests.append(TraceRequest(at_s, 1500, 40, "", names))
-        if rng.random() < 0.5:
-            names = (*names[:2], *(1000 * more + number for more in (1, 2, 3)))
-            requests.append(TraceRequest(at_s + 70.0, 2200, 30, "", names))
-    requests.sort(key=lambda request: request.at_s)
-    found = fit(requests, 5)
-    assert len(found.first) == 400
-    assert set(found.later[1]) == {(660, 30)}
-    known = features(turn=0, prompt_tokens=1500, grown_tokens=None, answer_tokens=40)
-    hazards = found.model.hazards(known, None, 0)
-    assert hazards[7] == pytest.approx(0.5, abs=0.1)  # 60 to 90 s
-    assert max(hazards[:7]) < 0.05
-
-
-@pytest.mark.bench
-def test_the_known_chances_are_not_learned_over():
-    model = model_of(8)
-    frozen, known = _Frozen(model), features(turn=0, prompt_tokens=1, grown_tokens=None, answer_tokens=None)
-    frozen.learn(known, None, 0, True)
-    assert frozen.hazards(known, None, 0) == model.hazards(known, None, 0)
-    shares = closed(recorded(8), seed=2, capacity_tokens=100 * BLOCK_TOKENS)
-    assert set(shares) == {"learned", "known"}
-    assert all(share <= 1 for share in shares.values())
 
 
 def test_requests_are_told_apart_by_what_they_go_on_from():

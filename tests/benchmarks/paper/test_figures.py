@@ -1,10 +1,12 @@
 """Tests that the runs of the papers' figures are what they claim, and that a share of them is scaled to the whole."""
 
+import json
 from dataclasses import fields
 
 import pytest
 
-from benchmarks.paper.figures import execute, long_documents, runs
+from benchmarks.paper import text
+from benchmarks.paper.figures import FILE, execute, long_documents, runs
 from benchmarks.paper.text import _whole
 from reprise.loadgen.sim import Config, Machine
 
@@ -35,3 +37,16 @@ def test_a_share_is_scaled_to_the_whole():
 def test_reuse_saves_more_of_a_longer_document():
     first, *_, last = (row["attentionstore"]["ttft_s"] / row["recompute"]["ttft_s"] for row in long_documents())
     assert last < first < 0.1
+
+
+def test_the_page_is_written_of_the_committed_runs(tmp_path, monkeypatch):
+    document = json.loads(FILE.read_text(encoding="utf-8"))
+    monkeypatch.setattr(text, "DOCS", tmp_path)
+    monkeypatch.setattr(text.plots, "bars", lambda name, *rest: [f"![](paper/{name}.png)", ""])
+    monkeypatch.setattr(text.plots, "lines", lambda name, *rest: [f"![](paper/{name}.png)", ""])
+    text.write(document)
+    page = (tmp_path / "paper_figures.md").read_text(encoding="utf-8")
+    assert page.count("![](paper/") == 16
+    assert "| LRU, 2T (fitted) | " in page
+    text.write(document | {"runs": {"llama-13b recompute": document["runs"]["llama-13b recompute"]}})
+    assert "## AttentionStore Fig. 21" not in (tmp_path / "paper_figures.md").read_text(encoding="utf-8")

@@ -20,13 +20,6 @@ def test_a_step_changes_one_unknown_and_stays_within_its_bounds(name):
             assert {other for other in STEPS if asdict(step)[other] != asdict(start)[other]} == {name}
 
 
-def test_steps_there_and_back_meet():
-    there = beside(FITTED, list(STEPS), 0.5)
-    assert len(set(there)) == len(there)
-    for step in there:
-        assert any(asdict(back) == pytest.approx(asdict(FITTED)) for back in beside(step, list(STEPS), 0.5))
-
-
 def test_squares_are_of_points_missed_by_the_mean():
     assert squares({point: [rate, rate] for point, rate in POINTS.items()}) == 0
     assert squares({point: [rate - 0.01, rate + 0.03] for point, rate in POINTS.items()}) == pytest.approx(4)

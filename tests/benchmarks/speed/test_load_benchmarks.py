@@ -10,12 +10,6 @@ from benchmarks.speed import load_rate, modes
 from reprise.loadgen.measure.sender import Target, TurnResult, run
 
 
-def test_arrivals_are_offered_at_the_rate():
-    found = load_rate.arrivals(200.0, 30.0, 16, seed=1)
-    assert len(found) == pytest.approx(6000, rel=0.05)
-    assert all(0 < conversation.start_s < 30 for conversation in found)
-
-
 @pytest.mark.parametrize(
     ("sent", "arrived", "client", "failed", "held"),
     [
@@ -48,13 +42,6 @@ def results(ttft_s: float) -> list[TurnResult]:
     return [TurnResult("c", turn, 1.0, 1.0, [1.0 + ttft_s * (turn + 1)], 9.0) for turn in range(3)]
 
 
-def test_rounds_are_put_behind_each_other():
-    later = modes.shifted(results(0.5)[1], 10.0, 2)
-    assert (later.session_id, later.due_s, later.token_s, later.done_s) == ("r2 c", 11.0, [12.0], 19.0)
-    assert later.ttft_s == 1.0
-    assert modes.later_ttft(results(0.5))["p50"] == 1000.0  # of 1.0 and 1.5 s; the first turn does not count
-
-
 @pytest.mark.parametrize(("mine", "failed", "held"), [(0.1, 0, [True] * 3), (0.4, 1, [False, False, True])])
 def test_what_the_modes_conclude(mine, failed, held):
     times = {"attentionstore": mine, "fcfs": 9.0, "prefix": 0.3, "recompute": 0.5}
@@ -66,7 +53,7 @@ def test_what_the_modes_conclude(mine, failed, held):
 
 
 def test_every_round_is_another_workload():
-    words = argparse.Namespace(conversations=3, rate=1.0, think_s=1.0, scale=0.6, max_tokens=3000, answer_tokens=32)
+    words = argparse.Namespace(conversations=3, think_s=1.0)
     first, second = (modes.load_run.workload(modes.options_of(words, round_)).conversations for round_ in range(2))
     assert first != second
     assert all(len(c.turns) <= modes.MOST_TURNS for c in first)

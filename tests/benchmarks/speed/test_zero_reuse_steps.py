@@ -2,18 +2,12 @@
 
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 
-import pytest
-
-from benchmarks.harness.measures import interval
 from benchmarks.speed.zero_reuse_steps import (
     STAGES,
     Request,
     Spent,
-    ratio_of_sums,
-    resampled_ratio,
     serve_all,
     summarize,
     verdicts,
@@ -92,23 +86,6 @@ def test_long_requests_count_more() -> None:
 def test_too_dear_or_not_without_reuse_is_seen() -> None:
     rows = summarize([spent("recompute", 0, 10.0), spent("attentionstore", 0, 10.4, cached=32)])
     assert not any(verdicts(rows).values())
-
-
-def test_the_interval_holds_the_ratio_and_gets_narrow() -> None:
-    few = [(100.0 + 10 * (i % 5), 110.0) for i in range(10)]
-    many = few * 40
-    widths = []
-    for pairs in (few, many):
-        low, high = interval(partial(resampled_ratio, [pairs]), 500)
-        assert low < ratio_of_sums(pairs) < high
-        widths.append(high - low)
-    assert widths[1] < widths[0] / 3
-    assert ratio_of_sums(few) == pytest.approx(120 / 110)
-
-
-def test_where_starts_differ_more_requests_of_each_do_not_make_it_narrow() -> None:
-    low, high = interval(partial(resampled_ratio, [[(100.0, 100.0)] * 1000, [(110.0, 100.0)] * 1000]), 100)
-    assert (low, high) == (1.0, 1.1)
 
 
 def test_starts_are_told_apart() -> None:
