@@ -54,7 +54,15 @@ _USERS = {
     "engine": ["tests/test_faults.py"],
 }
 _FAST_S, _FAR_S = 900, 3600  # for the tests of one stage
-_NOT_COPIED = {".venv", ".git", ".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build"}  # of the top
+_NOT_COPIED = {
+    ".venv",
+    ".git",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "build",
+}  # folders of the top
 _TURNED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -90,8 +98,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of a fault. found_by: the stage of the first test that failed; empty: none did. test: its
-    name; in parentheses: why a stage said nothing."""
+    """The verdict of the tests on a fault. found_by: the stage of the first test that failed; empty: none did. test:
+    its name; in parentheses: why a stage said nothing."""
 
     fault: Fault
     found_by: str
