@@ -48,6 +48,11 @@ POISSON = {
     "First tokens under load": "poisson",
     "First tokens where a queue stands": "poisson_load",
 }
+MOVED = {
+    **{f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}" for name in ("codecs", "selectors", "sparsity")},
+    "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
+}
+"""Programs by the name under which committed results were made, and their names since."""
 
 
 def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -71,11 +76,21 @@ def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
     plt.close(figure)
 
 
+def command_of(result: dict[str, Any]) -> str:
+    """Return the command that makes the result today."""
+    command = str(result["command"])
+    if "--parts perplexity,retrieval" in command:
+        command = command.replace("benchmarks.truncation.truncation", "benchmarks.texts cuts")
+    for before, now in MOVED.items():
+        command = command.replace(f"-m {before} ", f"-m {now} ")
+    return command
+
+
 def machine(result: dict[str, Any]) -> str:
     m = result["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in m["packages"].items() if v)
     return (
-        f"`{result['command']}`; {m['cores']} cores of {m['cpu']}, {m['memory_gib']:.0f} GiB, no GPU; load average at "
+        f"`{command_of(result)}`; {m['cores']} cores of {m['cpu']}, {m['memory_gib']:.0f} GiB, no GPU; load average at "
         f"the end {m['load_average'][0]}; {versions}; commit {m['commit']}; {result['finished'][:10]}."
     )
 

@@ -1,18 +1,12 @@
-"""Draw the committed results of `benchmarks.truncation.truncation`: docs/truncation.png.
-
-python -m benchmarks.figures.truncation
-"""
+"""What a conversation costs and loses when it outgrows the window: a picture and a section of docs/results.md."""
 
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, GREY, load
 
 RESULTS = ("truncation", "truncation_125m", "truncation_text")  # of a part the last counts
 RED = "#dc2626"
@@ -132,16 +126,3 @@ def section(parts: dict[str, Any]) -> list[str]:
 
 def _spread(values: dict[str, float]) -> str:
     return f"{values['p50']:.0f} ({values['min']:.0f} to {values['max']:.0f})"
-
-
-def main() -> None:
-    results = truncation_results()
-    if not results:
-        raise SystemExit("there is no result yet: run benchmarks.truncation")
-    DOCS.mkdir(exist_ok=True)
-    draw(all_parts(results), DOCS / "truncation.png")
-    print(f"written: {DOCS / 'truncation.png'}")
-
-
-if __name__ == "__main__":
-    main()

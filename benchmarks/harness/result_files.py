@@ -55,7 +55,7 @@ def write_result(file: Path, result: Mapping[str, Any]) -> None:
 def command_line(words: list[str]) -> str:
     """Return the command as it would be typed in the checkout. words: `sys.argv` after `python -m`."""
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
-    module = relative[0].removesuffix(".py").replace(os.sep, ".")
+    module = relative[0].removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     return " ".join(["python", "-m", module, *relative[1:]])
 
 
