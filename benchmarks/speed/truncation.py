@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, some_of
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.models import model_directory, name_of, result_name
 from benchmarks.harness.servers import ServerProcess, serve
@@ -274,7 +274,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/")
     standing = [part for part in PARTS if part != "recall"]
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=standing, help="comma-separated")
+    parser.add_argument("--parts", type=some_of(list(PARTS)), default=standing, help="comma-separated")
     parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
     parser.add_argument("--turns", type=int, default=200, help="of the endless conversation")
     parser.add_argument("--max-tokens", type=int, default=32, help="generated per turn")

@@ -8,6 +8,7 @@ does not when given only the assistant's message so far.
 
 import math
 import random
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.harness.experiment import Run
+from benchmarks.harness.experiment import Run, some_of
 from benchmarks.harness.measures import interval, mean_of
+from benchmarks.harness.tables import show_table
 from benchmarks.texts.history import History
-from benchmarks.texts.reading import TEXTS, draw_windows, encoder, held_out
+from benchmarks.texts.reading import TEXTS, draw_windows, encoder, held_out, text_options
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.truncate import Range
 from tools.bundled_model.corpus import TURN_START
@@ -98,37 +101,61 @@ class Question:
     candidates: list[int]
 
 
-class Questions:
-    """The names to ask for in held-out dialogues, in a drawn order, and other dialogues to put around them. Single-
-    threaded; `tried` counts the questions that were put to the model."""
+Answer = tuple[bool, float]
+"""Whether the right name is the likeliest of the candidates, and its log probability among all tokens."""
 
-    def __init__(self, run: Run, accepts: Callable[[Question], bool]) -> None:
-        """accepts: whether a question is to be used. Raises FileNotFoundError where the dialogues are missing."""
-        arguments = run.arguments
-        encode = encoder(arguments.model)
-        dialogues = held_out(arguments.data, "schema_guided", encode)
-        if dialogues is None:
-            raise FileNotFoundError(arguments.data / "dialogues" / "schema_guided.jsonl.gz")
-        self.rng = random.Random(arguments.seed)
-        self.tried = 0
+
+class OtherText:
+    """The dialogues that questions are put among. `rng` draws all that is drawn for a run."""
+
+    def __init__(self, dialogues: Sequence[Sequence[int]], seed: int) -> None:
+        self.rng = random.Random(seed)
         self._text = [token for ids in dialogues for token in ids]
-        tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-        names = name_tokens(tokenizer, set(self._text))
-        opening, answering = encode(TURN_START)[0], encode("assistant")[0]
-        self._found = list(filter(accepts, find_questions(dialogues, names, opening, answering, self.rng)))
-        self.rng.shuffle(self._found)
 
-    def answerable(self, history: History) -> Iterator[Question]:
-        """Yield the questions that the dialogue answers, and nothing else does."""
-        for question in self._found:
-            self.tried += 1
-            if is_answerable(history, question):
-                yield question
-
-    def other_text(self, length: int) -> list[int]:
-        """Draw tokens of other dialogues."""
+    def draw(self, length: int) -> list[int]:
         start = self.rng.randrange(len(self._text) - length)
         return self._text[start : start + length]
+
+
+def ask_names(
+    run: Run,
+    history: History,
+    ask: Callable[[Question, OtherText], dict[str, Answer] | None],
+    accepts: Callable[[Question], bool] = lambda question: True,
+) -> dict[str, Any]:
+    """Ask for names that the dialogue answers and nothing else does, until `--questions` of them count. accepts:
+    whether a question is to be used; ask: the answers by arm, or None if the question does not count."""
+    arguments = run.arguments
+    encode = encoder(arguments.model)
+    run.expect(arguments.questions, "names")
+    dialogues = held_out(arguments.data, "schema_guided", encode)
+    if dialogues is None:
+        raise FileNotFoundError(arguments.data / "dialogues" / "schema_guided.jsonl.gz")
+    others = OtherText(dialogues, arguments.seed)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    names = name_tokens(tokenizer, {token for ids in dialogues for token in ids})
+    opening, answering = encode(TURN_START)[0], encode("assistant")[0]
+    found = list(filter(accepts, find_questions(dialogues, names, opening, answering, others.rng)))
+    others.rng.shuffle(found)
+    counted: list[dict[str, Answer]] = []
+    tried = 0
+    for question in found:
+        if len(counted) == arguments.questions:
+            break
+        tried += 1
+        if is_answerable(history, question) and (answers := ask(question, others)) is not None:
+            counted.append(answers)
+            run.advance()
+    if not counted:
+        raise ValueError("this model answers none of the questions")
+    arms = {
+        arm: {
+            "accuracy": mean_of([one[arm][0] for one in counted]),
+            "mean_logprob": mean_of([one[arm][1] for one in counted]),
+        }
+        for arm in counted[0]
+    }
+    return {"questions": len(counted), "tried": tried, "candidates": CANDIDATES, "arms": arms}
 
 
 def find_questions(
@@ -170,9 +197,8 @@ def name_tokens(tokenizer: Tokenizer, seen: set[int]) -> set[int]:
     }
 
 
-def answer(history: History, message: Sequence[int], candidates: Sequence[int]) -> tuple[bool, float]:
-    """Return whether the first candidate is the likeliest of all after the history and a message, and its log
-    probability among all tokens."""
+def answer(history: History, message: Sequence[int], candidates: Sequence[int]) -> Answer:
+    """Look for the first of the candidates after the history and a message."""
     logprobs = history.score(message)[-1]
     among = logprobs[torch.tensor(candidates)]
     return int(among.argmax()) == 0, float(among[0])
@@ -185,3 +211,46 @@ def is_answerable(history: History, question: Question) -> bool:
         return False
     history.compute(question.history)
     return answer(history, question.message, question.candidates)[0]
+
+
+def cut_options(parser: ArgumentParser, parts: Sequence[str]) -> None:
+    """Add the options of programs that score what follows a cut."""
+    text_options(parser, model="bundled")
+    parser.add_argument("--parts", type=some_of(parts), default=list(parts), help="comma-separated")
+    parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
+    parser.add_argument("--scored", type=int, default=384, help="tokens scored after a cut")
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def measure_parts(
+    run: Run,
+    parts: Mapping[str, Callable[[], dict[str, Any]]],
+    verdicts: Callable[[Mapping[str, Any]], dict[str, bool]],
+) -> dict[str, Any]:
+    """Measure the parts that were asked for. The result is written after each."""
+    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
+    for part in run.arguments.parts:
+        found[part] = parts[part]()
+        result = {"seed": run.arguments.seed, "window": WINDOW, "held": verdicts(found), "parts": found}
+        run.keep(result)
+    return result
+
+
+def show_parts(console: Console, result: dict[str, Any]) -> None:
+    """Print perplexities by text and arm, and names by arm."""
+    for part, found in result["parts"].items():
+        if part == "perplexity":
+            rows: list[Any] = [
+                (text, arm, f"{ppl:.2f}", f"{ratio:.4f}", "{:.4f} to {:.4f}".format(*ratio_95))
+                for text, row in found["texts"].items()
+                for arm, (ppl, _, ratio, ratio_95) in ((arm, one.values()) for arm, one in row["arms"].items())
+            ]
+            missing = f"missing in the data directory: {', '.join(found['missing'])}" if found["missing"] else ""
+            headings = ("text", "arm", "perplexity", "ratio", "95 %")
+            show_table(console, "Perplexity after a cut, and its ratio", headings, rows, caption=missing)
+        else:
+            rows = [(arm, f"{one['accuracy']:.0%}", f"{one['mean_logprob']:.2f}") for arm, one in found["arms"].items()]
+            title = f"Names given before a cut: {found['questions']} questions, {found['candidates']} candidates"
+            show_table(console, title, ("", "right", "mean log probability"), rows)

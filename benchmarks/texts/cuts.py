@@ -19,33 +19,33 @@ often in a row as the cache does that ("AS hops").
 Held: AS within 1 % of TT's perplexity and NKVT at least 10 % above it; AS answers as much as TT, NKVT less.
 """
 
-from argparse import ArgumentParser
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import result_name
-from benchmarks.harness.tables import show_table
 from benchmarks.texts.after_cut import (
-    CANDIDATES,
     KEEP_FIRST,
     MAX_MESSAGE,
     RATIO,
     WINDOW,
-    Questions,
+    Answer,
+    OtherText,
+    Question,
     answer,
+    ask_names,
+    cut_options,
     mean_loss,
+    measure_parts,
     perplexities,
     rows_without,
+    show_parts,
 )
 from benchmarks.texts.history import History, Rows, load_subject
-from benchmarks.texts.reading import text_options
 from reprise.cache.blocks.truncate import plan_cut
 from reprise.cache.tiers.hbm import MAX_HOPS
 from reprise.engine.model.rotations import ModelRotations
@@ -104,58 +104,33 @@ def kept_rows(length: int, reserve: int) -> Tensor:
     return rows_without(length, cuts)
 
 
-def measure_retrieval(run: Run, cutter: Cutter) -> dict[str, Any]:
-    """Return the share of right answers and the mean log probability of the right name, by arm."""
-    history, wanted = cutter.history, run.arguments.questions
-    run.expect(wanted, "retrieval")
-    questions = Questions(run, lambda question: True)
-    length = WINDOW - MAX_MESSAGE
-    rows = kept_rows(length, 2 * MAX_MESSAGE)
-    answers: dict[str, list[tuple[bool, float]]] = defaultdict(list)
-    for question in questions.answerable(history):
-        said = question.history
-        ids = [*questions.other_text(length)[: length - len(said)], *said]
-
-        def score(question: Any = question) -> tuple[bool, float]:
-            return answer(history, question.message, question.candidates)
-
-        history.compute(ids[: len(rows)])  # other dialogues only: what is left to guessing
-        answers[NOT_GIVEN].append(score())
-        saved = history.compute(ids)
-        answers[ALL_KEPT].append(score())
-        for arm, found in cutter.each(ids, saved, rows, score).items():
-            answers[arm].append(found)
-        run.advance()
-        if len(answers[ALL_KEPT]) >= wanted:
-            break
-    if not answers:
-        raise ValueError("this model answers none of the questions")
-    arms = {
-        arm: {
-            "accuracy": sum(right for right, _ in given) / len(given),
-            "mean_logprob": sum(logprob for _, logprob in given) / len(given),
-        }
-        for arm, given in answers.items()
-    }
-    return {"questions": len(answers[ALL_KEPT]), "tried": questions.tried, "candidates": CANDIDATES, "arms": arms}
-
-
 def measure(run: Run) -> dict[str, Any]:
-    arguments, parts = run.arguments, dict[str, Any]()
-    subject = load_subject(arguments.model, torch.float32, arguments.threads)
+    subject = load_subject(run.arguments.model, torch.float32, run.arguments.threads)
     history = History(subject, most_tokens=2 * WINDOW)
     cutter = Cutter(history, ModelRotations(ropes=subject.found.ropes))
+    length = WINDOW - MAX_MESSAGE
+    rows_for_answers = kept_rows(length, 2 * MAX_MESSAGE)
 
     def losses(ids: list[int]) -> dict[str, float]:
         rows = kept_rows(WINDOW, len(ids) - WINDOW - 1)
         return cutter.each(ids, history.compute(ids[:WINDOW]), rows, lambda: mean_loss(history, ids))
 
-    if "perplexity" in arguments.parts:
-        parts["perplexity"] = perplexities(run, losses, "TT")
-        run.keep({"seed": arguments.seed, "held": verdicts(parts), "parts": parts})
-    if "retrieval" in arguments.parts:
-        parts["retrieval"] = measure_retrieval(run, cutter)
-    return {"seed": arguments.seed, "held": verdicts(parts), "parts": parts}
+    def ask(question: Question, others: OtherText) -> dict[str, Answer]:
+        def score() -> Answer:
+            return answer(history, question.message, question.candidates)
+
+        said = question.history
+        ids = [*others.draw(length)[: length - len(said)], *said]
+        history.compute(ids[: len(rows_for_answers)])  # other dialogues only: what is left to guessing
+        guessed = score()
+        saved = history.compute(ids)
+        return {ALL_KEPT: score(), NOT_GIVEN: guessed, **cutter.each(ids, saved, rows_for_answers, score)}
+
+    parts = {
+        "perplexity": lambda: perplexities(run, losses, "TT"),
+        "retrieval": lambda: ask_names(run, history, ask),
+    }
+    return measure_parts(run, parts, verdicts)
 
 
 def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
@@ -173,43 +148,7 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     return held
 
 
-def show_perplexities(console: Console, found: dict[str, Any], base: str) -> None:
-    """Print perplexities by text and arm."""
-    rows = [
-        (text, arm, f"{one['ppl']:.2f}", f"{one[f'ratio_to_{base}']:.4f}",
-         "{:.4f} to {:.4f}".format(*one[f"ratio_to_{base}_95"]))
-        for text, row in found["texts"].items() for arm, one in row["arms"].items()
-    ]  # fmt: skip
-    missing = f"missing in the data directory: {', '.join(found['missing'])}" if found["missing"] else ""
-    headings = ("text", "arm", "perplexity", f"ratio to {base}", "95 %")
-    show_table(console, "Perplexity after a cut", headings, rows, caption=missing)
-
-
-def show(console: Console, result: dict[str, Any]) -> None:
-    parts = result["parts"]
-    if "perplexity" in parts:
-        show_perplexities(console, parts["perplexity"], "tt")
-    if (names := parts.get("retrieval")) is not None:
-        rows = [(arm, f"{one['accuracy']:.0%}", f"{one['mean_logprob']:.2f}") for arm, one in names["arms"].items()]
-        title = f"Names given before a cut: {names['questions']} questions, {names['candidates']} candidates"
-        show_table(console, title, ("", "right", "mean log probability"), rows)
-
-
-def options(parser: ArgumentParser) -> None:
-    cut_options(parser, ("perplexity", "retrieval"))
-
-
-def cut_options(parser: ArgumentParser, parts: Sequence[str]) -> None:
-    """Add the options of programs that score what follows a cut."""
-    text_options(parser, model="bundled")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(parts), help="comma-separated")
-    parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
-    parser.add_argument("--scored", type=int, default=384, help="tokens scored after a cut")
-    parser.add_argument("--questions", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-
-
 EXPERIMENT = Experiment(
-    name=lambda arguments: result_name("truncation_text", arguments.model),
-    about=__doc__, measure=measure, show=show, options=options,
+    name=lambda arguments: result_name("truncation_text", arguments.model), about=__doc__, measure=measure,
+    show=show_parts, options=lambda parser: cut_options(parser, ("perplexity", "retrieval")),
 )  # fmt: skip

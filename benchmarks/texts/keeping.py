@@ -14,31 +14,31 @@ Held: attended answers 15 points more than oldest, and its perplexity is at most
 70 % of the questions.
 """
 
-from argparse import ArgumentParser
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import result_name
-from benchmarks.harness.tables import show_table
 from benchmarks.texts.after_cut import (
     KEEP_FIRST,
     RATIO,
     WINDOW,
+    Answer,
+    OtherText,
     Question,
-    Questions,
     answer,
+    ask_names,
+    cut_options,
     mean_loss,
+    measure_parts,
     perplexities,
     rows_without,
+    show_parts,
 )
-from benchmarks.texts.cuts import cut_options, show_perplexities
 from benchmarks.texts.history import CPU, History, Rows, load_subject
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.truncate import Range, blocks_of, merge_cuts, plan_cut, subtract
@@ -153,58 +153,34 @@ class Asker:
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def answers(
-        self, history: WatchedHistory, question: Question, ids: list[int], other: list[int]
-    ) -> dict[str, bool] | None:
-        """Return arm -> whether the right name comes first; None if the question does not count. ids: the text before
-        the message, with the dialogue in its older half; other: the same without it."""
-        asked = self.asked(question)
+    def answers(self, history: WatchedHistory, question: Question, others: OtherText) -> dict[str, Answer] | None:
+        """Ask for the name after a cut of a window that has the dialogue in its older half, by arm. A question counts
+        if the whole window answers it, and does not without the dialogue."""
+        asked, other, said = self.asked(question), others.draw(HISTORY), question.history
+        place = others.rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(said) + 1)
+        ids = [*other[:place], *said, *other[place + len(said) :]]
 
-        def is_right() -> bool:
-            return answer(history, [*asked, *question.message], question.candidates)[0]
+        def score() -> Answer:
+            return answer(history, [*asked, *question.message], question.candidates)
 
         history.compute(other)
-        guessed = is_right()
+        guessed, _ = score()
         read = history.read(ids)
-        if guessed or not is_right():
+        if guessed or not score()[0]:
             return None
         cuts = {scorer: cut(read, scorer, asked, reserve=RESERVE) for scorer in BLOCK_SCORERS}
         cuts[RECALL] = recall(ids, cuts["oldest"], asked)
-        right = {}
+        found = {}
         for arm, dropped in cuts.items():
             history.place(read.without(dropped))
-            right[arm] = is_right()
-        return right
-
-
-def measure_names(run: Run, history: WatchedHistory) -> dict[str, Any]:
-    """Return the share of right answers by arm."""
-    wanted = run.arguments.questions
-    run.expect(wanted, "names")
-    asker = Asker(Tokenizer.from_file(str(run.arguments.model / "tokenizer.json")))
-    questions = Questions(run, asker.fits)
-    answers: dict[str, list[bool]] = defaultdict(list)
-    for question in questions.answerable(history):
-        other, said = questions.other_text(HISTORY), question.history
-        place = questions.rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(said) + 1)
-        right = asker.answers(history, question, [*other[:place], *said, *other[place + len(said) :]], other)
-        if right is None:
-            continue
-        for arm, is_right in right.items():
-            answers[arm].append(is_right)
-        run.advance()
-        if len(answers["oldest"]) >= wanted:
-            break
-    if not answers:
-        raise ValueError("this model answers none of the questions")
-    arms = {arm: sum(right) / len(right) for arm, right in answers.items()}
-    return {"questions": len(answers["oldest"]), "tried": questions.tried, "arms": arms}
+            found[arm] = score()
+        return found
 
 
 def measure(run: Run) -> dict[str, Any]:
-    arguments, parts = run.arguments, dict[str, Any]()
-    subject = load_subject(arguments.model, torch.float32, arguments.threads)
-    history = WatchedHistory(subject, most_tokens=2 * WINDOW)
+    arguments = run.arguments
+    history = WatchedHistory(load_subject(arguments.model, torch.float32, arguments.threads), most_tokens=2 * WINDOW)
+    asker = Asker(Tokenizer.from_file(str(arguments.model / "tokenizer.json")))
 
     def losses(ids: list[int]) -> dict[str, float]:
         read, found = history.read(ids[:WINDOW]), {}
@@ -213,19 +189,21 @@ def measure(run: Run) -> dict[str, Any]:
             found[scorer] = mean_loss(history, ids)
         return found
 
-    if "perplexity" in arguments.parts:
-        parts["perplexity"] = perplexities(run, losses, "oldest")
-        run.keep({"seed": arguments.seed, "window": WINDOW, "held": verdicts(parts), "parts": parts})
-    if "names" in arguments.parts:
-        parts["names"] = measure_names(run, history)
-    return {"seed": arguments.seed, "window": WINDOW, "held": verdicts(parts), "parts": parts}
+    def ask(question: Question, others: OtherText) -> dict[str, Answer] | None:
+        return asker.answers(history, question, others)
+
+    parts = {
+        "perplexity": lambda: perplexities(run, losses, "oldest"),
+        "names": lambda: ask_names(run, history, ask, asker.fits),
+    }
+    return measure_parts(run, parts, verdicts)
 
 
 def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     """Judge the parts that were run."""
     held: dict[str, bool] = {}
     if "names" in parts:
-        right = parts["names"]["arms"]
+        right = {arm: found["accuracy"] for arm, found in parts["names"]["arms"].items()}
         gained = right["attended"] - right["oldest"]
         held[f"attended answers {BETTER:.0%} of the questions more than oldest"] = gained >= BETTER
         held[f"recall answers {MIN_RECALL:.0%} of the questions"] = right[RECALL] >= MIN_RECALL
@@ -235,20 +213,7 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
-    parts = result["parts"]
-    if "perplexity" in parts:
-        show_perplexities(console, parts["perplexity"], "oldest")
-    if (names := parts.get("names")) is not None:
-        rows = [(arm, f"{share:.0%}") for arm, share in names["arms"].items()]
-        show_table(console, f"Names in the older half: {names['questions']} questions", ("", "right"), rows)
-
-
-def options(parser: ArgumentParser) -> None:
-    cut_options(parser, ("perplexity", "names"))
-
-
 EXPERIMENT = Experiment(
-    name=lambda arguments: result_name("keeping", arguments.model),
-    about=__doc__, measure=measure, show=show, options=options,
+    name=lambda arguments: result_name("keeping", arguments.model), about=__doc__, measure=measure, show=show_parts,
+    options=lambda parser: cut_options(parser, ("perplexity", "names")),
 )  # fmt: skip

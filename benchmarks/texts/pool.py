@@ -134,9 +134,7 @@ def measure(run: Run) -> dict[str, Any]:
 
     groups = [texts[at : at + SIDE_BY_SIDE] for at in range(0, len(texts), SIDE_BY_SIDE)]
     for group in run.track(groups, "texts"):
-        reader.begin(None)
-        for text, ids in enumerate(group):
-            reader.prompt(text, ids[:history].tolist(), 0)
+        reader.fill(group, history)
         whole = reader.read_behind(group, history, pooled("fifo", 1))
         for name, arm in arms.items():
             for plain, found, ids in zip(whole, reader.read_behind(group, history, pooled(*arm)), group, strict=True):

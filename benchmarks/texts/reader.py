@@ -114,6 +114,12 @@ class Reader:
                 for first in range(self._per_text, len(pool), self._per_text):
                     pool[first : first + count] = pool[:count]
 
+    def fill(self, group: Sequence[Tensor], history: int) -> None:
+        """Compute the history of some texts as prompts are."""
+        self.begin(None)
+        for text, ids in enumerate(group):
+            self.prompt(text, ids[:history].tolist(), 0)
+
     def read_behind(self, group: Sequence[Tensor], history: int, selecting: Selecting | None) -> list[Tensor]:
         """Decode what follows a history of some texts, token by token. Returns for each text its log probabilities
         [tokens, vocab], of all but its last token."""

@@ -63,9 +63,7 @@ def score_texts(run: Run, reader: Reader, arms: Mapping[str, Selecting], encode:
         scores: dict[str, list[Quality]] = {name: [] for name in (*arms, "rounding")}
         groups = [texts[at : at + SIDE_BY_SIDE] for at in range(0, len(texts), SIDE_BY_SIDE)]
         for group in run.track(groups, f"texts of {history}"):
-            reader.begin(None)
-            for text, ids in enumerate(group):
-                reader.prompt(text, ids[:history].tolist(), 0)
+            reader.fill(group, history)
             plain = reader.read_behind(group, history, None)
             found = {name: reader.read_behind(group, history, selecting) for name, selecting in arms.items()}
             reader.begin(None)

@@ -15,6 +15,7 @@ from tests.benchmarks.texts.test_programs import failed
 SMALL = {
     activations: ["--tokens", "512", "--rounds", "1"],
     codec: ["--tokens", "64", "--rounds", "1", "--blocks", "2", "--arms", "raw"],
+    int8_pages: ["--tokens", "64", "--rounds", "1"],
     overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5", "--saving-rounds", "0"],
     selectors: ["--contexts", "64", "--rounds", "1", "--steps", "1"],
     weights: ["--rounds", "1"],
@@ -23,7 +24,7 @@ SMALL = {
 
 @pytest.mark.bench
 @pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__.split(".")[-1])
-def test_it_runs_whole(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = "bundled"
     if module in (activations, overlap, weights):
         model = str(tmp_path / "model")
@@ -33,8 +34,13 @@ def test_it_runs_whole(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(overlap, "HISTORIES", (64, 96))
         monkeypatch.setattr(weights, "LAYERS", shape.layers)
         monkeypatch.setattr(weights, "ARMS", {"hbm": None, "1 GB/s": (1.0, 0)})
+    if module is int8_pages:
+        small = {"CASES": ((64, 1), (64, 2)), "PROMPTS": (64,), "TEXT": 128, "WORDS": range(1000, 4000), "SPARE": 512}
+        for name, value in small.items():
+            monkeypatch.setattr(int8_pages, name, value)
     threads = torch.get_num_threads()
-    assert module.EXPERIMENT.main(["--model", model, "--no-result", *SMALL[module]]) in (0, 1)
+    words = ["--model", model, "--no-result", *SMALL[module], *(["--data", str(data)] if module is int8_pages else [])]
+    assert module.EXPERIMENT.main(words) in (0, 1)
     torch.set_num_threads(threads)
 
 

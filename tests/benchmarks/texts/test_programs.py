@@ -1,24 +1,16 @@
 """Runs every program of `benchmarks.texts` whole, in its smallest form, and tests that each judgement can fail."""
 
-import gzip
-import json
-import random
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment
 from benchmarks.harness.make_model import BUNDLED
 from benchmarks.texts import __main__ as programs
 from benchmarks.texts import after_cut, codecs, cuts, drift, keeping, packed_weights, pool, selectors, sparsity
-from tools.bundled_model.corpus import is_held_out
 
-WORDS = "the a sea town and of in he she was went to old small house with long grey light"
-HELD_OUT = [name for name in map(str, range(2000)) if is_held_out(name)]
 SMALL = {
     codecs: ["--tokens", "192"],
     cuts: ["--windows", "1", "--scored", "32", "--questions", "1"],
@@ -29,40 +21,6 @@ SMALL = {
     selectors: ["--texts", "1", "--histories", "128", "--needles", "1"],
     sparsity: ["--texts", "1", "--history", "64"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of drawn words, in which a name is said again."""
-    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
-
-    def said(count: int) -> str:
-        return " ".join(rng.choices(WORDS.split(), k=count))
-
-    def write(name: str, rows: list[dict[str, Any]]) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        with gzip.open(folder / name, "wt", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    turns = [{"role": role, "content": said(40)} for role in ("user", "assistant") * 3]
-    vocabulary = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).get_vocab()
-    names = sorted(token[1:] for token in vocabulary if re.fullmatch("Ġ[A-Z][a-z]{4,}", token))[:12]
-
-    def asked(name: str) -> list[dict[str, str]]:
-        texts = (f"{said(20)} in {name}", said(40), said(20), f"It is in {name}")
-        return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
-
-    write("dialogues/topical_chat.jsonl.gz", [{"id": key, "turns": turns} for key in HELD_OUT])
-    write(
-        "dialogues/schema_guided.jsonl.gz",
-        [{"id": key, "turns": asked(name)} for key, name in zip(HELD_OUT, names, strict=False)],
-    )
-    keys = [key for key in map(str, range(2000)) if is_held_out(f"{key}/0")][:2]  # of books whose first chapter is
-    write("long_docs/books.jsonl.gz", [{"id": key, "text": said(40_000)} for key in keys])
-    (folder / "text").mkdir()
-    with gzip.open(folder / "text/wikitext2_valid.txt.gz", "wt", encoding="utf-8") as file:
-        file.write(said(20_000))
-    return folder
 
 
 def test_every_program_has_a_small_form() -> None:
@@ -76,7 +34,7 @@ def test_it_runs_whole(module: Any, data: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(selectors, "HAYSTACK", 600)
     monkeypatch.setattr(selectors, "SCORED", 4)
     monkeypatch.setattr(after_cut, "is_answerable", lambda history, question: True)
-    right = dict.fromkeys(("oldest", "attended", keeping.RECALL), True)
+    right = dict.fromkeys(("oldest", "attended", keeping.RECALL), (True, -1.0))
     monkeypatch.setattr(keeping.Asker, "answers", lambda *_: right)
     if hasattr(module, "calibration_text"):  # a part of it will do
         parts = [[text[:192] for text in part[:2]] for part in module.calibration_text(BUNDLED / "tokenizer.json")]
@@ -143,7 +101,8 @@ def test_cuts_are_judged() -> None:
 def test_keeping_is_judged() -> None:
     def parts(attended: float, recalled: float, ratio: float) -> dict[str, Any]:
         texts = {"books": {"arms": {"attended": {"ratio_to_oldest": ratio}}}}
-        arms = {"oldest": 0.3, "attended": attended, keeping.RECALL: recalled}
+        right = {"oldest": 0.3, "attended": attended, keeping.RECALL: recalled}
+        arms = {arm: {"accuracy": accuracy} for arm, accuracy in right.items()}
         return {"perplexity": {"texts": texts}, "names": {"arms": arms}}
 
     assert failed(keeping.verdicts(parts(0.46, 0.7, 1.005))) == 0
