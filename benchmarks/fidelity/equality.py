@@ -52,7 +52,7 @@ from benchmarks.harness.experiment import Experiment, Quick, Run, some_of
 from benchmarks.harness.models import activation_bytes_per_token, kv_bytes_per_token, model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 MAX_NEAR_TIES = 0.005
@@ -307,18 +307,16 @@ def summarize(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    sources = (*TIERS, "computed")
-    rows = [
-        (row["mode"], row["returning"], len(row["differences"]), row["near_ties"],
-         *(f"{row['history_shares'].get(source, 0.0):.1%}" for source in sources), row["truncated_tokens"],
-         row["restarts"], len(row["errors"]), f"{row['seconds']:.0f}")
-        for row in result["modes"]
-    ]  # fmt: skip
-    headings = ("mode", "returning turns", "differences", "near-ties", *sources, "cut", "restarts", "errors", "s")
-    show_table(console, "Greedy text against its reference", headings, rows)
+    show_rows(console, "Greedy text against its reference", [*map(_shown, result["modes"])])
     for row in result["modes"]:
         for entry in (*row["differences"], *row["errors"]):
             console.print(row["mode"], entry)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: len(row[name]) for name in ("differences", "errors")}
+    fields_ = ("mode", "returning", "near_ties", "history_shares", "truncated_tokens", "restarts", "seconds")
+    return {name: row[name] for name in fields_} | counts
 
 
 def measure(run: Run) -> dict[str, Any]:

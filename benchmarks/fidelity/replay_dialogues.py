@@ -33,7 +33,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 
 MODES = ("prefix", "recompute")
 MIN_CACHED, MAX_NEAR_TIES = 0.97, 0.005
@@ -196,18 +196,10 @@ def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
 
 
 def show(console: Console, summary: dict[str, Any]) -> None:
-    rows = []
-    for row in summary["by_turn"]:
-        cached = f"{row['cached_tokens'] / row['history_tokens']:.1%}" if row["history_tokens"] else "-"
-        ms = [row[f"{mode}_ttft_ms_p50"] for mode in MODES]
-        ratio = f"{ms[1] / ms[0]:.2f}"
-        rows.append((row["turn"], row["conversations"], f"{row['prompt_tokens_p50']:.0f}", cached, *ms, ratio))
-    headings = ("turn", "conversations", "prompt tokens", "cached of history", *MODES, "recompute / prefix")
-    show_table(console, "Time to first token by turn, p50, ms", headings, rows)
+    show_rows(console, "Time to first token by turn, p50, ms", summary["by_turn"])
     for entry in (*summary["differences"], *summary["errors"]):
         console.print(entry)
-    counts = ("dialogues", "turns", "generated_tokens", "cached_ratio")
-    console.print({name: summary[name] for name in counts})
+    console.print({name: summary[name] for name in ("dialogues", "turns", "generated_tokens", "cached_ratio")})
 
 
 def measure(run: Run) -> dict[str, Any]:

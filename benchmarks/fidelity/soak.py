@@ -30,7 +30,7 @@ from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from reprise.model.directories import BUNDLED
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -311,7 +311,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in result["memory"].items()}
     rows |= {f"idle: {name}": value for name, value in result["idle"].items()}
     title = f"{result['streams']} streams for {result['seconds']:g} s"
-    show_table(console, title, ("what", "how many"), [(what, f"{value:,}") for what, value in rows.items()])
+    show_rows(console, title, {what: {"how many": value} for what, value in rows.items()})
     for entry in (*result["errors"][:20], *result["alone"]["differences"]):
         console.print(entry)
 

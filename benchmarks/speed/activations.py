@@ -33,7 +33,7 @@ from benchmarks.harness.in_process import (
     random_tokens,
     take_turns,
 )
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 
 NEW_TOKENS = 8
 DISK_GBPS = 0.15
@@ -106,18 +106,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    rows = [
-        (
-            name,
-            f"{row['turn_ms']:.1f}",
-            f"{row['first_turn_ms']:.0f}",
-            f"{row['loaded_mb']:.1f}",
-            f"{row['reused']:.0%}",
-        )
-        for name, row in result["arms"].items()
-    ]
-    headings = ("history", "turn, ms", "first turn, ms", "loaded, MB", "reused")
-    show_table(console, f"A turn behind {result['tokens']:,} tokens", headings, rows)
+    show_rows(console, f"A turn behind {result['tokens']:,} tokens", result["arms"])
     console.print(f"K and V are made of activations in {result['share_of_recompute']:.3f} of a recompute")
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, random_tokens
 from benchmarks.harness.models import model_directory, name_of, result_name
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.history import load_subject
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.engine.codec.calibration import FIRST_STEPS, statistics
@@ -164,17 +164,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: Any) -> None:
-    core = result["core"]
-    shown = ", ".join(f"{name} {core[f'{name}_mb_per_s']:.0f}" for name in LEAST_MB_PER_S)
-    console.print(f"One core, MB of rows a second: {shown}; coded {core['coded_share']:.3f} of the bytes")
-    rows = [
-        (row["arm"], row["disk"], row["rounds"], f"{row['ttft_ms_p50']:.1f}",
-         f"{row['ttft_ms_least']:.1f} - {row['ttft_ms_most']:.1f}", f"{row['load_ms_p50']:.1f}",
-         f"{row['loaded_share']:.1%}")
-        for row in result["summary"]
-    ]  # fmt: skip
-    headings = ("arm", "disk", "rounds", "TTFT p50, ms", "least - most", "load p50, ms", "loaded")
-    show_table(console, f"A turn of {result['settings']['tokens']} tokens, from disk", headings, rows)
+    show_rows(console, "One core", {"": result["core"]})
+    show_rows(console, f"A turn of {result['settings']['tokens']} tokens, from disk", result["summary"])
 
 
 def options(parser: ArgumentParser) -> None:

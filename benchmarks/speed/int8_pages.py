@@ -29,8 +29,8 @@ from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config
 from benchmarks.harness.measures import paired_ratio
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
-from benchmarks.texts.history import QUALITY_HEADINGS, load_subject, quality_cells, summary
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import load_subject, summary
 from benchmarks.texts.reading import encoder, text_options, texts_of
 from reprise.app.settings.sections import CacheSettings
 from reprise.engine.codec.quality import packed_pages_quality
@@ -131,16 +131,10 @@ def verdicts(share_of_bytes: float, answers: Mapping[str, Any]) -> dict[str, boo
 
 
 def show(console: Console, result: Any) -> None:
-    settings, answers = result["settings"], result["answers"]
-    rows = [
-        (what, tokens, row.get("streams", 1), *(f"{row['ms'][arm]:.1f}" for arm in ARMS), f"{row['ratio']:.2f}",
-         "{:.2f} to {:.2f}".format(*row["ratio_range"]))
-        for what, key, part in (("a token behind", "context", "decoding"), ("a prompt", "tokens", "prompts"))
-        for row in result[part] for tokens in [row[key]]
-    ]  # fmt: skip
+    settings = result["settings"]
     title = f"{settings['model']}, {settings['threads']} threads: ms, by the numbers in HBM"
-    show_table(console, title, ("", "tokens", "streams", *ARMS, "ratio", "least and greatest of a round"), rows)
-    show_table(console, f"{answers['scored_tokens']:,} tokens", QUALITY_HEADINGS, [quality_cells(answers)])
+    show_rows(console, title, [*result["decoding"], *result["prompts"]])
+    show_rows(console, "Answers behind pages of int8", {"": result["answers"]})
 
 
 def options(parser: ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from rich.console import Console
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, kv_bytes_per_token, random_tokens
 from benchmarks.harness.measures import spread
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from reprise.engine.messages import Stats
 
 NEW_TOKENS = (100, 20)
@@ -143,23 +143,8 @@ def hidden_in_target_arm(result: Result) -> float | None:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    rows = [
-        (arm["disk_gbps"], arm["new_tokens"], "all" if arm["read_buffer_layers"] < 0 else arm["read_buffer_layers"],
-         "{median:.1%} ({min:.1%} to {max:.1%})".format(**arm["hidden"]),
-         *(f"{arm[key]['median']:.1f}" for key in ("load_ms", "wait_ms", "prefill_ms")),
-         f"{arm['reused']['median']:.1%}")
-        for arm in result["loading"]
-    ]  # fmt: skip
-    headings = ("GB/s", "new tokens", "buffer, layers", "hidden", "load ms/job", "waited", "prefill", "history reused")
-    show_table(console, "Loading from a throttled disk, back-to-back jobs", headings, rows)
-    rows = [
-        (arm["prompt_tokens"], arm["dram_gbps"] or "memory", arm["way"],
-         *(f"{arm[key]['median']:.1f}" for key in ("job_ms", "saving_ms")))
-        for arm in result["saving"]
-    ]  # fmt: skip
-    show_table(console, "Saving, ms per job", ("prompt", "link, GB/s", "way", "job", "saving takes"), rows)
-    for gain in result["saving_gains"]:
-        console.print(gain)
+    for part in ("loading", "saving", "saving_gains"):
+        show_rows(console, part, result[part])
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import as_engine_process
 from benchmarks.harness.measures import paired_ratio
 from benchmarks.harness.models import model_directory, name_of, result_name
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.reader import Reader
 from reprise.engine.codec.text import calibration_text
 
@@ -98,13 +98,7 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
-    rows = [
-        (row["streams"], f"{row['context']:,}", *(f"{row['tokens_per_s'][arm]:.1f}" for arm in ARMS),
-         f"{row['ratio']:.2f}", "{:.2f} to {:.2f}".format(*row["ratio_range"]))
-        for row in result["rows"]
-    ]  # fmt: skip
-    title = f"{settings['model']}, {settings['threads']} threads: tokens decoded a second"
-    show_table(console, title, ("sequences", "behind", *ARMS, "ratio", "least and greatest of a round"), rows)
+    show_rows(console, f"{settings['model']}, {settings['threads']} threads: tokens decoded a second", result["rows"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -36,7 +36,7 @@ from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.models import model_directory, name_of, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.reading import chats
 from reprise.loadgen.measure.http import Http
 
@@ -261,14 +261,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     for part, found in result["parts"].items():
-        arms = found["summary"].get("arms", found["summary"] if part == "endless" else {})
-        rows = [
-            (name, key, *((one["p50"], one["min"], one["max"]) if isinstance(one, dict) else (one, "", "")))
-            for name, arm in arms.items() for key, one in arm.items()
-        ]  # fmt: skip
-        if rows:
-            show_table(console, part, ("arm", "", "median, or all", "least", "greatest"), rows)
-        console.print({key: one for key, one in found["summary"].items() if key not in arms and key != "arms"})
+        summary = found["summary"]
+        show_rows(console, part, summary if part == "endless" else summary.get("arms", {part: summary}))
 
 
 def options(parser: ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, random_tokens, take_turns
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 17  # the first of the answer is the prompt's step's
 LAYERS = 12
@@ -108,15 +108,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    rows = []
-    for name, found in result["arms"].items():
-        cells = [name, f"{found['copying_ms']:.1f}"]
-        for kind in KINDS:
-            steps = found[kind]
-            cells += [f"{steps['step_ms']:.1f}", f"{steps['waited_ms']:.1f}", f"{steps['ratio']:.2f}"]
-        rows.append(cells)
-    headings = ("weights", "copying", "prefill", "waited", "x longer", "decode", "waited", "x longer")
-    show_table(console, f"Steps of {PROMPT_TOKENS} tokens and of one, ms", headings, rows)
+    show_rows(console, f"Steps of {PROMPT_TOKENS} tokens and of one, ms", result["arms"])
 
 
 EXPERIMENT = Experiment(name="weights", about=__doc__, measure=measure, show=show, rounds=7, takes_model=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness.experiment import Run, some_of
 from benchmarks.harness.measures import interval, mean_of
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.history import History
 from benchmarks.texts.reading import TEXTS, draw_windows, encoder, held_out, text_options
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -241,16 +241,7 @@ def measure_parts(
 def show_parts(console: Console, result: dict[str, Any]) -> None:
     """Print perplexities by text and arm, and names by arm."""
     for part, found in result["parts"].items():
-        if part == "perplexity":
-            rows: list[Any] = [
-                (text, arm, f"{ppl:.2f}", f"{ratio:.4f}", "{:.4f} to {:.4f}".format(*ratio_95))
-                for text, row in found["texts"].items()
-                for arm, (ppl, _, ratio, ratio_95) in ((arm, one.values()) for arm, one in row["arms"].items())
-            ]
-            missing = f"missing in the data directory: {', '.join(found['missing'])}" if found["missing"] else ""
-            headings = ("text", "arm", "perplexity", "ratio", "95 %")
-            show_table(console, "Perplexity after a cut, and its ratio", headings, rows, caption=missing)
-        else:
-            rows = [(arm, f"{one['accuracy']:.0%}", f"{one['mean_logprob']:.2f}") for arm, one in found["arms"].items()]
-            title = f"Names given before a cut: {found['questions']} questions, {found['candidates']} candidates"
-            show_table(console, title, ("", "right", "mean log probability"), rows)
+        texts = found.get("texts", {"": found})
+        rows = {f"{text} {arm}".strip(): one for text, row in texts.items() for arm, one in row["arms"].items()}
+        show_rows(console, part, rows)
+        console.print({name: value for name, value in found.items() if name not in ("texts", "arms")})

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
-from benchmarks.texts.history import QUALITY_HEADINGS, load_subject, quality_cells, summary
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import load_subject, summary
 from benchmarks.texts.quantised import other_codecs, raw_block_bytes
 from benchmarks.texts.reading import encoder, text_options, texts_of
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -154,11 +154,7 @@ def verdicts(rows: dict[str, dict[str, float]]) -> dict[str, bool]:
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
     title = f"{settings['model']}, {settings['scored_tokens']:,} tokens scored behind coded histories"
-    rows = [
-        (name, f"{row['bytes_of_raw']:.3f}", *quality_cells(row), f"{row['refused']:.2%}")
-        for name, row in result["codecs"].items()
-    ]
-    show_table(console, title, ("codec", "bytes, x raw", *QUALITY_HEADINGS, "refused"), rows)
+    show_rows(console, title, result["codecs"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.history import History, Rows, load_subject
 from benchmarks.texts.reading import Encode, as_chat, chats, encoder, text_options, texts_of
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -184,10 +184,8 @@ def summarize(drifts: list[list[float]], asked: dict[str, list[tuple[bool, float
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
     title = f"{settings['model']}, budget {settings['budget']:g}: KL by turn, each on coded history of all before"
-    kl, names = result["kl_by_turn"], result["names"]
-    show_table(console, title, [str(turn + 1) for turn in range(len(kl))], [[f"{turn:.5f}" for turn in kl]])
-    rows = [(arm, f"{row['right']:.1%}", row["questions"], f"{row['logprob']:.3f}") for arm, row in names.items()]
-    show_table(console, f"Names asked for in turn {TURNS}", ("history", "right", "of", "log probability"), rows)
+    show_rows(console, title, {"KL": {str(turn): kl for turn, kl in enumerate(result["kl_by_turn"], 1)}})
+    show_rows(console, f"Names asked for in turn {TURNS}", result["names"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from reprise.engine.model.loading import load_model
 CPU = torch.device("cpu")
 Rows = list[tuple[Tensor, Tensor]]
 """By layer K without position [tokens, kv_heads, k_dim] and V [tokens, kv_heads, v_dim]."""
-QUALITY_HEADINGS = ("KL, nats", "p99", "same choice", "perplexity")
 
 
 def load_subject(model: Path, dtype: torch.dtype = torch.bfloat16, threads: int | None = None) -> Subject:
@@ -69,11 +67,3 @@ def summary(parts: Sequence[Quality]) -> dict[str, float]:
         "kl": quality.mean_divergence, "kl_error": spread, "kl_p99": float(quality.divergence.quantile(0.99)),
         "same_choice": quality.same_choices, "perplexity_change": change, "perplexity_error": error,
     }  # fmt: skip
-
-
-def quality_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells under QUALITY_HEADINGS."""
-    return (
-        f"{row['kl']:.5f} ± {row['kl_error']:.5f}", f"{row['kl_p99']:.4f}", f"{row['same_choice']:.2%}",
-        f"{row['perplexity_change']:+.2%} ± {row['perplexity_error']:.2%}",
-    )  # fmt: skip

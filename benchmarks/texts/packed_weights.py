@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import result_name
 from benchmarks.harness.result_files import ROOT
-from benchmarks.harness.tables import show_table
+from benchmarks.harness.tables import show_rows
 from benchmarks.texts.reading import encoder, text_options, wikitext
 from reprise.engine.gguf.convert import convert
 from reprise.engine.packed.directory import is_packed, write
@@ -142,13 +142,7 @@ def _rounded(directory: Path, kind: str) -> nn.Module:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    rows = [
-        (name, f"{row['kl']:.6f}", f"{row['other_token']:.2%}", f"{row['perplexity']:.3f}",
-         f"{row['perplexity_change']:+.2%}")
-        for name, row in result["arms"].items()
-    ]  # fmt: skip
-    headings = ("", "KL, nats", "another token", "perplexity", "its change")
-    show_table(console, f"packed weights, {result['tokens']:,} tokens", headings, rows)
+    show_rows(console, f"packed weights, {result['tokens']:,} tokens", result["arms"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
-from benchmarks.texts.history import QUALITY_HEADINGS, quality_cells, summary
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import summary
 from benchmarks.texts.reader import Reader, compared_rows
 from benchmarks.texts.reading import encoder, text_options, texts_of
 from benchmarks.texts.selectors import SIDE_BY_SIDE
@@ -164,8 +164,7 @@ def verdicts(pools: dict[str, dict[str, float]]) -> dict[str, bool]:
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
     title = f"{settings['model']}, {settings['texts']} texts, {settings['scored']} tokens behind {settings['history']}"
-    rows = [(name, *quality_cells(row)) for name, row in result["pools"].items()]
-    show_table(console, title, ("what leaves, room", *QUALITY_HEADINGS), rows)
+    show_rows(console, title, result["pools"])
 
 
 def options(parser: ArgumentParser) -> None:

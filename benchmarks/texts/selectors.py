@@ -31,8 +31,8 @@ from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
-from benchmarks.texts.history import QUALITY_HEADINGS, quality_cells, summary
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import summary
 from benchmarks.texts.reader import CHUNK, Counting, Reader, compared_rows
 from benchmarks.texts.reading import Encode, books, encoder, text_options, texts_of
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -187,15 +187,9 @@ def verdicts(texts: Any, read: Any, needles: Any) -> dict[str, bool]:
 def show(console: Console, result: Any) -> None:
     for history, arms in result["texts"].items():
         title = f"{result['settings']['model']}, {arms['texts']} texts, {SCORED} tokens behind {history}"
-        rows = []
-        for name, row in arms.items():
-            if name != "texts":
-                read = result["read"].get(name, {"rows": 1.0, "index": 0.0})
-                rows.append((name, f"{read['rows']:.1%}", f"{read['index']:.1%}", *quality_cells(row)))
-        show_table(console, title, ("selector", "rows read", "index", *QUALITY_HEADINGS), rows)
-    if result["needles"] is not None:
-        found, asked = result["needles"]["found"], result["needles"]["asked"]
-        console.print("needles: " + ", ".join(f"{name} {count} of {asked}" for name, count in found.items()))
+        show_rows(console, title, {name: row for name, row in arms.items() if name != "texts"})
+    show_rows(console, "Read, as a share of rows and of bytes", result["read"])
+    console.print("needles:", result["needles"])
 
 
 def options(parser: ArgumentParser) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
-from benchmarks.harness.tables import show_table
-from benchmarks.texts.history import QUALITY_HEADINGS, History, load_subject, quality_cells, summary
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import History, load_subject, summary
 from benchmarks.texts.quantised import other_codecs, raw_block_bytes
 from benchmarks.texts.reading import encoder, text_options, texts_of
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -166,8 +166,7 @@ def measure(run: Run) -> dict[str, Any]:
 def show(console: Console, result: Any) -> None:
     sparse = result["sparsity"]
     console.print(f"{result['model']}: {', '.join(f'{share:.0%}' for share in sparse)} of the weights count as zero")
-    rows = [(name, f"{row['bytes_of_raw']:.3f}", *quality_cells(row)) for name, row in result["arms"].items()]
-    show_table(console, "What follows a history", ("arm", "bytes, x raw", *QUALITY_HEADINGS), rows)
+    show_rows(console, "What follows a history, by what each layer dropped", result["arms"])
 
 
 def options(parser: ArgumentParser) -> None:
