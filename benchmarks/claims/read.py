@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.result_files import RESULTS
+from benchmarks.harness.result_files import RESULTS, command_of
 
 CLAIMS = Path(__file__).parent / "claims.toml"
 _STEP = re.compile(r'"([^"]*)"|((?:[^."\[]|\[[^\]]*\])+)')
@@ -74,7 +74,7 @@ def _claim(told: Mapping[str, Any], results: Path) -> Claim:
         marked=_PERCENT.sub(r"\1 %", _Marking().format(told["text"], **numbers)),
         result=told["result"],
         pages=tuple(told.get("pages", ())),
-        command=told.get("command", result["command"]),
+        command=told.get("command", command_of(result)),
         date=str(result.get("finished", ""))[:10],
         machine=machine_of(result),
         commit=str(result["machine"]["commit"]),

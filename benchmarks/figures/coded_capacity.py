@@ -5,6 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.figures.panels import held, table
 from benchmarks.harness.result_files import BLUE, GREY
 
 _COLOURS = (GREY, BLUE, "#93c5fd")
@@ -32,7 +33,13 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
     disks = list(result["rows"][0]["load_ms"])
-    lines = [
+    rows = [
+        (row["policy"], f"{row['capacity_tokens']:,}", row["kv"], f"{row['ratio']:.2f}", f"{row['block_hit_rate']:.4f}",
+         *(f"{row['load_ms'][disk]:.0f}" for disk in disks))
+        for row in result["rows"]
+    ]  # fmt: skip
+    loads = " | ".join(f"load from {disk}, ms" for disk in disks)
+    return [
         "## Coded KV in the bytes of raw KV",
         "",
         "![blocks hit in equal bytes](coded_capacity.png)",
@@ -41,16 +48,6 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         "many tokens of raw KV take, and the mean time to read and decode on one core what a request that hits hits, "
         "if its KV were SmolLM2's. A fast disk pays for capacity with time, a slow one gains both.",
         "",
-        "| policy | room, raw tokens | KV | times smaller | blocks hit | "
-        + " | ".join(f"load from {disk}, ms" for disk in disks)
-        + " |",
-        "|---" * (5 + len(disks)) + "|",
+        *table(f"policy | room, raw tokens | KV | times smaller | blocks hit | {loads}", rows),
+        *("", held(result), "", machine, ""),
     ]
-    for row in result["rows"]:
-        loads = " | ".join(f"{row['load_ms'][disk]:.0f}" for disk in disks)
-        lines.append(
-            f"| {row['policy']} | {row['capacity_tokens']:,} | {row['kv']} | {row['ratio']:.2f} | "
-            f"{row['block_hit_rate']:.4f} | {loads} |"
-        )
-    held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
-    return [*lines, "", held + ".", "", machine, ""]

@@ -21,7 +21,7 @@ from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
-from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 from benchmarks.scheduling.report import DEFAULT, POLICIES
 
 MEASURES = ("mean", "p50", "p95", "p99")
@@ -54,7 +54,7 @@ def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 def machine(result: dict[str, Any]) -> str:
     date, commit = result.get("finished", "")[:10], result["machine"]["commit"]
-    return f"`{result['command']}`; {machine_of(result)}; {date}, {commit}."
+    return f"`{command_of(result)}`; {machine_of(result)}; {date}, {commit}."
 
 
 def replay_section(title: str, result: dict[str, Any]) -> list[str]:

@@ -1,15 +1,17 @@
 """An engine in this process, driven turn by turn: for measurements that need its clock and its counters, not HTTP."""
 
 import os
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from benchmarks.harness.experiment import Run
 from reprise.app.settings.sources import load_settings
 from reprise.engine.build.engine import build_engine
 from reprise.engine.config import EngineConfig
@@ -94,14 +96,32 @@ class Turn:
         assert self.report is not None
         return self.report.prompt_tokens - self.report.computed_tokens
 
+    @property
+    def ttft_ms(self) -> float:
+        """The time from its submission to its first token."""
+        assert self.first_s is not None
+        return (self.first_s - self.submitted_s) * 1e3
+
+    @property
+    def prefill_ms(self) -> float:
+        """The time from its first step to its first token, loads included."""
+        assert self.timings is not None
+        return self.timings.load_ms + self.timings.prefill_ms
+
 
 class InProcess:
-    """One engine, and the turns it was asked for. Single-threaded; leave it with `close`."""
+    """One engine, and the turns it was asked for. Single-threaded; leave it with `close`, or as a context manager."""
 
     def __init__(self, engine_config: EngineConfig) -> None:
         self.engine = build_engine(engine_config)
         self._turns: dict[str, Turn] = {}
         self.drawn_tokens = 0  # of all turns
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def compute(self) -> StepCompute:
@@ -151,6 +171,13 @@ class InProcess:
         while self.engine.has_work():
             self.step()
 
+    def ask(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
+        """Have one turn answered, and wait until nothing moves between the tiers."""
+        turn = self.submit(session, prompt, new_tokens)
+        self.run()
+        self.settle()
+        return turn
+
     def settle(self) -> None:
         """Until nothing moves between the tiers. Raises TurnFailed when that takes longer than a minute."""
         deadline = time.monotonic() + SETTLE_S
@@ -187,6 +214,30 @@ class InProcess:
             turn.timings = output.timings or turn.timings
             if output.finish_reason is not None:
                 turn.done_s = now
+
+
+class Player(Protocol):
+    """An arm that takes turns with others."""
+
+    def go_on(self) -> None:
+        """Do what a round asks for."""
+
+    def result(self) -> dict[str, Any]:
+        """Close the engine, and tell what was measured."""
+
+
+def take_turns(run: Run, players: Mapping[str, Player]) -> dict[str, dict[str, Any]]:
+    """Let the arms go on in turn, `--rounds` times, so that a busy neighbour meets them all. Returns their results."""
+    for _, order in run.rounds(tuple(players), run.arguments.rounds):
+        for name in order:
+            players[name].go_on()
+    return {name: player.result() for name, player in players.items()}
+
+
+def random_tokens(rng: random.Random, model: str, count: int) -> list[int]:
+    """Draw tokens that a text may have."""
+    vocabulary = vocabulary_of(model)
+    return [rng.randrange(4, vocabulary) for _ in range(count)]
 
 
 def vocabulary_of(model: str) -> int:

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
 from benchmarks.harness.servers import ServerProcess
 from reprise.loadgen.measure.sender import Target, TurnResult
@@ -38,3 +40,18 @@ def rounded(value: float | None, digits: int = 2) -> float | None:
 
 def ratio(over: float | None, under: float | None) -> float | None:
     return round(over / under, 4) if over is not None and under else None
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """Return the median with the least and the greatest."""
+    return {
+        "median": round(median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+    }
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the ratios round by round, and the least and the greatest."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    return {"ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}

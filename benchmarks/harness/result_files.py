@@ -5,6 +5,7 @@ drawn in.
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,18 @@ DOCS = ROOT / "docs"
 PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
+
+_FLEET = ("branches", "delete", "faults", "homes", "kills", "moves", "roll")
+_MOVED = {
+    **{
+        f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}"
+        for name in ("codecs", "packed_weights", "pool", "selectors", "sparsity")
+    },
+    **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
+    "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
+    "benchmarks.truncation.keeping": "benchmarks.texts keeping",
+}
+"""Programs by the name under which committed results were made, and their names since."""
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -58,6 +71,16 @@ def command_line(words: list[str]) -> str:
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
     module = relative[0].removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     return " ".join(["python", "-m", module, *relative[1:]])
+
+
+def command_of(result: dict[str, Any]) -> str:
+    """Return the command that makes the result today."""
+    command = str(result["command"])
+    if "--parts perplexity,retrieval" in command:
+        command = command.replace("benchmarks.truncation.truncation", "benchmarks.texts cuts")
+    for before, now in _MOVED.items():
+        command = re.sub(rf"-m {re.escape(before)}(?= |$)", f"-m {now}", command)
+    return command
 
 
 def describe_machine() -> dict[str, Any]:

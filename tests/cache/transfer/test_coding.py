@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.fidelity.quantised import Fp8Codec
+from benchmarks.texts.quantised import Fp8Codec
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import BlockLoad, CapturePiece
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab

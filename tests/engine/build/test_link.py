@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.fidelity.quantised import Fp8Codec
+from benchmarks.texts.quantised import Fp8Codec
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab
 from reprise.cache.transfer.device_streams import HostFence, HostStream, streams_of
 from reprise.engine.build import link
