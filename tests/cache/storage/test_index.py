@@ -27,7 +27,7 @@ def add(index, *numbers, **kwargs):
 
 
 def rows(tmp_path, table="extents"):
-    """As another connection sees them: those that are written."""
+    """Return the rows that another connection sees: those that are written."""
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         return db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 

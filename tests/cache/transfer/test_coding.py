@@ -64,7 +64,7 @@ class Sevens:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_loads_ask_whoever_decodes_for_the_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, if that is a device."""
+    """Decode in parts, if that is a device."""
     decodes = Sevens(device)
     monkeypatch.setattr(coding, "PART_BYTES", BLOCK_TOKENS * 16 * 4)
     slab = Slab(shapes=[LayerShape(1, 8, 8)] * 2, dtype=torch.float32, num_slots=1, pinned=False)

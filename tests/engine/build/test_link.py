@@ -48,7 +48,7 @@ class _Device:
 
 
 class _ByBlocks(HostStream):
-    """Each fence is done a quarter of a second behind the one before, and a second after many blocks."""
+    """Each fence is done a quarter of a second after the one before, and a second after many blocks."""
 
     def __init__(self, decodes: _Device) -> None:
         self._decodes, self._at = decodes, 0.0
