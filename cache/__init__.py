@@ -1,1 +1,1 @@
-"""Where KV lives. Sans-I/O but for `transfer` and `storage`."""
+"""Keeps KV in its tiers and decides what moves between them. Only `transfer` and `storage` do I/O."""

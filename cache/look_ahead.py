@@ -1,4 +1,4 @@
-"""Tells the policies which turns come next, as queue and clock have it, and fetches for them."""
+"""Tells the eviction policies which turns come next, by the queue and the clock, and fetches their KV early."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from reprise.cache.requests.running import Requests
 from reprise.cache.sessions import SessionStore
 from reprise.cache.tiers.hierarchy import Hierarchy
 
-_TRY_AGAIN_S = 0.05  # after this, a session that found no room is tried again
-_LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
+_RETRY_AFTER_S = 0.05  # time after which a session that found no room is tried again
+_LOOKED_UP_TOKENS = 4096  # most tokens of contexts looked up per step: well below a tenth of a millisecond
 
 
 class LineChange(Protocol):
@@ -31,27 +31,28 @@ class LineChange(Protocol):
         ...
 
     def apply(self, values: list[Any], value_of: Callable[[str], Any]) -> None:
-        """Bring a list with one value per request up to date, in place. value_of: gives the value of one that
+        """Update, in place, a list that has one value per request. value_of: returns the value of a request that
         joined."""
         ...
 
 
 class WaitingLine(Protocol):
-    """The waiting line, as the scheduler hands it over: a value that never changes, and knows what has changed since an
-    earlier one. `reprise.scheduler.line.Line` implements it."""
+    """The waiting line as the scheduler hands it over: an immutable value that knows what has changed since an earlier
+    one. `reprise.scheduler.line.Line` implements it."""
 
     @property
     def version(self) -> int:
-        """0 is the empty line that all begin with; another order has a higher version."""
+        """The number of this order of the line. The empty line that all begin with has 0; each later order has a higher
+        one."""
         ...
 
     @property
     def members(self) -> Sequence[str]:
-        """Request ids, next first."""
+        """The request ids in line, next first."""
         ...
 
     def since(self, before: Self | None) -> LineChange:
-        """Return what has changed since an earlier line; None: since nobody waited."""
+        """Return what has changed since an earlier line; None: since the empty line."""
         ...
 
 
@@ -75,7 +76,9 @@ class _Errand:
 
 
 class LookAhead:
-    """Single-threaded, part of the CacheManager. What a step costs depends on what has changed in the queue."""
+    """Looks ahead for the CacheManager, which calls `plan` before every step on the engine's thread: which waiting or
+    expected session comes next, and what of its KV has to be fetched into DRAM. A step costs time by what has changed
+    in the queue, not by its length."""
 
     def __init__(
         self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
@@ -85,9 +88,9 @@ class LookAhead:
         self._running = running
         self._rates = rates
         self._reuse = reuse
-        self._line: WaitingLine | None = None  # the line seen last; None: nobody has waited yet
+        self._line: WaitingLine | None = None  # the line seen last; None: no request has waited yet
         self.version = 0
-        """Of that line. Read only."""
+        """Version of the line seen last. Read only."""
         self._names: list[SessionName] = []  # the session of each waiting request, in line
         self._session_of: dict[str, SessionName] = {}  # waiting request -> its session
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
@@ -101,8 +104,9 @@ class LookAhead:
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
-        """Look ahead (AttentionStore §3.3): tell the policies what comes, and fetch for it. The first `starting` in
-        line have a place in the batch: they load for themselves, layer by layer."""
+        """Look ahead (AttentionStore §3.3): tell the policies which sessions come, and fetch for them. Nothing is
+        fetched for the first `starting` in line: they have a place in the batch and load for themselves, layer by
+        layer."""
         if line.version != self.version:
             self._tell_policies(self._follow(line), now)
         has_below = self._tiers.disk.capacity_bytes or self._tiers.redis.is_on
@@ -116,8 +120,8 @@ class LookAhead:
                     self._fetch_for_successor(now)
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
-        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold: those farther back will
-        come for certain too, so they have to stay rather than sessions that may not come at all."""
+        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. Those farther back will
+        certainly come too, so they should stay rather than sessions that may never come."""
         told, self._told = self._told, bool(self._sessions.mean_bytes)
         if not self._told:
             return
@@ -128,7 +132,7 @@ class LookAhead:
         self._tiers.returns.advance(now)
 
     def _follow(self, line: WaitingLine) -> set[SessionName]:
-        """Bring what is known of the line up to date. Returns the sessions that have joined or left the queue."""
+        """Update what is known of the line. Returns the sessions that have joined or left the queue."""
         change, self._line, self.version = line.since(self._line), line, line.version
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
@@ -147,12 +151,12 @@ class LookAhead:
         return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
-        """Fetch from disk and Redis into DRAM for the next turns: first for those that are new in the window, then for
-        the others in turn, which may have found no room for all of theirs."""
+        """Fetch from disk and Redis into DRAM for the next turns. Turns that are new in the window come first, then the
+        others in turn, because there may have been no room for all of their KV."""
         window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
         end = min(len(waiting), starting + window + 1)  # the last gets what there is room for, from its head on
-        left = _LOOKED_UP
+        left = _LOOKED_UP_TOKENS
         version, first, last = self._seen
         if self._unseen and not (version == line.version and first <= starting and end <= last):
             for request_id in waiting[starting:end]:
@@ -174,9 +178,10 @@ class LookAhead:
                 return
 
     def _fetch_for_regulars(self, now: float) -> None:
-        """Fetch into DRAM for a session that comes like clockwork and is due, while nobody is served: beside
-        a step, a fetch costs that step what it saves a later one. One session at a time, at the expense of those
-        expected later. One that finds no room is tried again, because the turn of an earlier one may make room."""
+        """Fetch into DRAM for a session that comes at regular intervals and is due. Fetches only while no request runs:
+        beside a step, a fetch costs that step as much as it saves a later one. Fetches for one session at a time, and
+        evicts only sessions that are expected later. A session that finds no room is tried again, because the turn of
+        an earlier one may make room."""
         if now < self._try_regulars_s or not self._dram.most_rows:
             return
         regulars = self._tiers.regulars
@@ -186,12 +191,12 @@ class LookAhead:
         if self._run_errand(self._regular, name):
             regulars.served()
         else:
-            self._try_regulars_s = now + _TRY_AGAIN_S
+            self._try_regulars_s = now + _RETRY_AFTER_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """Fetch into DRAM for the session that comes next where sessions take turns. Also while others
-        decode: somebody will wait for the next first token, and a fetch takes only part of one answer's time. Not
-        beside a prompt, for whose first token somebody waits already."""
+        """Fetch into DRAM for the session that comes next where sessions take turns. Fetches beside decoding too,
+        because the fetch takes only part of one answer's time and the next first token will be waited for. Does not
+        fetch beside a prompt, whose first token is waited for now."""
         succession = self._tiers.succession
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._dram.most_rows:
@@ -201,11 +206,11 @@ class LookAhead:
         if self._running.of(name) or self._run_errand(self._successor, name):
             succession.served()
         else:
-            self._try_successor_s = now + _TRY_AGAIN_S
+            self._try_successor_s = now + _RETRY_AFTER_S
 
     def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk or in Redis, as far as there is room. Returns False if that was not all of
-        it yet."""
+        """Fetch what a session has on disk or in Redis, as far as there is room. Returns False if there was no room for
+        all of it yet."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
@@ -223,9 +228,10 @@ class LookAhead:
 
     def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
         """Fetch those of these blocks that are only on disk or in Redis, as far as there is room, and note them in
-        `brought`. Returns False if there was no room for all of them yet. Fetches nothing once a noted block has had to
-        leave again: DRAM is then needed for others, and the disk would be read for as long as the turn waits or may
-        come."""
+        `brought`. Returns False if there was no room for all of them yet.
+
+        Fetches nothing once a noted block has had to leave again: DRAM is then needed for others, and the disk would be
+        read for as long as the turn waits."""
         fetches = self._fetches
         missing = [
             row
@@ -241,8 +247,8 @@ class LookAhead:
         return has_room
 
     def _is_worth(self, tier: str, missing: Sequence[BlockRow], name: SessionName, brought: set[BlockKey]) -> bool:
-        """Return whether to fetch what is missing out of a tier. What is not worth it is noted in `brought`. Now and
-        then the first block of that is fetched all the same, to see what the tier is like by now."""
+        """Return whether to fetch the missing blocks of a tier. Blocks that are not worth it are noted in `brought`.
+        Now and then the first of them is fetched all the same, to measure the tier anew."""
         rows = [row for row in missing if row.medium == tier]
         if not rows:
             return False

@@ -1,9 +1,10 @@
-"""Composes the cache, and is its face for callers: events and `now` in, moves out. Touches no bytes.
+"""Composes the cache, and is its face for callers: they give it events and the time, and it returns moves. It touches
+no bytes.
 
 A context of 140 tokens in pages of two blocks, and which class knows what of it:
 
     token_ids   |  block 0  |  block 1  |  block 2  |  block 3  | 4 |   the request's own list, which grows
-    keys        |    k0     |    k1     |    k2     |    k3     |       `Lineage`: k3 names block 3 behind blocks 0 to 2
+    keys        |    k0     |    k1     |    k2     |    k3     |       `Lineage`: k3 names block 3 after blocks 0 to 2
     pages       |        page 7         |        page 2         |  9    pinned by the request (`PageAllocator`)
     computed    ------------------------------------------------>       rows that hold KV, or will by the time of a read
     published   ------------------------------------>                   what others may find (`CacheTable`)
@@ -57,13 +58,14 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class CacheManager:
-    """Keeps one promise: a row that is counted as cached holds the KV of exactly these tokens behind exactly this
-    prefix by the time it is read, and a pinned page is written by one request alone. Single-threaded.
+    """Decides for the engine what is cached where and what moves between the tiers. Keeps one promise: a row that is
+    counted as cached holds the KV of exactly these tokens after exactly this prefix by the time it is read, and a
+    pinned page is written by one request alone. Used by the engine's thread alone.
 
     view        for the scheduler: what is there of a request, and room for it
     parking     for the engine: contexts that HBM cannot hold
     requests    for the engine: a request from its arrival to its end
-    sessions    for the session directory: what turns have left behind
+    sessions    for the session directory: what turns have left
 
     The methods here are for the engine's loop: what has ended, what comes, and what is to be moved for it.
     """
@@ -78,7 +80,7 @@ class CacheManager:
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
     ) -> None:
-        """arrived: the share of a load, by its job, that is in HBM; progress: how far the disk has come with it."""
+        """arrived(job): the share of a load that is in HBM. progress(job): how far the disk has come with it."""
         if options.page_size % BLOCK_TOKENS:
             raise ValueError(f"page size {options.page_size} is not a multiple of the block, {BLOCK_TOKENS}")
         self.rates, self.stats = rates, CacheStats()
@@ -183,10 +185,11 @@ class CacheManager:
         self.sessions.deletions.go_on()
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
-        """Decide what is done while the next step runs: give up loads that have become dearer than computing, save
-        blocks that found no slot, fetch for waiting turns (AttentionStore §3.3), write what turns have left, and make
-        room. The first `starting` in line have a place in the batch: they load for themselves, layer by layer."""
-        # In most steps there is nothing of this to do.
+        """Decide what is done while the next step runs. That is: give up loads that have become dearer than computing,
+        save blocks that found no slot, fetch for waiting turns (AttentionStore §3.3), write the KV that turns have
+        left, and make room. The first `starting` in line have a place in the batch: they load for themselves, layer by
+        layer."""
+        # Each part is skipped when there is nothing to do, as in most steps.
         tiers = self.tiers
         self._loads.now = self.parking.now = now
         if self._loads.under_way:
@@ -208,8 +211,8 @@ class CacheManager:
             tiers.hbm.offload()
 
     def lost(self, request_id: str, keys: Sequence[BlockKey]) -> None:
-        """Note that a step found blocks of a request in DRAM that were not what they should be. The request is among
-        those that `Lifecycle.take_failed` returns."""
+        """Note that a step found altered blocks of a request in DRAM. `Lifecycle.take_failed` will return the
+        request."""
         self.parking.lost(self._running[request_id], keys)
         self._loads.failed[request_id] = None
 
@@ -219,13 +222,13 @@ class CacheManager:
         return orders.take() if orders.moves else []
 
     def quarantine(self, tier: str) -> None:
-        """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
-        although it was intact."""
+        """Stop using `dram` or `disk` in this process and trust nothing in it, because wrong results came out of it
+        although the checksums were right."""
         self.tiers.quarantine(tier)
 
     def condemn_codec(self) -> None:
-        """Find nothing any more that a codec has changed, nor what was computed on that, and code nothing. Requests
-        that run end on what they have; others are served as if they had asked for exact KV."""
+        """Stop using the codec: find no block any more that it has changed, nor any that was computed on such a block.
+        Requests that run end on the KV they have. Later ones are served as if they had asked for exact KV."""
         self.tiers.condemn_codec()
         self.sessions.codec_condemned()
 
@@ -233,12 +236,12 @@ class CacheManager:
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
+        """The number of tokens in a page."""
         return self.tiers.hbm.page_size
 
     @property
     def hbm_tokens(self) -> int:
-        """Tokens that all pages hold together."""
+        """The number of tokens that all pages hold together."""
         return self.tiers.pages.num_pages * self.page_size
 
     def borrow(self, num_pages: int) -> list[int] | None:
@@ -251,19 +254,19 @@ class CacheManager:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """(slots, pages): numbers of leading ones that may have been used; the others never were."""
+        """The numbers of leading (slots, pages) that may have been used; the others never were."""
         return self.tiers.dram.rows.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:
-        """Note that so many leading pages are in memory. The others are slower the first time, so they are taken
+        """Note that so many leading pages are in memory. The others are slower when first used, so they are taken
         last."""
-        self.tiers.pages.ready = min(num_pages, self.tiers.pages.num_pages)  # the ring lies behind these
+        self.tiers.pages.ready = min(num_pages, self.tiers.pages.num_pages)  # the ring lies after these
 
     # --- gauges -------------------------------------------------------------------------------------------------------
 
     @property
     def changes(self) -> int:
-        """A number that changes when a request comes, ends or gives its pages back."""
+        """A counter that changes when a request begins, ends or gives its pages back."""
         return self._running.changes
 
     def is_roomy(self, num_running: int) -> bool:
@@ -273,12 +276,12 @@ class CacheManager:
 
     @property
     def num_leases(self) -> int:
-        """Number of pages pinned by requests and transfers; zero when nothing runs."""
+        """The number of pages pinned by requests and transfers; zero when nothing runs."""
         return self.tiers.pages.num_pinned
 
     @property
     def in_flight(self) -> int:
-        """Number of saves, encodings, loads, fetches, writes and deletions under way; zero at idle."""
+        """The number of saves, encodings, loads, fetches, writes and deletions under way; zero at idle."""
         return self.tiers.in_flight + len(self._loads.under_way)
 
     def gauges(self) -> CacheGauges:

@@ -1,5 +1,5 @@
-"""The moves that the cache orders, its outbox of them, and the events that report their end. Plain values:
-`reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
+"""Defines the moves that the cache orders, its outbox of them, and the events that report their end. They are plain
+values: `reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from reprise.cache.blocks.table import TierName, medium_of
 
 @dataclass(frozen=True, slots=True)
 class CopyRows:
-    """Copy KV rows of all layers from one page to another. A source page may be reused by any later move or by the step
-    itself. Where the two positions differ, as after a truncation (docs/sessions.md, "When the window is full"), keys
-    are un-rotated and rotated anew on the way."""
+    """Copy KV rows of all layers from one page to another. Any later move, or the step itself, may reuse a source page.
+    Where the two positions differ, as after a truncation (docs/sessions.md, "When the window is full"), keys are
+    un-rotated and rotated anew on the way."""
 
     source_page: int
     source_row: int
@@ -80,24 +80,24 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad:
-    """Finish a load whose request has given its pages back. Layers that the read buffer holds back come now, because
-    the pages stay pinned until the load has ended."""
+    """Finish a load whose request has given its pages back. The layers that the read buffer holds back come now,
+    because the pages stay pinned until the load has ended."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """Give up what the disk has not brought of a load, because computing it has become cheaper. Answered by
-    NotTransferred and Loaded at once, whether the disk answers or not."""
+    """Give up what the disk has not yet brought of a load, because computing it has become cheaper. Answered by
+    NotTransferred and Loaded at once, even if the disk does not answer."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1). What is coded goes to
-    coded slots, as it is."""
+    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1). Coded blocks go to
+    coded slots, as they are."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, tuple[int, int], int], ...]  # key, (extent id, index), slot
@@ -114,7 +114,7 @@ class FillFromSlot:
 
 @dataclass(frozen=True, slots=True)
 class FillFromPage:
-    """Save rows out of a pinned page where no un-rotated keys were kept: un-rotate them once, in fp32."""
+    """Save rows from a pinned page whose keys were kept only rotated: un-rotate them once, in fp32."""
 
     page: int
     page_row: int
@@ -125,8 +125,9 @@ class FillFromPage:
 
 
 class SealSlot(NamedTuple):
-    """Seal a slot: everything that fills it was ordered before. Answered by Saved, and only then may the slot be read
-    or reused. Both are tuples because tuples are made four times as fast, and every block takes one of each."""
+    """Seal a slot, after everything that fills it was ordered. Answered by Saved, and only then may the slot be read or
+    reused. This and its answer are tuples because tuples are made four times as fast, and every block takes one of
+    each."""
 
     ticket: int
     slot: int
@@ -135,7 +136,7 @@ class SealSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodeBlocks:
-    """Encode blocks from sealed slots into coded slots. Answered by Encoded; until then both are left alone."""
+    """Encode blocks from sealed slots into coded slots. Answered by Encoded; until then neither may be changed."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, int, int], ...]  # key, slot, coded slot
@@ -149,7 +150,7 @@ class WriteExtent:
     session: SessionRecord
     blocks: tuple[StoredBlock, ...]
     slots: tuple[int, ...]
-    extent_id: int | None = None  # that another process has chosen for the same blocks; None: a new one
+    extent_id: int | None = None  # the id that another process has chosen for the same blocks; None: a new one
     is_coded: bool = False  # what is written is what a codec made of the blocks
     from_coded: bool = False  # the slots are coded ones; else it is encoded now, and what the codec refuses is left out
 
@@ -197,7 +198,7 @@ class FetchRemote:
 
 @dataclass(frozen=True, slots=True)
 class RenewRemote:
-    """Keep extents in Redis for another time to live, because a turn has used what they hold. Answered by Renewed."""
+    """Keep extents in Redis for another time to live, because a turn has used their blocks. Answered by Renewed."""
 
     job_id: int
     names: tuple[bytes, ...]
@@ -206,14 +207,14 @@ class RenewRemote:
 
 @dataclass(frozen=True, slots=True)
 class DropRemote:
-    """Take extents out of Redis that are not what was stored. Not answered."""
+    """Take damaged extents out of Redis. Not answered."""
 
     names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteRemote:
-    """Delete all that Redis has of the sessions of an id, with any salt, whoever wrote it. Answered by
+    """Delete everything that Redis has of the sessions of an id, with any salt and from any server. Answered by
     RemoteDeleted."""
 
     job_id: int
@@ -344,15 +345,14 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsed:
-    """Reports the bytes of all extents in Redis, whoever wrote them."""
+    """Reports the bytes of all extents in Redis, of all servers."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeadersRead:
-    """Reports which of the extents asked for are in Redis. reason: why others may be there too and could not be
-    read."""
+    """Reports which of the requested extents are in Redis. reason: why some could not be read that may be there too."""
 
     job_id: int
     extents: tuple[RedisExtent, ...]
@@ -386,8 +386,8 @@ Event = (
 
 
 class CapturePiece(NamedTuple):
-    """Tells to save a step's rows from `batch_row` on, as they were before rotation, in a DRAM slot's rows from
-    `slot_row` on. A tuple, because every running sequence makes one in every step."""
+    """An order to save some rows of a step's batch, as they were before rotation: from `batch_row` on, into the rows of
+    a DRAM slot from `slot_row` on. A tuple, because every running sequence makes one in every step."""
 
     batch_row: int
     slot: int
@@ -399,8 +399,8 @@ class CapturePiece(NamedTuple):
 
 
 class Orders:
-    """The one outbox of the cache. Whoever decides on a move adds it here; whoever carries moves out takes them, in the
-    order in which they were decided. Single-threaded."""
+    """The one outbox of the cache. The parts of the CacheManager that decide on moves add them; the engine's loop takes
+    them in the order in which they were decided. Used by the engine's thread alone."""
 
     def __init__(self) -> None:
         self.moves: list[Move] = []

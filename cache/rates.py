@@ -1,45 +1,49 @@
-"""Measures what the machine does per second while it runs, for the choice between loading a block and computing it."""
+"""Measures while the engine runs how fast this machine computes and moves bytes, for the choice between loading a block
+and computing it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
-_KEPT_TRUST = 0.5  # in the prior's level after one more sample than the first, which counts as much as the prior
-_PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
-_PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
-_PASSES = 8  # loads of a direction that were not worth it, after which one block of the next is loaded all the same
-_KEPT_PASSED = 0.8  # of a direction's evidence after each of them
-_SURPRISE = 2  # a look that is so many times faster than was believed is another device than the one that was measured
-_FETCH_WORTH = 4  # what a fetch may cost beside computing the same, for the waiting that it may hide behind
-_LEAST_WAIT_S = 0.25  # of a load; any device stutters now and then, and nobody notices less
+_KEPT_SHARE = 0.95  # share of the evidence that stays after one more sample: about the last twenty count
+_KEPT_TRUST_SHARE = 0.5  # share of the trust in the prior's level that stays after each sample but the first
+_PRIOR_WEIGHT = 0.02  # weight of each of the prior's two points, in samples
+_PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # distance between the prior's two points
+_PASSED_LOADS = 8  # loads of a direction that are not worth it before one block is loaded to measure the direction
+_KEPT_PASSED_SHARE = 0.8  # share of a direction's evidence that stays after each load that was not worth it
+_SURPRISE_FACTOR = 2  # a block that loads so many times faster than expected shows that the device has changed
+_FETCH_WORTH_FACTOR = 4  # a fetch may take so many times as long as computing, since it happens while the turn waits
+_LEAST_WAIT_S = 0.25  # every load may take so long: any device stutters now and then, and less is not noticed
 
 
 class _Duration:
-    """seconds ~ fixed + per_unit * units, by least squares over samples that fade exponentially.
+    """An estimate of durations: seconds ~ fixed + per_unit * units, by least squares over samples that fade
+    exponentially.
 
-    A mean of seconds per unit would mislead: a step of a few tokens is all fixed cost (launches, reading the weights),
-    as a load of one block is all latency, so a history's price would be overrated many times after a while of decoding,
-    or after a first load that was small. The prior enters as two light points, `span` units apart, scaled to the level
-    of what was measured: while all samples have one size the line's slope is unknown, and only the proportion between
-    its parts is the prior's. Of the first samples, often cold or a hiccup, none is believed alone: the prior's level
-    counts as much as the first one, and half as much with each that follows.
+    A mean of seconds per unit would mislead. A step of a few tokens is all fixed cost (launches, reading the weights),
+    and a load of one block is all latency. So a history's price would be overrated many times after a while of
+    decoding, or after a first load that was small.
+
+    The prior enters as two light points, `span` units apart, scaled to the level of what was measured. While all
+    samples have one size the line's slope is unknown, and only the proportion between its parts comes from the prior.
+    The first samples are often cold or a hiccup, so none is believed alone: the prior's level counts as much as the
+    first one, and half as much with each that follows.
     """
 
     def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
         self._prior, self._span = (fixed_s, s_per_unit), span
         self._sums = [0.0] * 5  # decayed: weight, units, units^2, seconds, units * seconds
-        self._trust = 1.0  # in the prior's level, in samples
+        self._trust = 1.0  # weight of the prior's level, in samples
         self._line: tuple[float, float] | None = None  # fixed_s, s_per_unit; None: to be found
 
     def update(self, units: int, seconds: float) -> None:
         sample = (1.0, units, units * units, seconds, units * seconds)
         if self._sums[0]:
-            self._trust *= _KEPT_TRUST
-        self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
+            self._trust *= _KEPT_TRUST_SHARE
+        self._sums = [total * _KEPT_SHARE + part for total, part in zip(self._sums, sample, strict=True)]
         self._line = None
 
     def believe(self, units: int, seconds: float) -> None:
-        """Count this sample alone. Of those before it only the proportion between the line's parts stays."""
+        """Count only this sample. Earlier samples keep only the proportion between the line's two parts."""
         self._sums, self._trust = [0.0] * 5, 0.0
         self.update(units, seconds)
 
@@ -49,7 +53,7 @@ class _Duration:
 
     def fade(self) -> None:
         """Let what was measured count less, as if it were older."""
-        self._sums = [total * _KEPT_PASSED for total in self._sums]
+        self._sums = [total * _KEPT_PASSED_SHARE for total in self._sums]
         self._line = None
 
     @property
@@ -97,7 +101,7 @@ class Rates:
     """Live rates of one engine, usable before the first sample through their priors.
 
     A direction is a word such as "dram_to_hbm", "disk_to_dram", "disk_to_hbm"; those without a prior are unknown
-    (KeyError). Single-threaded: samples are handed in by the loop that owns it.
+    (KeyError). The engine's loop hands in the samples; the cache and the scheduler ask, on the same thread.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Rates:
         bytes_per_s: Mapping[str, float],
         fixed_s: Mapping[str, float] | None = None,
     ) -> None:
-        """transfer_fixed_s: of any transfer; fixed_s: of some directions instead."""
+        """transfer_fixed_s: fixed cost of any transfer; fixed_s: fixed costs of some directions instead."""
         fixed = fixed_s or {}
         if prefill_s_per_token <= 0 or any(rate <= 0 for rate in bytes_per_s.values()):
             raise ValueError("priors of rates must be positive")
@@ -127,8 +131,8 @@ class Rates:
         self._late = dict.fromkeys(bytes_per_s, 0)  # number of late loads since one was as fast as believed
 
     def expect_steps(self, step_fixed_s: float, prefill_s_per_token: float) -> None:
-        """Set what steps take on this machine, measured before the first one counts. Decoding tells next to nothing
-        about what a history costs to compute, so this is the proportion between the two until a history was
+        """Set the step times that were measured on this machine before the first request. Decoding tells next to
+        nothing about what a history costs to compute, so these give the proportion between the two until a history was
         computed."""
         if prefill_s_per_token <= 0 or step_fixed_s < 0:
             raise ValueError("what a token takes must be positive, and a step's fixed cost positive or 0")
@@ -142,12 +146,12 @@ class Rates:
             self._step.update(tokens, seconds)
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer that has ended. One without bytes or duration tells nothing."""
+        """Record a transfer that has ended. One without bytes or duration is ignored."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
         transfer = self._transfers[direction]
-        if self.is_look_due(direction) and seconds * _SURPRISE < transfer.of(num_bytes):
+        if self.is_look_due(direction) and seconds * _SURPRISE_FACTOR < transfer.of(num_bytes):
             transfer.believe(num_bytes, seconds)
         else:
             transfer.update(num_bytes, seconds)
@@ -156,8 +160,8 @@ class Rates:
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Record a transfer that failed or was given up, and would have taken at least so long. If that is slower than
-        was believed, it alone counts from now on, for all directions out of that device: a mean with twenty that were
-        in time would let the next ones be late too."""
+        expected, it alone counts from now on, for all directions out of that device. A mean with twenty transfers in
+        time would let the next ones be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -170,26 +174,26 @@ class Rates:
 
     def passed_over(self, direction: str) -> None:
         """Record that a request computes what it could have loaded. A link that is never used is never measured, and
-        would be believed slow for ever; so evidence fades, and now and then a block is loaded to have a look."""
+        would seem slow for ever. So its evidence fades, and now and then a block is loaded to measure it."""
         self.version += 1
         self._passes[direction] += 1
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
         """Whether to load the next block that this direction could bring, whatever it seems to cost. That is soon after
-        one late load, which any device has now and then, and later after each late load that follows."""
+        a single late load, which any device has now and then, and later after each further late load."""
         late = self._late[direction]
-        return self._passes[direction] >= (min(1 << late, _PASSES) if late else _PASSES)
+        return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
     def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
-        """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs nobody anything while the turn
-        waits, but one that takes several times as long as computing is hardly ever in time, and holds up all fetches
-        after it."""
-        return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH * self.compute_s(tokens))
+        """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs no request anything while the turn
+        waits. But one that takes several times as long as computing is hardly ever in time, and delays all later
+        fetches."""
+        return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH_FACTOR * self.compute_s(tokens))
 
     @property
     def prefill_s_per_token(self) -> float:
-        """Seconds that one more token adds to a step."""
+        """The seconds that one more token adds to a step."""
         return self._step.s_per_unit
 
     def compute_s(self, tokens: int) -> float:
@@ -206,14 +210,14 @@ class Rates:
 
 
 class LoadProgress(NamedTuple):
-    """How far a device has come with a load. Time counts only while the device is being asked for bytes of it."""
+    """A device's progress with a load. Time counts only while the device is being asked for bytes of it."""
 
     layers: int  # number that have come
-    reading_s: float  # until the last of them came
-    silent_s: float  # since
+    reading_s: float  # time until the last of these layers came
+    silent_s: float  # time since then
 
     def left_s(self, num_layers: int) -> float:
-        """Return how long the rest takes at least: by the load's own pace, or as long again as the device has been
+        """Return the least time that the rest takes: at the load's own pace, or as long again as the device has been
         silent."""
         if self.layers >= num_layers:
             return 0.0
@@ -221,14 +225,15 @@ class LoadProgress(NamedTuple):
         return max(pace_s * (num_layers - self.layers), self.silent_s)
 
     def whole_s(self, num_layers: int) -> float:
-        """Return how long the whole load takes at this pace, or with the present silence for every layer if longer."""
+        """Return how long the whole load takes at this pace; if the device has been silent for longer than that, each
+        layer counts as taking as long as the silence."""
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s, self.silent_s) * num_layers
 
 
 def worth_waiting_s(new_s: float, all_s: float, num_layers: int) -> float:
-    """Return the longest that a load may take for the first token to come no later than if all were computed, which
-    takes all_s. new_s: time to compute what comes after the load. The inverse of `first_token_s`, but never less than
-    any device may take."""
+    """Return the longest that a load may take without delaying the first token, compared with computing everything.
+    all_s: time to compute everything; new_s: time to compute what comes after the load. The inverse of `first_token_s`,
+    but at least the delay that any device has now and then."""
     exposed = all_s - new_s / num_layers
     return max(_LEAST_WAIT_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))

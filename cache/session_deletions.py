@@ -16,12 +16,13 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 class _Wait:
     """A request that waits for deletions."""
 
-    left: int  # of sessions, not counting Redis
+    left: int  # sessions left to delete, not counting Redis
     problem: str | None  # what it will be told
 
 
 class SessionDeletions:
-    """Single-threaded, part of the SessionStore."""
+    """Deletes sessions for the SessionStore, on the engine's thread: those that a client deletes and those whose time
+    to live is over. A deletion waits for the copies of its blocks that are under way."""
 
     def __init__(
         self,
@@ -31,14 +32,14 @@ class SessionDeletions:
         running: Requests,
         max_sessions: int,
     ) -> None:
-        """contexts: those of the store; who is deleted is taken out of them."""
+        """contexts: the contexts of the store; deleted sessions are taken out of them."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
         """Sessions that have expired, to explain misses. No more than there may be sessions."""
         self.waits: dict[str, _Wait] = {}
-        """Those that wait, by request. Read only."""
+        """Requests that wait for deletions. Read only."""
         self._deleting: dict[SessionName, str | None] = {}
-        """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
-        first."""
+        """Sessions whose deletion waits for the end of a save or write, with the request that waits for it; None: the
+        session has expired."""
         self._contexts = contexts
         self._tiers, self._table = tiers, tiers.table
         self._running = running
@@ -49,10 +50,10 @@ class SessionDeletions:
         return name in self._deleting
 
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
-        """Remove the sessions of this id, whatever their salts, and what only they have, from every tier; `take_ended`
-        names `waiter` when all of the bytes are gone. What other servers have left in Redis goes too, also of a session
-        that is not known here. Returns why not: `not_found`, or `busy` while a request of it runs or another one waits
-        for its deletion."""
+        """Remove the sessions of this id, whatever their salts, from every tier, with the blocks that only they own.
+        `take_ended` names `waiter` when all of the bytes are gone. What other servers have left in Redis goes too, even
+        of a session that is not known here. Returns None, or why nothing is deleted: `not_found`, or `busy` while a
+        request of the session runs or another request waits for its deletion."""
 
         def named(names: Iterable[SessionName]) -> list[SessionName]:
             return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
@@ -92,7 +93,8 @@ class SessionDeletions:
         ]
 
     def begin(self, name: SessionName, waiter: str | None) -> None:
-        """Delete a session, now or when its copies have ended. waiter: None if it has expired."""
+        """Delete a session, now or when its copies have ended. waiter: the request that waits for it; None if the
+        session has expired."""
         # First fetch the blocks that others have in the same extents, so that they can be written anew.
         self._tiers.fetches.fetch(self._sharers_of(name), name)
         if self._has_to_wait(name):
@@ -117,12 +119,12 @@ class SessionDeletions:
         private = self.disown(name, session.owned)
         self._tiers.delete_session(name, [row for row in private if "disk" in row.copies], None)
         for row in private:
-            self._tiers.redis.drop(row)  # it stays there for its time to live, for whoever knows its name
+            self._tiers.redis.drop(row)  # it stays in Redis for its time to live, for servers that know its name
             if row.is_nowhere:
                 self._table.forget(row)
 
     def disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
-        """Take a session's name off its blocks. Returns those that nobody else owns."""
+        """Take a session's name off its blocks. Returns the blocks that no other session owns."""
         private = []
         self._tiers.dram.saves.disown(name)
         for key in keys:

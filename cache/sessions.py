@@ -1,4 +1,4 @@
-"""Keeps the contexts that turns have left behind for their time to live, and knows which session owns which block."""
+"""Keeps the contexts that turns have left for their time to live, and knows which session owns which block."""
 
 import math
 from collections import OrderedDict
@@ -22,7 +22,8 @@ _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond eac
 
 
 class SessionStore:
-    """Single-threaded, part of the CacheManager."""
+    """Keeps the contexts of sessions between their turns. The Lifecycle reports ended turns, the engine's loop sweeps
+    and restores, and requests about sessions arrive here, all on the engine's thread."""
 
     def __init__(
         self,
@@ -45,8 +46,9 @@ class SessionStore:
         self._unix_offset_s = options.unix_offset_s
         self._head_key = options.head_key
         self._changed: dict[SessionName, None] = {}  # sessions whose head is to be told
-        self._adoptions: dict[int, tuple[str, SessionName, SessionHead]] = {}  # under way, by job; who asked for each
-        self._adopted: list[tuple[str, str | None]] = []  # since `take_adopted`
+        # Adoptions under way, by job, with the request that waits for each.
+        self._adoptions: dict[int, tuple[str, SessionName, SessionHead]] = {}
+        self._adopted: list[tuple[str, str | None]] = []  # requests whose adoption has ended since `take_adopted`
         self.deletions = SessionDeletions(
             contexts=self.contexts, tiers=tiers, running=running, max_sessions=options.max_sessions
         )
@@ -57,7 +59,7 @@ class SessionStore:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a session's context; recent turns count most. 0 while there is none."""
+        """The mean tokens of a session's context; recent turns count most. 0 while there is none."""
         return self.mean_bytes / self._bytes_per_token
 
     def blocks_of(self, name: SessionName) -> dict[str, int]:
@@ -114,7 +116,7 @@ class SessionStore:
         context.chain()
         before = self.contexts.pop(name, None)
         if before is not None and before.open_key not in (None, open_key):
-            # A branch of the same session ended elsewhere, or the block is full now: nobody can use it any more.
+            # A branch of the same session ended elsewhere, or the block is full now: no request can use it any more.
             self._tiers.forget(before.open_key)
         session = SessionContext(
             lineage=context.lineage.first(full) if full < len(context.keys) else context.lineage,
@@ -170,7 +172,7 @@ class SessionStore:
                 self._tiers.own(row, name, place)
 
     def write_behind(self, now: float) -> None:
-        """Order what can be written to disk now, of blocks and of sessions."""
+        """Order the writes to disk that are possible now, of blocks and of sessions."""
         running = self._running
         self._tiers.writes.plan(running.has_pages, running.changes, self._record, now)
 
@@ -187,9 +189,9 @@ class SessionStore:
         )
 
     def hand_over(self, context: RequestContext, open_key: BlockKey | None) -> None:
-        """Hand on the blocks of a request at which its session will not stand: to the session's earlier context or
-        another request of it. Without either, forget those that nobody else owns. open_key: of the open block with its
-        last rows, which nobody will look for."""
+        """Hand on the blocks of a request whose end does not become the session's context. They go to the session's
+        earlier context or another request of it. Without either, forget the blocks that no other session owns.
+        open_key: key of the open block with the request's last rows, which no request will look for."""
         name = context.session
         session = self.contexts.get(name)
         if open_key is not None and (session is None or session.open_key != open_key):
@@ -209,7 +211,7 @@ class SessionStore:
     # --- a session goes on elsewhere, or comes from there -------------------------------------------------------------
 
     def take_heads(self) -> list[HeadToTell]:
-        """Return the heads of sessions that had a turn or an upload since the last call. Nothing without Redis."""
+        """Return the heads of sessions that had a turn or an upload since the last call. Returns none without Redis."""
         redis = self._tiers.redis
         uploaded = redis.uploaded
         if not (self._changed or uploaded):
@@ -228,7 +230,7 @@ class SessionStore:
         return heads
 
     def adopt(self, request_id: str, name: SessionName, data: bytes, now: float) -> None:
-        """Take over a session of another server from its head, when the headers of its extents have come;
+        """Take over a session of another server from its head, once the headers of its extents have come.
         `take_adopted` then names the request. Raises BadHead."""
         head = decode_head(data, name, self._head_key)
         try:
@@ -239,7 +241,7 @@ class SessionStore:
         self._adoptions[job] = request_id, name, head
 
     def on_headers(self, job: int, extents: Sequence[RedisExtent], reason: str | None, now: float) -> None:
-        """Record what is in Redis of a session that is taken over. An extent that is not there is a miss."""
+        """Record which blocks of a session that is taken over are in Redis. An extent that is not there is a miss."""
         request_id, name, head = self._adoptions.pop(job)
         if self.deletions.is_deleting(name):
             self._adopted.append((request_id, "busy"))
@@ -272,15 +274,16 @@ class SessionStore:
         return row is not None and name in row.owners
 
     def take_adopted(self) -> list[tuple[str, str | None]]:
-        """Return the requests whose adoption has ended since the last call, and why it has failed if it has."""
+        """Return the requests whose adoption has ended since the last call, and why it failed if it did."""
         adopted, self._adopted = self._adopted, []
         return adopted
 
     # --- a session expires --------------------------------------------------------------------------------------------
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
-        """Delete sessions that were not used for their time to live, with what only they have in any tier. Forget the
-        oldest if there are too many. Returns how many are gone. At most `most` expire; the next sweep goes on."""
+        """Delete sessions that were not used for their time to live, in every tier, with the blocks that only they own.
+        Forget the oldest if there are too many. Returns how many are gone. At most `most` expire; the next sweep goes
+        on."""
         before = len(self.contexts)
         forgotten: list[SessionName] = []
         over: list[SessionName] = []
@@ -308,7 +311,8 @@ class SessionStore:
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
-        """Whether a session's time is over and it can be deleted. One that runs waits for a later sweep."""
+        """Whether a session's time to live is over and it can be deleted. A session that runs waits for a later
+        sweep."""
         return self._is_over(session, now) and not self.deletions.is_deleting(name) and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
@@ -339,7 +343,7 @@ class SessionStore:
                     token_ids=(tokens := tokens_of(block.token_ids)),
                     size_bytes=len(tokens) * self._bytes_per_token,
                     session_id=name[2] if block.is_open else None,
-                    kept_raw=True,  # nobody knows whether it begins a context, or holds decoded rows
+                    kept_raw=True,  # not known whether it begins a context, or holds decoded rows
                     owners=(name,),
                 )
                 for block in extent.blocks

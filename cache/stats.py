@@ -31,22 +31,22 @@ MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
 
 class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of one prompt came from, as the prompt stands in the context. The cache makes it, the engine sends
-    it as it is, and the app shows it to clients.
+    """The tokens of one prompt by where their KV came from, as the prompt stands in the context. The cache makes it,
+    the engine sends it as it is, and the app shows it to clients.
 
     The four tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens."""
 
     prompt_tokens: int
-    history_tokens: int  # of the prompt, that the session (or a sibling) had computed before
+    history_tokens: int  # tokens of the prompt that the session (or a sibling) had computed before
     hbm_tokens: int
     dram_tokens: int
     disk_tokens: int
     redis_tokens: int = 0
-    truncated_tokens: int  # of the conversation, not in the context
+    truncated_tokens: int  # tokens of the conversation that are not in the context
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
     coded_tokens: int = 0  # cached ones that have been through a lossy codec
-    recalled_tokens: int = 0  # in the context again, because the newest message is about them
-    selected_tokens: int = 0  # of the answer, which read a part of the context only; known at its end
+    recalled_tokens: int = 0  # tokens brought back because the newest message is about them
+    selected_tokens: int = 0  # answer tokens that read a part of the context only; known at its end
     miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property
@@ -69,8 +69,8 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidencyValue(NamedTuple):
-    """Where a request's tokens are right now; `reprise.scheduler.ports.Residency` says what the fields mean. A tuple,
-    which is made four times as fast: several are asked for in every step."""
+    """The places of a request's tokens right now; `reprise.scheduler.ports.Residency` says what the fields mean. A
+    tuple, because tuples are made four times as fast and several are asked for in every step."""
 
     hbm_tokens: int
     lower_tokens: dict[str, int]
@@ -84,7 +84,7 @@ class ResidencyValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheGauges:
-    """How full the cache is at one moment."""
+    """The fill of the cache at one moment."""
 
     sessions: int
     leases: int  # pages pinned by requests and transfers
@@ -103,9 +103,9 @@ class CacheStats:
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     miss_tokens: Counter[str] = field(default_factory=Counter)  # MissReason -> tokens
     evicted_blocks: int = 0  # from HBM
-    offloaded_blocks: int = 0  # of these, in the background; the others left when a request needed their room
+    offloaded_blocks: int = 0  # evicted in the background; the others left when a request needed their room
     copied_rows: int = 0
-    encoded_blocks: int = 0  # in DRAM
+    encoded_blocks: int = 0  # blocks encoded in DRAM
     evictions: Counter[str] = field(default_factory=Counter)  # tier -> blocks
     refused: Counter[str] = field(default_factory=Counter)  # tier -> blocks it had no room for
     write_failures: Counter[str] = field(default_factory=Counter)  # tier -> writes of several blocks

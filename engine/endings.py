@@ -1,4 +1,4 @@
-"""How choices end: what is said of it, and what is kept."""
+"""Ends choices: words their last outputs, and keeps what they have computed."""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from reprise.scheduler.scheduler import Scheduler
 
 class Endings:
     """Closes a choice in every table that knows it, and words its last output. Called by `KnownRequests` when clients
-    end a request, and by the steps when an answer is complete. Single-threaded, in the engine's loop."""
+    end a request, and by the steps when an answer is complete, in the engine's loop."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Endings:
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        """End a choice with a finish reason. token_ids, logprobs: what it said last."""
+        """End a choice with a finish reason. token_ids, logprobs: the tokens that it said last."""
         timings = choice.timings(now)
         self._scheduler.completed(choice.sequence)
         self.close(choice, choice.sequence.computed_tokens)
@@ -50,14 +50,14 @@ class Endings:
         self.close(choice, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def end_computed(self, choices: Iterable[RunningChoice]) -> None:
-        """End choices of which the KV alone was wanted, now that it is there."""
+        """End choices of which only the KV was wanted, now that it is there."""
         for choice in choices:
             if choice.report is not None:
                 self._cache.stats.count_prompt(choice.report)
             self.close(choice, choice.sequence.computed_tokens)
 
     def end_unusable(self, choice: RunningChoice) -> Output:
-        """End a choice for which no token can be drawn: its grammar has failed, or its logits are no numbers."""
+        """End a choice for which no token can be drawn: its grammar has failed, or its logits are not numbers."""
         if choice.constraint is not None and choice.constraint.is_failed:
             self.close(choice, choice.sequence.computed_tokens)
             return choice.failed("it has become too costly to follow", "invalid_grammar")
@@ -66,7 +66,7 @@ class Endings:
         return choice.failed("the model produced no valid distribution for the next token")
 
     def end_hopeless(self) -> list[Output]:
-        """End the choices whose contexts are larger than HBM and that DRAM has had no room for, for long."""
+        """End choices whose contexts are larger than HBM and have waited for room in DRAM for too long."""
         outputs = []
         for sequence_id in self._cache.parking.take_hopeless():
             choice = self._choices.get(sequence_id)
@@ -76,8 +76,8 @@ class Endings:
         return outputs
 
     def close(self, choice: RunningChoice, num_tokens: int) -> None:
-        """Remove a choice from every table. The session's context is the first `num_tokens` tokens, as far as they were
-        computed, of a request's first choice."""
+        """Remove a choice from every table. If it is its request's first choice, the session's context becomes its
+        first `num_tokens` tokens, as far as they were computed."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
         self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic(), goes_on=choice.is_first)

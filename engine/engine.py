@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out."""
+"""Runs requests: takes them in and returns the tokens of their answers."""
 
 import logging
 import time
@@ -15,15 +15,15 @@ from reprise.kernels.device_errors import is_sticky
 
 log = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
+_CLOSE_TIMEOUT_S = 8.0  # time for what was computed to reach the disk
 
 
 class Engine:
-    """The engine that `reprise.engine.process.loop` drives: see its `StepEngine`. Single-threaded: that loop calls it.
-    `now` is a monotonic clock in seconds.
+    """The engine that `reprise.engine.process.loop` drives; `StepEngine` there explains its methods. Only that loop's
+    thread calls it. `now` is a monotonic clock in seconds.
 
-    Whatever goes wrong in a step, what was committed before it stays right. Where a device fails behind the host's
-    back, it fails for good, and the engine ends (`is_fatal`).
+    Whatever fails in a step, everything that was committed before it stays right. A device that fails does so for good,
+    and the engine ends (`is_fatal`).
     """
 
     def __init__(
@@ -47,30 +47,31 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def accept(self, request: Submit, now: float) -> list[Output]:
-        """See `Intake.open_request`."""
+        """Queue the choices of a request. Returns error outputs for those that cannot be taken."""
         return self._requests.accept(request, now)
 
     def abort(self, request_id: str) -> None:
-        """See `KnownRequests.abort`."""
+        """End a request because its client is gone. What it has computed stays cached. An unknown id is ignored."""
         self._requests.abort(request_id)
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
-        """See `KnownRequests.finish`."""
+        """End a choice after `keep_tokens` tokens of its answer, because the app has found a stop string there."""
         self._requests.finish(request_id, choice, keep_tokens)
 
     def finish_all(self, now: float) -> list[Output]:
-        """End everything with finish_reason `length`."""
+        """End every request with finish_reason `length`."""
         return self._requests.finish_all(now)
 
     def fail_all(self, message: str) -> list[Output]:
-        """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
+        """End every request with an error. Nothing of the failed step is kept, because half of it may have been
+        written."""
         outputs = self._requests.fail_all(message)
         self._step.fail()
         return outputs
 
     @staticmethod
     def is_fatal(error: Exception) -> bool:
-        """Whether a device has failed for good, see `reprise.kernels.device_errors`. Running out of memory passes."""
+        """Whether a device has failed for good (`reprise.kernels.device_errors`). A lack of memory is not fatal."""
         return is_sticky(error)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -80,31 +81,31 @@ class Engine:
 
     @property
     def bell(self) -> int:
-        """A file descriptor that can be read when something has ended that `poll` should hear of."""
+        """A file descriptor that can be read when something has ended for which `poll` should be called."""
         return self._transfer.bell
 
     def is_moving(self) -> bool:
         return self._cache.in_flight > 0
 
     def poll(self, now: float) -> list[SessionReply]:
-        """Hear what the transfers have done, and order what comes next. Called in every turn of the loop, work or not.
-        Returns answers to session requests that have become ready."""
+        """Record what the transfers have done, and order what comes next. Called in every turn of the loop, even
+        without work. Returns answers to session requests that have become ready."""
         self._step.order_next(now)
         if not self.has_work():
-            # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
-            # the next request, with which the loop would hear of it.
+            # Poll twice when idle: a save that has just ended can be written to disk now, not during the next
+            # request.
             self._step.order_next(now)
         return self._sessions.take_replies() if self._sessions.unanswered else []
 
     def step(self, now: float) -> list[Output]:
-        """Run one batch. When it raises, call `fail_all`."""
+        """Run one batch. If it raises, call `fail_all`."""
         refused: list[Output] = []
         if self._requests.held or self._cache.parking.hopeless:
             refused = self._requests.before_step(now)
         return refused + self._step.run(now)
 
     def idle(self, now: float) -> None:
-        """TTL sweep, memory for what comes, and the invariant that must hold when nothing runs."""
+        """Expire sessions, touch memory that will be needed, and check that no page stays pinned when nothing runs."""
         choices = self._requests.choices
         self._cache.sessions.sweep(now)
         self._first_touch.go_on(*self._cache.reached, lambda: bool(choices))
@@ -113,7 +114,8 @@ class Engine:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 
     def close(self) -> None:
-        """Let what was computed reach the disk, within a deadline. Nothing else may be called afterwards."""
+        """Write what was computed to disk, within a deadline, and end the threads. No other method may be called
+        afterwards."""
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         self._requests.close()
         self._cache.sessions.deletions.retry()  # the next process would find what the disk would not delete
@@ -127,11 +129,11 @@ class Engine:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Answer what is asked about sessions; a deletion is answered by `poll` when the bytes are gone."""
+        """Answer a request about sessions. A deletion is answered by `poll` when the bytes are gone."""
         return self._sessions.apply(request, now)
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica; answered by `poll` when the headers of its extents have come."""
+        """Take over a session of another replica. `poll` answers when the headers of its extents have come."""
         return self._sessions.adopt(request, now)
 
     def take_heads(self) -> list[Head]:

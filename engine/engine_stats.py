@@ -1,4 +1,4 @@
-"""What an engine tells of what it has done so far."""
+"""Collects what an engine has done so far, for its reports."""
 
 import time
 from collections import Counter
@@ -36,7 +36,7 @@ class StatsSources:
 
 
 def collect(parts: StatsSources) -> Stats:
-    """Return all that the parts of an engine know, as of now."""
+    """Return everything that the parts of an engine have counted until now."""
     scheduler, cache, verifier, weights = parts.scheduler, parts.cache, parts.verifier, parts.compute.runner.weights
     gauges, stats = cache.gauges(), cache.stats
     verdict = None if verifier is None else verifier.verdict
@@ -86,7 +86,7 @@ _COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read"
 
 
 def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> SchedulerState:
-    """Look up where the KV of the next requests in line lies: cheap enough for a heartbeat, not for every step."""
+    """Look up where the KV of the next requests in line lies. Cheap enough for a heartbeat, but not for every step."""
     queue = scheduler.queue
     window = queue if isinstance(queue, ShuffledWindow) else None
     outlook = scheduler.outlook()

@@ -1,4 +1,4 @@
-"""Requests on their way in: checked, their grammars compiled, queued as one choice or several."""
+"""Takes requests in: checks them, has their grammars compiled, and queues each as one choice or several."""
 
 from collections.abc import Collection
 
@@ -16,7 +16,7 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Intake:
-    """Makes choices of requests. Called by `KnownRequests`; single-threaded, in the engine's loop."""
+    """Makes choices of requests and queues them. Called by `KnownRequests`, in the engine's loop."""
 
     def __init__(
         self,
@@ -28,8 +28,7 @@ class Intake:
         choices: RunningChoices,
         truncation: str,
     ) -> None:
-        """choices: those that are queued are added to it. truncation: auto or disabled, for a request that says
-        nothing."""
+        """choices: queued choices are added to it. truncation: auto or disabled, for a request that does not say."""
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -61,7 +60,7 @@ class Intake:
         return outputs
 
     def queue_uncompiled(self, now: float) -> list[Output]:
-        """Queue requests that still wait for their grammars, without these: no token is drawn for them any more."""
+        """Queue requests that still wait for their grammars, without these: no further token is drawn for them."""
         return [output for request in self._grammars.take_all() for output in self._queue(request, None, now)]
 
     def fail_uncompiled(self, message: str) -> list[Output]:
@@ -77,7 +76,7 @@ class Intake:
         self._grammars.close()
 
     def _queue(self, request: Submit, constraints: list[Constraint] | None, now: float) -> list[Output]:
-        """constraints: one for each choice, if the request has a grammar."""
+        """Queue the choices of a request. constraints: one for each choice, if the request has a grammar."""
         refused = []
         for index in range(request.num_choices):
             is_over = bool(request.resume) and request.resume[index] is None
@@ -94,7 +93,8 @@ class Intake:
         return refused
 
     def _problem(self, request: Submit) -> tuple[str, str] | None:
-        """(error code, message) of a request that can never run. The app validates first; this is the last line."""
+        """Return (error code, message) for a request that can never run; None if it can. The app validates requests
+        first, so this catches only what it missed."""
         length = len(request.token_ids)
         if length == 0:
             return "invalid_prompt", "the prompt has no tokens"
@@ -127,7 +127,7 @@ class Intake:
         return (request.truncation or self._truncation) == "auto"
 
     def _is_exact(self, sequence_id: str) -> bool:
-        """Whether a request is served exactly: because it asks for it, or because the codec was condemned."""
+        """Whether a request is served exactly: because it asks for that, or because the codec was condemned."""
         return is_exact(self._cache.requests.context(sequence_id).session[1])
 
     def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:

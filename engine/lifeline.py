@@ -1,4 +1,5 @@
-"""Ends a process with the one that started it, which says on its stdin what to do and keeps that open."""
+"""Ends a process together with its parent. The parent sends on stdin what to do, and keeps stdin open as long as it
+lives."""
 
 import ctypes
 import os
@@ -12,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_frame(fd: int) -> bytes:
-    """Read one frame, behind its length. Raises EOFError."""
+    """Read one frame, which comes after its length. Raises EOFError."""
     (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
     return _read_exactly(fd, length)
 
@@ -28,8 +29,8 @@ def _read_exactly(fd: int, length: int) -> bytes:
 
 
 def die_with_parent(stdin: int) -> None:
-    """Exit at once when the process that started this one is gone, however it went: an orphan would keep the memory and
-    answer nobody."""
+    """Exit at once when the parent process is gone, however it ended: an orphan would keep the memory and answer no
+    request."""
     lifeline = os.dup(stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline

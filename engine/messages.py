@@ -1,6 +1,7 @@
-"""The msgspec structs of the wire between the HTTP process and the engine process.
+"""Defines the msgspec structs that the HTTP process and the engine process send each other.
 
-Token ids and small structs only: never tensors, never pickle. Every message is one msgpack frame of a tagged union.
+They hold token ids and small structs only: never tensors, never pickle. Every message is one msgpack frame of a tagged
+union.
 """
 
 import msgspec
@@ -16,12 +17,12 @@ from reprise.scheduler.sequence import SamplingParams as SamplingParams
 WIRE_VERSION = 12
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
-MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
+MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The one frame on the engine's stdin, behind its length (4 bytes, big endian). Stdin then stays open for as long
-    as the app lives."""
+    """The one frame on the engine's stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as
+    the app lives."""
 
     wire_version: int
     endpoint: str  # ZeroMQ, bound by the app; another one for every engine process
@@ -45,7 +46,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
-    prompt_logprobs: int | None = None  # of the prompt's tokens too, with so many most likely ones; computes all of it
+    prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say
     resume: list[list[int] | None] = []
     """Per choice, the tokens that another engine has generated, which this one goes on from as if they were its own:
@@ -57,8 +58,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` of the request is what the client sent: the first `keep` tokens of a known conversation and those
-    from `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids` does."""
+    """A truncation that the client made itself. It sent `token_ids` of the request: the first `keep` tokens of a known
+    conversation and those from `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids`
+    does."""
 
     stream: list[int]
     keep: int
@@ -70,20 +72,20 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
 
     request_id: str
     tenant: str
-    action: str  # list | list_all (everybody's) | recent (the `limit` used last) | get | patch | delete | prefetch
-    session_id: str = ""  # of all actions but list, list_all and recent
+    action: str  # list | list_all (of all tenants) | recent (the `limit` used last) | get | patch | delete | prefetch
+    session_id: str = ""  # all actions but list, list_all and recent
     pinned: bool | None = None  # patch
     ttl_s: float | None = None  # patch; measured from the last use
-    after: str = ""  # list: session ids behind this one, in their order; list_all: "tenant/session id" likewise
+    after: str = ""  # list: only session ids after this one; list_all: only "tenant/session id" after it
     limit: int = 100  # list, list_all, recent
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One session, as it stands. A block in two tiers counts in both."""
+    """The present state of one session. A block in two tiers counts in both."""
 
     session_id: str
     cache_salt: str
-    tokens: int  # of its context
+    tokens: int  # tokens of its context
     truncated_tokens: int
     blocks: dict[str, int]  # tier -> blocks
     bytes: dict[str, int]  # tier -> bytes
@@ -95,7 +97,8 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply"):
-    """`delete` is answered when the bytes have left every tier, `not_found` when what others had left in Redis has."""
+    """The answer to a SessionRequest. `delete` is answered when the bytes have left every tier; with `not_found`, when
+    the bytes that other servers had left in Redis are gone."""
 
     request_id: str
     sessions: list[SessionInfo]
@@ -107,24 +110,25 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
-    """What another replica needs to go on with a session: its context, and the names of its extents in Redis. Sent only
-    by an engine that keeps KV in Redis: ahead of the last Output of every turn, and again whenever an upload of the
-    session has ended, because the extents of the newest turn have no names before. Where a stop string ends a turn, the
-    head follows the app's Finish. A later head of a session replaces an earlier one."""
+    """The data with which another replica can go on with a session: its context, and the names of its extents in Redis.
+
+    Only an engine that keeps KV in Redis sends it: before the last Output of every turn, and again whenever an upload
+    of the session has ended, because the extents of the newest turn have no names before. If a stop string ends a turn,
+    the head follows the app's Finish. A later head of a session replaces an earlier one."""
 
     tenant: str
     salt: str
     session_id: str
     turn: int  # turns of the session that have ended; heads of one turn are in order of sending
-    redis_tokens: int  # of its context, from the first on, whose KV is in Redis
+    redis_tokens: int  # leading tokens of its context whose KV is in Redis
     head: bytes  # opaque and signed by the engine; at most MAX_HEAD_BYTES
 
 
 class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
     """Take over a session that another replica has left, so that its next turn finds its KV in Redis. Answered by one
     SessionReply with the same request_id when the headers of its extents have come. `unavailable`: this engine keeps no
-    KV in Redis, or Redis has not answered. `bad_head`: it was not made by an engine of this model and tenant secret.
-    Whatever is answered, a turn may follow: what was not adopted is computed."""
+    KV in Redis, or Redis has not answered. `bad_head`: no engine of this model and tenant secret has made the head. A
+    turn may follow after any answer: KV that was not adopted is computed."""
 
     request_id: str
     tenant: str
@@ -134,14 +138,14 @@ class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The client is gone. Nothing more is sent for this request; finished blocks are kept."""
+    """End a request whose client is gone. Nothing more is sent for it; finished blocks are kept."""
 
     request_id: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The app found a stop string: end this choice and keep its first `keep_tokens` generated tokens.
-    Nothing more is sent for this choice."""
+    """End a choice in which the app has found a stop string, and keep its first `keep_tokens` generated tokens. Nothing
+    more is sent for this choice."""
 
     request_id: str
     choice: int
@@ -149,7 +153,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class FinishAll(msgspec.Struct, frozen=True, tag="finish_all"):
-    """Drain limit reached: end everything, running and waiting, with finish_reason `length`."""
+    """End every request, running or waiting, with finish_reason `length`, because the limit for draining is reached."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -157,7 +161,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded."""
+    """The model that was loaded, with its options and sizes."""
 
     name: str
     path: str  # local directory of the files, for the app's tokenizer
@@ -177,26 +181,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     decouplable: bool  # False: keys carry their position, truncation means recompute
     rope_layers: int
     layers: int
-    kv_bytes_per_token: int  # as it is computed
-    hbm_bytes_per_token: int  # in pages
-    hbm_dtype: str = ""  # of numbers in pages; empty: as they are computed
+    kv_bytes_per_token: int  # bytes as computed
+    hbm_bytes_per_token: int  # bytes in pages
+    hbm_dtype: str = ""  # type of numbers in pages; empty: as they are computed
     hbm_divergence: float | None = None  # nats a token that int8 in HBM changes answers by; None: it is not int8
     hbm_tokens: int
-    dram_tokens: int = 0  # that DRAM holds, as rows or coded; some may be in it as both
+    dram_tokens: int = 0  # tokens in DRAM, as rows or coded; some may be in it as both
     block_size: int
     page_size: int
-    codec: str = "raw"  # of KV below DRAM, or below HBM
+    codec: str = "raw"  # codec of KV below DRAM, or below HBM
     lossy_codec: bool = False
-    coded_bytes: float = 1.0  # of a block, as a share of raw ones
+    coded_bytes: float = 1.0  # size of a coded block as a share of a raw one's
     codec_divergence: float | None = None  # nats a token that the codec changes answers by; None: not measured
-    selector: str = "none"  # chooses what decoding reads of long contexts
+    selector: str = "none"  # chooses the rows of long contexts that decoding reads
     fingerprint: str  # hex
     warnings: tuple[str, ...]
     memory_plan: dict[str, int] = {}  # weights, weights_dram, hbm, graphs, dram, staging, disk, coding -> bytes
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
-    """A sign of life of an engine whose start takes long, as that of a calibration does."""
+    """A sign of life of an engine whose start takes long, for example while it calibrates."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -218,7 +222,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds inside the engine."""
+    """The milliseconds that a choice spent inside the engine."""
 
     queue_ms: float  # arrival -> first scheduled
     load_ms: float
@@ -237,10 +241,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None  # stop | length | error
     report: TokensBySource | None
     timings: Timings | None
-    error: str | None  # with finish_reason error
+    error: str | None  # set with finish_reason error
     error_code: str | None  # context_length_exceeded | overloaded | invalid_grammar | internal_error
-    prompt_logprobs: list[TokenLogprob] | None = None  # with the first output, if asked for: of all but the first token
-    accepted_predictions: int = 0  # with the last: tokens of the request's prediction that were drafted and right
+    prompt_logprobs: list[TokenLogprob] | None = None  # set in the first output, for all tokens but the first
+    accepted_predictions: int = 0  # set in the last output: drafted tokens of the prediction that were right
     rejected_predictions: int = 0
 
 
@@ -260,7 +264,7 @@ def error_output(request_id: str, choice: int, code: str, message: str) -> Outpu
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All that one step produced."""
+    """The outputs that one step produced."""
 
     outputs: list[Output]
 
@@ -279,11 +283,11 @@ class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
     missing_tokens: int
     has_pages: bool  # its KV comes while others run
     waiting_s: float
-    expected_start_s: float | None  # from now; None: behind everybody who runs
+    expected_start_s: float | None  # time from now; None: only after all requests that run now
 
 
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
-    """How the queue stands, and what the scheduler has done since the start."""
+    """The state of the queue, and what the scheduler has done since the start."""
 
     policy: str
     window: int  # places; 0: the order has no window
@@ -291,22 +295,22 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     front: list[WaitingInfo]  # next first
     overtakes: int
     preemptions: int
-    fair_preemptions: int  # of these, for a tenant who had nothing running
+    fair_preemptions: int  # preemptions for a tenant that had nothing running
     timer: dict[str, int]  # loads started ahead: early, on_time, late, at_once, wasted
     loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
-    prediction_error: float  # of answer lengths: mean error over mean length
+    prediction_error: float  # mean error of answer lengths over the mean length
     tpot_s: float
     step_cost: dict[str, float]  # seconds: fixed, per_token, per_kilo_pair, per_row, per_kilo_read; margin: a factor
 
 
 class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """What the shadow check has found of loads that a codec had changed. Divergences in nats a token, beyond those of
-    rounding."""
+    """The results of the shadow check for loads that a codec had changed. Divergences are in nats a token, beyond those
+    of rounding."""
 
-    counts: list[int]  # of checks, by bucket (`DIVERGENCE_BOUNDS`); the last: of those above
+    counts: list[int]  # checks by bucket (`DIVERGENCE_BOUNDS`); the last: checks above all bounds
     total: float  # divergence of all checks
     recent: float | None  # mean of the last checks
-    limit: float  # of that mean, above which the codec is used no more
+    limit: float  # mean above which the codec is used no more
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -318,10 +322,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     leases: int  # pages pinned by requests
     hbm_pages_total: int
     hbm_pages_free: int
-    hbm_pages_cached: int  # not pinned, kept for reuse
+    hbm_pages_cached: int  # pages not pinned, kept for reuse
     steps: int
     step_seconds: float
-    eager_decode_steps: int = 0  # of these, on CUDA, those that only decoded and were no graphs
+    eager_decode_steps: int = 0  # steps on CUDA that only decoded and were no graphs
     prompt_tokens: dict[str, int]  # outcome (hbm, computed, ...) -> tokens since start
     generated_tokens: int
     drafted_tokens: dict[str, int]  # "context accepted", "prediction rejected" and so on -> tokens of drafts
@@ -333,9 +337,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     tier_capacity: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}  # direction (`reprise.cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
-    load_wait_seconds: float = 0.0  # of load time that no computation hid
-    weight_bytes: int = 0  # of weights that were copied from DRAM to HBM
-    weight_wait_seconds: float = 0.0  # of that time, what no computation hid
+    load_wait_seconds: float = 0.0  # load time that no computation hid
+    weight_bytes: int = 0  # bytes of weights that were copied from DRAM to HBM
+    weight_wait_seconds: float = 0.0  # time of these copies that no computation hid
     load_seconds: float = 0.0
     evictions: dict[str, int] = {}  # tier -> blocks that left it
     refused: dict[str, int] = {}  # tier -> blocks it had no room for
@@ -346,7 +350,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     in_flight: int = 0  # saves and loads under way; zero at idle
     verified_loads: int = 0
     verify_mismatches: int = 0
-    offloaded_blocks: int = 0  # of the evicted ones, in the background
+    offloaded_blocks: int = 0  # blocks evicted in the background
     scheduler: SchedulerState | None = None
     codec_checks: CodecChecks | None = None  # None: nothing is coded, or no load is checked
     codec_condemned: bool = False  # there is a codec, which is used no more because of such checks, now or before

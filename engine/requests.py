@@ -1,4 +1,4 @@
-"""The requests that an engine knows, from their arrival to their end by the client."""
+"""Keeps the requests that an engine knows, from their arrival to their end by the client."""
 
 from collections.abc import Collection
 
@@ -11,13 +11,13 @@ from reprise.engine.step.choices import RunningChoices
 
 class KnownRequests:
     """Takes requests in, and ends them when clients or the server say so. A request waits for its grammar, and then is
-    one or several choices that wait or run. Called by the Engine; single-threaded."""
+    one or several choices that wait or run. Called by the Engine, on its thread."""
 
     def __init__(self, *, intake: Intake, choices: RunningChoices, endings: Endings, cache: CacheManager) -> None:
-        """intake: adds to `choices`."""
+        """intake: adds its choices to `choices`."""
         self._intake, self._endings, self._cache = intake, endings, cache
         self.choices = choices
-        """Those that wait and those that run. Read only."""
+        """The choices that wait and those that run. Read only."""
         self.held: Collection[str] = intake.held
         """The requests that wait for their grammars."""
         self.aborted = 0
@@ -32,27 +32,28 @@ class KnownRequests:
         return refused + (self._endings.end_hopeless() if self._cache.parking.hopeless else [])
 
     def abort(self, request_id: str) -> None:
-        """The client is gone: every choice ends now, what it computed stays cached. Forgives unknown ids."""
+        """End every choice of a request whose client is gone. What it has computed stays cached. Unknown ids are
+        ignored."""
         self._intake.cancel(request_id)
         for choice in self.choices.of_request(request_id):
             self._endings.close(choice, choice.sequence.computed_tokens)
             self.aborted += 1
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
-        """A stop string was found after `keep_tokens` generated tokens. Forgives unknown ids: the choice may have ended
-        by itself while the message was under way."""
+        """End a choice in which a stop string was found after `keep_tokens` generated tokens. Unknown ids are ignored:
+        the choice may have ended by itself while the message was under way."""
         found = self.choices.get(f"{request_id}/{choice}")
         if found is not None:
             self._endings.cut(found, keep_tokens)
 
     def finish_all(self, now: float) -> list[Output]:
-        """End everything with finish_reason `length`."""
+        """End every request with finish_reason `length`."""
         # Requests that wait for their grammars are queued without them, since no token is drawn for them any more.
         refused = self._intake.queue_uncompiled(now)
         return refused + [self._endings.end(choice, "length", now) for choice in self.choices]
 
     def fail_all(self, message: str) -> list[Output]:
-        """End everything with an error. Nothing is kept of what was computed since the last turns ended."""
+        """End every request with an error. Nothing is kept of what was computed since the last turns ended."""
         outputs = self._intake.fail_uncompiled(message)
         for choice in self.choices:
             outputs.append(choice.failed(message))
@@ -60,7 +61,7 @@ class KnownRequests:
         return outputs
 
     def close(self) -> None:
-        """End everything without a word; what was computed stays cached."""
+        """End every request without an output; what was computed stays cached."""
         for choice in self.choices:
             self._endings.close(choice, choice.sequence.computed_tokens)
         self._intake.close()

@@ -1,4 +1,4 @@
-"""Sessions as a resource: what the engine answers to requests about them, and tells of those that others may adopt."""
+"""Answers requests about sessions, and reports the sessions that other servers may adopt."""
 
 import heapq
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, Sess
 
 
 class SessionDirectory:
-    """Answers what the app asks about sessions, and what other servers of a fleet need. Called by the Engine;
-    single-threaded."""
+    """Answers the app's requests about sessions, and other servers' of a fleet. Called by the Engine, on its thread."""
 
     def __init__(
         self,
@@ -23,7 +22,7 @@ class SessionDirectory:
         session_ttl_s: float,
         unix_offset_s: float,
     ) -> None:
-        """has_redis: whether other servers find KV of this one."""
+        """has_redis: whether other servers can find KV of this one."""
         self._sessions = sessions
         self.has_heads = has_redis
         """Whether `take_heads` may have something to tell."""
@@ -34,11 +33,11 @@ class SessionDirectory:
         self._unix_offset_s = unix_offset_s
 
     def apply(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Return the answer, or nothing if it comes later."""
+        """Carry out a request. Returns the answer, or nothing if it comes later."""
         return self._now_or_later(request.request_id, self._answer(request, now))
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. Returns a refusal, or nothing: the answer comes later."""
+        """Take over a session of another replica. Returns a refusal, or nothing if the answer comes later."""
         return self._now_or_later(request.request_id, self._adopt(request, now))
 
     def take_replies(self) -> list[SessionReply]:
@@ -114,14 +113,15 @@ class SessionDirectory:
         return self._page(request, [name for name in names if name[2] > request.after])
 
     def _list_all(self, request: SessionRequest) -> SessionReply:
-        """List sessions of all tenants; the app lets only admins ask. The session that the last page ended with may be
+        """List sessions of all tenants; the app lets only admins ask. The session with which the last page ended may be
         gone."""
         tenant, _, session_id = request.after.partition("/")
         names = sorted(self._sessions.contexts, key=lambda name: (name[0], name[2], name[1]))
         return self._page(request, [name for name in names if (name[0], name[2]) > (tenant, session_id)])
 
     def _page(self, request: SessionRequest, names: list[SessionName]) -> SessionReply:
-        """Return a page of the first ones. Sessions of one id, which differ in their salt, are on the same page."""
+        """Return the first page of some sessions. Sessions of one id, which differ in their salt, are on the same
+        page."""
         end = request.limit
         while 0 < end < len(names) and (names[end][0], names[end][2]) == (names[end - 1][0], names[end - 1][2]):
             end += 1

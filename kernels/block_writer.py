@@ -15,8 +15,8 @@ from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """Writes into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to the same pages.
-    Releases the GIL. Made by `block_writer`."""
+    """Writes blocks into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to the same
+    pages. Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
     """Whether `write` can use torch's team of threads."""
@@ -40,7 +40,7 @@ class BlockWriter(Protocol):
 
 
 class _CpuWriter:
-    """Compares, rotates and writes in one pass over memory."""
+    """A BlockWriter on CPU, which compares, rotates and writes in one pass over memory."""
 
     def __init__(self, kernels: ModuleType, pages: KvPages, block_rows: int) -> None:
         k, v = as_bf16(pages.k), as_bf16(pages.v)
@@ -56,7 +56,7 @@ class _CpuWriter:
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
-        """See BlockWriter."""
+        """Write blocks, as `BlockWriter.write` demands."""
         _check(blocks, segments, cos, self._block_rows, self._pool[4], self._num_pages, self._segment)
         wrong = np.zeros(len(blocks), np.bool_)
         if together:
@@ -79,7 +79,8 @@ class _CpuWriter:
 
 
 class _CudaWriter:
-    """Compares checksums while the device reads the segments, out of page-locked memory by itself."""
+    """A BlockWriter on CUDA, which compares checksums on the processors while the device reads the segments from
+    page-locked memory."""
 
     has_team = False
 
@@ -91,7 +92,7 @@ class _CudaWriter:
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
-        """See BlockWriter."""
+        """Write blocks, as `BlockWriter.write` demands."""
         _check(blocks, segments, cos, *self._bounds)
         if (blocks[:, 0] % self._kernels.START_ELEMENTS).any():
             raise ValueError(f"blocks that do not begin at a multiple of {self._kernels.START_ELEMENTS} elements")
@@ -115,7 +116,8 @@ class _CudaWriter:
 def _check(
     blocks: np.ndarray, segments: Tensor, cos: Tensor, block_rows: int, page_size: int, num_pages: int, elements: int
 ) -> None:
-    """elements: of a segment. Raises ValueError for blocks outside of what they are read from and written to."""
+    """Raise ValueError for blocks outside of the memory from which they are read or to which they are written.
+    elements: of a segment."""
     starts, counts, slots, angles = blocks.T
     if len(blocks) and (
         blocks.min() < 0

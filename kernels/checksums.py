@@ -1,5 +1,5 @@
-"""Computes the checksums of many segments at once: without the GIL, and where processors are to spare on several
-threads."""
+"""Computes the checksums of many segments at once, without the GIL, and on several threads if there are processors to
+spare."""
 
 import functools
 import os
@@ -16,15 +16,15 @@ from reprise.kernels.cpu.available import load_kernels
 
 Sums = NDArray[np.uint64]
 _MOST_THREADS = 4
-_PROCESSORS_EACH = 4  # of the machine, for every thread: the others compute
-_FEW_BYTES = 1 << 18  # below this, neither a compiled kernel nor a thread is worth its call
+_PROCESSORS_EACH = 4  # processors of the machine per thread: the others compute
+_FEW_BYTES = 1 << 18  # below this, a compiled kernel or a thread is not worth its call
 _FREE_BYTES = 1 << 17  # a segment of so many is long enough for xxhash to let the GIL go
 _BYTES_EACH = 4 << 20  # below this, waking a thread costs more than it does
 
 
 def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -> Sums:
     """Return the xxh3_64 of some segments, uint64 [chosen]. memory: segments of `size` bytes back to back. Any thread
-    may call it. Raises IndexError for a segment that there is not."""
+    may call it. Raises IndexError for a segment outside of the memory."""
     numbers: list[int] = chosen.tolist()  # a block is sealed every 32 tokens, layer by layer: microseconds count
     if numbers and not (min(numbers) >= 0 and (max(numbers) + 1) * size <= len(memory)):
         raise IndexError("there is no such segment")
@@ -48,15 +48,15 @@ def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -
 
 
 def _add_sums(memory: NDArray[np.uint8], starts: NDArray[np.int64], size: int, sums: Sums) -> None:
-    """Do what the compiled `add_sums` does, by xxhash's own code."""
+    """Do the same as the compiled `add_sums`, by xxhash's own code."""
     view = memory.data
     sums[:] = [xxh3_64_intdigest(view[start : start + size]) for start in starts.tolist()]
 
 
 @functools.cache
 def _compiled() -> ModuleType | None:
-    """Return what numba compiles for this, which takes half a minute the first time. None where a CUDA device computes
-    and has no other use for it: xxhash is as fast, if not as free of the GIL."""
+    """Return the compiled kernels, which take half a minute to compile the first time. None where a CUDA device
+    computes, which has no other use for them: xxhash is as fast, though it holds the GIL for longer."""
     return None if torch.cuda.is_available() else load_kernels()
 
 

@@ -1,7 +1,7 @@
-"""Tells errors of a device apart: a lack of memory passes, and what it calls sticky stays until the process ends.
+"""Tells errors of a device apart: a lack of memory passes, but a sticky error stays until the process ends.
 
 torch raises classes of its own for both on a device. Triton, cuBLAS, cuDNN and torch's allocator of host memory raise
-plain RuntimeErrors, of which only the text is known. Python's own allocations raise MemoryError or OSError.
+plain RuntimeErrors, which only their text tells apart. Python's own allocations raise MemoryError or OSError.
 """
 
 import errno
@@ -35,7 +35,8 @@ MEMORY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a device or the host has no memory: by torch's account, the driver's, a library's or Python's."""
+    """Whether an error says that a device or the host has no memory, as torch, the driver, a library or Python words
+    it."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
@@ -44,7 +45,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether a device has failed for good, by this error or its cause: whatever is called afterwards fails."""
+    """Whether this error or its cause says that a device has failed for good: all later calls fail too."""
     cause: BaseException | None = error
     while cause is not None:
         if _stays(cause):

@@ -1,6 +1,6 @@
-"""Surveys rows of logits for a draw: which tokens are likely, and who wins the race of `reprise.engine.step.sampler`
-among tokens of what probability. Torch's operations, on CPU and CUDA; `reprise.kernels.triton_draws` does it in one
-kernel.
+"""Surveys rows of logits for a draw: which tokens are likely, and which token of each range of probabilities wins the
+race of `reprise.engine.step.sampler`. Uses torch's operations, on CPU and CUDA; `reprise.kernels.triton_draws` does the
+same in one kernel.
 
 Asynchronous on CUDA, on the current stream.
 """
@@ -16,14 +16,15 @@ FLOORS = (math.log(1e-4), math.log(1e-6), float(torch.finfo(torch.float32).min))
 REST = 1 << 40
 """Beyond all ids: the first of those that stand in a race for all tokens below a floor."""
 MOST_LIKELY = 1024  # tokens above the first floor that a survey lists
-NO_KEY = (1 << 63) - 1  # in the place of one
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as signed words
+NO_KEY = (1 << 63) - 1  # stands where there is no key
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # step of SplitMix64, as signed words
 _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a draw has to know of rows. A level has the tokens above its floor, but not above the one before."""
+    """The facts about rows of logits that a draw needs. A level has the tokens above its floor, but not above the floor
+    before."""
 
     keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
     counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
@@ -33,7 +34,7 @@ class Survey:
 
 
 def waits(starts: Tensor, ids: Tensor) -> Tensor:
-    """Return what `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word of Philox at the
+    """Return the same as `reprise.engine.step.sampler.waits`. starts int64 [rows, 1]: the first word of Philox at the
     position of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
     words = (ids + 1) * _STEP + starts
     for shift, factor in _FACTORS:
@@ -43,13 +44,13 @@ def waits(starts: Tensor, ids: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """Shift unsigned words to the right, which torch has as signed ones."""
+    """Shift unsigned words to the right, which torch holds as signed ones."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
     """Survey rows. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows];
-    starts int64 [rows], see `waits`."""
+    starts int64 [rows], as for `waits`."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     probs = logprobs.double().exp()

@@ -1,4 +1,4 @@
-"""The layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low, for each group of inputs.
+"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low, for each group of inputs.
 
 A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
 in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32  # outputs that are computed together
-GROUP = 32  # inputs that are padded to
-ZERO = 8  # of 4-bit codes without lows
+GROUP = 32  # inputs are padded to a multiple of this
+ZERO = 8  # zero of 4-bit codes without lows
 
 Bits = Literal[4, 8]
 
@@ -35,7 +35,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK]."""
+    """A weight in the layout in which kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK]."""
 
     codes: Tensor
     scales: Tensor
@@ -85,7 +85,7 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs]: less 8 if they are of 4 bits and have no lows."""
+    """Return the codes, int8 [outputs, inputs], minus 8 if they have 4 bits and no lows."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:

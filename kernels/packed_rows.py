@@ -1,8 +1,8 @@
-"""Packed weights as kernels on CUDA read them: each output's codes in one row of bytes, its inputs in order.
+"""Lays out packed weights for kernels on CUDA: each output's codes in one row of bytes, its inputs in order.
 
-`reprise.kernels.packed` has the layout of files, that of the kernels for CPUs; this one is made of it at load. A number
-is `scale * code + low`, rounded to the model's dtype before any product. So a product of few rows, which unpacks in
-registers, and one of many, which unpacks into memory first, multiply the same numbers.
+`reprise.kernels.packed` has the layout of files and of the kernels for CPUs; this layout is made from it when a model
+is loaded. A number is `scale * code + low`, rounded to the model's dtype before any product. So a product of few rows,
+which unpacks in registers, and one of many, which unpacks into memory first, multiply the same numbers.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ HALF = GROUP // 2
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """codes uint8 [outputs, bytes]: of 8 bits, signed; of 4 bits, 0 to 15, and 8 too high without lows. scales, lows
-    fp16 [outputs, groups]."""
+    """A weight in the layout for CUDA. codes uint8 [outputs, bytes]: with 8 bits signed; with 4 bits 0 to 15, and 8 too
+    high without lows. scales, lows fp16 [outputs, groups]."""
 
     codes: Tensor
     scales: Tensor
@@ -39,12 +39,12 @@ class PackedRows:
 
     @property
     def form(self) -> tuple[int, int, bool, int]:
-        """What two weights must have in common to be joined."""
+        """The properties that two weights must share to be joined."""
         return self.bits, self.group, self.lows is not None, self.inputs
 
 
 def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
-    """Lay a weight out by rows, on a device."""
+    """Lay out a weight by rows, on a device."""
     on_device = (None if x is None else x.to(device) for x in (weight.codes, weight.scales, weight.lows))
     codes, scales, lows = on_device
     assert codes is not None
@@ -69,12 +69,12 @@ def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
 
 
 def _rows(numbers: Tensor, outputs: int) -> Tensor:
-    """[blocks, groups, BLOCK] -> [outputs, groups]"""
+    """Reorder scales or lows: [blocks, groups, BLOCK] -> [outputs, groups]."""
     return numbers.transpose(1, 2).reshape(-1, numbers.shape[1])[:outputs].contiguous()
 
 
 def joined(weights: Sequence[PackedRows]) -> PackedRows:
-    """Return one weight with the outputs of all, whose form is the same."""
+    """Return one weight with the outputs of all, which must have the same form."""
     first = weights[0]
     lows = [weight.lows for weight in weights if weight.lows is not None]
     return PackedRows(

@@ -30,7 +30,8 @@ def save_kernels() -> ModuleType | None:
 
 
 def compile_for(targets: Sequence[Tensor], device: torch.device) -> None:
-    """Compile what `copy_into_blocks` compiles at its first call on CUDA, for these targets. Copies no row."""
+    """Compile now the functions that `copy_into_blocks` compiles at its first call on CUDA, for these targets. Copies
+    no row."""
     sources = [torch.empty(1, *target.shape[2:], dtype=target.dtype, device=device) for target in targets]
     copy_into_blocks(targets, [sources], np.zeros((1, 5), np.int64))
 

@@ -1,9 +1,9 @@
 """Copies KV between CUDA's pages and page-locked memory of the host by Triton kernels. Importing it needs Triton.
 
-A copy engine needs pieces of a megabyte to use its link: 46.8 GB/s to an H100 in such, 12.1 in pieces of 128 KiB, which
-is what a layer of a block of an 8 B model takes, and 5.8 in those of 64 KiB. A kernel that reads and writes the host's
-memory by itself does not mind where pieces lie, and it rotates keys and finds their pages on the way. It uses a few of
-the device's processors, so that what is computed meanwhile keeps the others.
+A copy engine needs pieces of a megabyte to use its link: it reaches 46.8 GB/s to an H100 with them, 12.1 with pieces of
+128 KiB (a layer of a block of an 8 B model), and 5.8 with 64 KiB. For a kernel that reads and writes the host's memory
+by itself, the places of the pieces do not matter, and it rotates keys and finds their pages on the way. It uses only a
+few of the device's processors, so that the computation beside it keeps the others.
 
 With TRITON_INTERPRET=1 in the environment before the import, the kernels run on CPU tensors in Triton's interpreter.
 That proves indexing and arithmetic, but neither compilation nor speed. Tests of the compiled kernels carry the `gpu`
@@ -23,9 +23,9 @@ from reprise.kernels.triton_rows import turned
 # every one of them: 80 products that read weights at 8 rows take 1.50 ms alone, 1.96 beside 16, 2.68 beside 32 and 3.95
 # beside 64.
 _PROGRAMS = 16
-_PROGRAMS_IN_HBM = 64  # where rows come out of HBM, which gives more bytes the more programs ask for them
+_PROGRAMS_IN_HBM = 64  # programs where rows come out of HBM, which is faster the more programs ask
 _LINES = 64  # heads of rows that a program copies at once
-_TILE_WORDS = 2048  # of eight bytes, that a program copies at once
+_TILE_WORDS = 2048  # words of eight bytes that a program copies at once
 ALIGNMENT = 16  # bytes: what one thread loads at once
 START_ELEMENTS = 16  # blocks begin at multiples of these, so that the compiler knows of `ALIGNMENT`
 
@@ -56,8 +56,8 @@ def _write_blocks(
     rest_padded: tl.constexpr,
     v_padded: tl.constexpr,
 ) -> None:
-    """Writes blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block.
-    source_ptr: a pointer, since a number that is cast to one is not known to be aligned."""
+    """Write blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block.
+    source_ptr: a pointer, because a number that is cast to one is not known to be aligned."""
     items_per_block: tl.constexpr = (block_rows * heads + lines - 1) // lines
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         block = blocks_ptr + item // items_per_block * 4
@@ -97,7 +97,7 @@ def _write_blocks(
 
 @triton.jit(do_not_specialize=["num_copies"])  # type: ignore[untyped-decorator]
 def _copy_rows(copies_ptr: tl.tensor, num_copies: tl.tensor, rows_tile: tl.constexpr, words: tl.constexpr) -> None:
-    """Copies rows to contiguous memory, by a table of addresses."""
+    """Copy rows to contiguous memory, by a table of addresses."""
     for number in range(tl.program_id(0), num_copies, tl.num_programs(0)):
         copy = copies_ptr + number * 5
         source = tl.multiple_of(tl.load(copy), 16)
@@ -120,8 +120,8 @@ def write_blocks(
     """Write blocks of one layer into its pages, rotating their keys; asynchronous, on the current stream.
 
     segments: contiguous, of the pools' dtype, on their device or page-locked; blocks int64 [blocks, 4] on the pools'
-    device, as `reprise.kernels.block_writer.BlockWriter.write` has them and has verified them; cos, sin: contiguous, of
-    the pools' dtype, [positions, R] on their device. Each head of the pools is dense."""
+    device, as `reprise.kernels.block_writer.BlockWriter.write` takes and checks them; cos, sin: contiguous, of the
+    pools' dtype, [positions, R] on their device. Each head of the pools is dense."""
     heads, k_dim = k_pool.shape[2:]
     v_dim, half = v_pool.shape[3], cos.shape[1] // 2
     num_items = len(blocks) * triton.cdiv(block_rows * heads, _LINES)

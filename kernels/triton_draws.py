@@ -1,7 +1,6 @@
-"""`reprise.kernels.draws.survey` as one Triton kernel, which reads the logits twice and writes no more than it returns.
-Importing it needs Triton. CUDA, on the current stream; with TRITON_INTERPRET=1 in the environment before the import it
-runs on CPU tensors in Triton's interpreter.
-"""
+"""Does what `reprise.kernels.draws.survey` does, in one Triton kernel, which reads the logits twice and writes only
+what it returns. Importing it needs Triton. It runs on CUDA, on the current stream. With TRITON_INTERPRET=1 in the
+environment before the import, it runs on CPU tensors in Triton's interpreter."""
 
 import torch
 import triton
@@ -16,7 +15,7 @@ _FIRST, _SECOND, _LAST = (tl.constexpr(floor) for floor in FLOORS)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _waits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """See `reprise.kernels.draws.waits`."""
+    """Return the waiting times, as `reprise.kernels.draws.waits` does."""
     words = (ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + start
     words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
     words = (words ^ (words >> 27)) * 0x94D049BB133111EB
@@ -26,7 +25,7 @@ def _waits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first(time: tl.tensor, winner: tl.tensor, arrivals: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The first of what came before and of those who arrive now."""
+    """Return the earliest of the former winner and the tokens that arrive now: its time and its id."""
     now = tl.min(arrivals, 0)
     who = tl.min(tl.where(arrivals == now, ids, 1 << 40), 0)
     return tl.minimum(time, now), tl.where(now < time, who, winner)
@@ -46,7 +45,7 @@ def _survey(
     most: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Surveys one row."""
+    """Survey one row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     start = tl.load(starts_ptr + row).to(tl.uint64, bitcast=True)
@@ -100,7 +99,7 @@ def _survey(
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """See `reprise.kernels.draws.survey`; logits contiguous."""
+    """Survey rows, as `reprise.kernels.draws.survey` does; logits must be contiguous."""
     rows, vocab = logits.shape
     levels = len(FLOORS)
     found = Survey(

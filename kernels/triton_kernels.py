@@ -1,4 +1,4 @@
-"""Triton's kernels, if there is Triton."""
+"""Imports the modules of Triton kernels, if there is Triton."""
 
 import functools
 import importlib

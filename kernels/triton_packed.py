@@ -1,10 +1,11 @@
-"""Products with weights of 4 or 8 bits, and such weights unpacked. Importing it needs Triton. CUDA, on the current
-stream. `reprise.kernels.packed_rows` has the layout, and torch's way to unpack, which these agree with to the bit.
+"""Multiplies by weights of 4 or 8 bits, and unpacks such weights. Importing it needs Triton. It runs on CUDA, on the
+current stream. `reprise.kernels.packed_rows` has the layout, and torch's way to unpack, with which these kernels agree
+to the bit.
 
 A step that decodes waits for the weights that it reads, so a product of few rows reads codes and unpacks them in
-registers. Every program has some outputs; where these are too few to keep the device busy, several programs share them
-and have a part of the inputs each, whose sums a second kernel adds in order. With TRITON_INTERPRET=1 in the environment
-before the import, they run on CPU tensors in Triton's interpreter.
+registers. Every program computes some outputs. If these are too few to keep the device busy, several programs share
+them: each takes a part of the inputs, and a second kernel adds their sums in order. With TRITON_INTERPRET=1 in the
+environment before the import, the kernels run on CPU tensors in Triton's interpreter.
 """
 
 import functools
@@ -17,15 +18,15 @@ from torch import Tensor
 from reprise.kernels.packed import ZERO
 from reprise.kernels.packed_rows import PackedRows
 
-MOST_ROWS = 64  # of `product`; more are faster with an unpacked weight
-_OUTPUTS = 64  # that one program computes
-_ROW_BYTES = 128  # of an output that it reads at once: a line of the cache
-_LEAST_BYTES = 8 * _ROW_BYTES  # of an output that are worth a program of their own
+MOST_ROWS = 64  # most rows of `product`; more are faster with an unpacked weight
+_OUTPUTS = 64  # outputs that one program computes
+_ROW_BYTES = 128  # bytes of an output that it reads at once: a line of the cache
+_LEAST_BYTES = 8 * _ROW_BYTES  # bytes of an output that are worth a program of their own
 _WARPS = 8
 _STAGES = {16: 4, 32: 3, 64: 2}  # rows -> loads under way; so much of x that a block's 99 KiB of any GPU suffice
 _SUMMED = 512  # outputs that one program sums
 _ZERO = tl.constexpr(ZERO)
-_UNPACKED_OUTPUTS, _UNPACKED_GROUPS = 2, 64  # of one program that unpacks
+_UNPACKED_OUTPUTS, _UNPACKED_GROUPS = 2, 64  # outputs and groups of one program that unpacks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,7 +58,7 @@ def _product(
     out_ptr: tl.tensor,
     rows: tl.tensor,
     outputs: tl.tensor,
-    groups: tl.tensor,  # of an output
+    groups: tl.tensor,  # number of groups of an output
     part: tl.tensor,  # groups of one program
     x_row: tl.tensor,
     added_row: tl.tensor,
@@ -72,8 +73,7 @@ def _product(
     tile_outputs: tl.constexpr,
     tile_groups: tl.constexpr,
 ) -> None:
-    """Computes some outputs of all rows over a part of the inputs. What is beyond the inputs counts nothing, whatever
-    lies there."""
+    """Compute some outputs of all rows over a part of the inputs. Anything beyond the inputs counts as 0."""
     output = (tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)).to(tl.int64)
     row = tl.arange(0, tile_rows)
     is_output, is_row = output < outputs, row < rows
@@ -81,7 +81,7 @@ def _product(
     group_bytes: tl.constexpr = group * bits // 8
     place = tl.arange(0, tile_groups)
     byte = tl.arange(0, group_bytes)
-    # Of 4 bits, the inputs whose codes are low halves: half of each group.
+    # With 4 bits these are the inputs whose codes are low halves: half of each group.
     column = tl.arange(0, tile_groups * group_bytes)
     column = column // group_bytes * group + column % group_bytes
     code_at = codes_ptr + (output[:, None, None] * groups + place[None, :, None]) * group_bytes + byte[None, None, :]
@@ -137,7 +137,7 @@ def _sum(
     adds: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Adds the parts of some outputs of one row, the first one first."""
+    """Add the parts of some outputs of one row, the first one first."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = output < outputs
@@ -167,7 +167,7 @@ def _unpack(
     tile_outputs: tl.constexpr,
     tile_groups: tl.constexpr,
 ) -> None:
-    """Unpacks some groups of some outputs, those from `first` on."""
+    """Unpack some groups of some outputs, those from `first` on."""
     place = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
     output = (first + place).to(tl.int64)
     element = out_ptr.dtype.element_ty
@@ -196,13 +196,13 @@ def _unpack(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return how many programs run at the same time, at least."""
+    """Return the least number of programs that run at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def shares(weight: PackedRows) -> tuple[int, int]:
-    """Return how many programs share the inputs of an output, and how many groups each has. It does not depend on
-    rows."""
+    """Return how many programs share the inputs of an output, and how many groups each has. The result does not depend
+    on the number of rows."""
     groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
     wanted = -(-2 * _processors(weight.codes.device) // programs)

@@ -1,5 +1,6 @@
-"""What a decoder layer does beside products and attention, one kernel each, where torch's own operations launch eight:
-norms, the gate of an MLP, and rotation. Importing it needs Triton. CUDA, on the current stream.
+"""Computes the operations of a decoder layer besides products and attention: norms, the gate of an MLP, and rotation.
+Each takes one kernel, where torch's own operations launch eight. Importing it needs Triton. It runs on CUDA, on the
+current stream.
 
 Every kernel rounds where transformers' and our own torch code round, so that results differ, if at all, by the order of
 a sum. With TRITON_INTERPRET=1 in the environment before the import, they run on CPU tensors in Triton's interpreter.
@@ -10,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_GATED_COLUMNS = 1024  # that one program computes
+_GATED_COLUMNS = 1024  # columns that one program computes
 _TURNED_HEADS = 8
-_MOST_COLUMNS = 1 << 15  # of a norm: one program has a whole row in its registers
+_MOST_COLUMNS = 1 << 15  # most columns of a norm: one program has a whole row in its registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -25,8 +26,8 @@ def turned(
     high_sin: tl.tensor,
     element: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Turn dims that belong together, all in fp32, as torch does for keys of a step: the product with cos is rounded
-    to `element`, then the sum. Keys that are computed and keys that are loaded pass through here."""
+    """Turn dims that belong together, all in fp32, as torch does for keys of a step: the product with cos is rounded to
+    `element`, then the sum. Both computed and loaded keys are turned by this."""
     first = (low * low_cos).to(element).to(tl.float32) - high * low_sin
     second = (high * high_cos).to(element).to(tl.float32) + low * high_sin
     return first.to(element), second.to(element)
@@ -45,7 +46,7 @@ def _norm(
     padded: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """Normalises one row, or the sum of two, which it keeps then."""
+    """Normalise one row, or the sum of two rows, which is kept then."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     mask = column < columns
@@ -64,7 +65,7 @@ def _norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gated(both_ptr: tl.tensor, out_ptr: tl.tensor, columns: tl.constexpr, tile: tl.constexpr) -> None:
-    """Computes silu(gate) * up of a part of one row, which has gate, then up."""
+    """Compute silu(gate) * up of a part of one row, which has gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < columns
@@ -91,7 +92,7 @@ def _turn(
     half_padded: tl.constexpr,
     rest_padded: tl.constexpr,
 ) -> None:
-    """Rotates some heads of one token: dims i and i + half turn together, those from 2 * half on are copied."""
+    """Rotate some heads of one token: dims i and i + half turn together, those from 2 * half on are copied."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile + tl.arange(0, tile)
     dim = tl.arange(0, half_padded)
@@ -119,7 +120,7 @@ def _turn(
 def _weight(
     of_query: tl.tensor, is_query: tl.tensor, of_key: tl.tensor, is_key: tl.tensor, is_dim: tl.tensor
 ) -> tl.tensor:
-    """Loads the norm's weight of each head's dims; of_query, of_key: pointers [dims]."""
+    """Load the norm's weight of each head's dims. of_query, of_key: pointers [dims]."""
     heads = tl.zeros_like(is_query)[:, None]
     query = tl.load(of_query[None, :] + heads, mask=is_query[:, None] & is_dim[None, :], other=0.0)
     key = tl.load(of_key[None, :] + heads, mask=is_key[:, None] & is_dim[None, :], other=0.0)
@@ -159,7 +160,7 @@ def _place(
     padded: tl.constexpr,
     has_norms: tl.constexpr,
 ) -> None:
-    """Places some heads of one token: queries and keys turn, keys and values go to their slot. The last programs of a
+    """Place some heads of one token: queries and keys turn, keys and values go to their slot. The last programs of a
     token have its values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -269,7 +270,7 @@ def gated(both: Tensor) -> Tensor:
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what `reprise.engine.model.hf_model.turn_halves` returns, to the bit. x [tokens, heads, dims], its last
+    """Return the same as `reprise.engine.model.hf_model.turn_halves`, to the bit. x [tokens, heads, dims], its last
     axis dense; cos, sin [tokens, R], of x's dtype, their last axis dense and their strides equal."""
     tokens, heads, dims = x.shape
     half = cos.shape[1] // 2
@@ -290,7 +291,7 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             tile=tile,
             half_padded=triton.next_power_of_2(max(half, 1)),
             rest_padded=triton.next_power_of_2(max(dims - 2 * half, 1)),
-            enable_fp_fusion=False,  # in fp32 torch rounds the product by itself
+            enable_fp_fusion=False,  # torch rounds the product by itself in fp32
         )
     return out
 
@@ -307,15 +308,15 @@ def place(
     """Write a step's keys and values to their slots, and return its queries, rotated, and its keys before rotation.
 
     rows [tokens, q + k + v heads, dims], contiguous, K and V with as many heads and dims; cos, sin [tokens, R], R at
-    most dims, their last axis dense and their strides equal; norms: weight [dims] and eps of the norm that queries
-    pass before, and of that of keys; slots [tokens] int64, all different and inside the pools; pools
+    most dims, their last axis dense and their strides equal; norms: weight [dims] and eps of the norm of queries, and
+    of that of keys; slots [tokens] int64, all different and inside the pools; pools
     [pages, page_size, k heads, dims], each head dense. All of one dtype of 16 bits. Rounds as `norm` and `turn_halves`
     do. The keys are a view of `rows` where there are no norms."""
     tokens, heads, dims = rows.shape
     num_k = k_pool.shape[2]
     num_q, half = heads - 2 * num_k, cos.shape[1] // 2
     queries, keys = rows.new_empty(tokens, num_q, dims), rows[:, num_q : num_q + num_k]
-    q_weight, q_eps, k_weight, k_eps = norms or (cos, 0.0, cos, 0.0)  # not read without norms
+    q_weight, q_eps, k_weight, k_eps = norms or (cos, 0.0, cos, 0.0)  # the stand-ins are not read
     if norms is not None:
         keys = torch.empty(keys.shape, dtype=rows.dtype, device=rows.device)
     if tokens:

@@ -1,10 +1,10 @@
 """Decodes the numbers of transform coding on CUDA. Importing it needs Triton. `reprise.kernels.cpu.transform` documents
-a segment and decodes it on processors; numbers are the same.
+a segment and decodes it on processors, to the same numbers.
 
-A stream can only be read from its begin: each state says which word comes next. So a program reads some blocks' streams
-component by component, a number of each lane at a time, and what takes long is that each step waits for the one before:
-more blocks at the same time cost little. With TRITON_INTERPRET=1 in the environment before the import, this runs on CPU
-tensors in Triton's interpreter.
+A stream can only be read from its beginning: each state says which word comes next. So a program reads some blocks'
+streams component by component, one number of each lane at a time. Most of the time each step waits for the one before,
+so more blocks at the same time cost little. With TRITON_INTERPRET=1 in the environment before the import, this runs on
+CPU tensors in Triton's interpreter.
 """
 
 import triton
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reprise.kernels.cpu import transform_format as form
 
-_BLOCKS = 4  # of one program: with their lanes as many threads as a warp has
+_BLOCKS = 4  # blocks of one program: their lanes are as many as a warp's threads
 _LANES, _GROUPS, _ROWS = (tl.constexpr(number) for number in (form.LANES, form.GROUPS, form.ROWS))
 _FINEST, _COARSEST = tl.constexpr(form.FINEST), tl.constexpr(form.COARSEST)
 _LEAST_CLASS, _LARGEST_CLASS = tl.constexpr(form.LEAST_CLASS), tl.constexpr(form.LARGEST_CLASS)
@@ -37,12 +37,12 @@ def _decode(
     out_ptr: tl.tensor,  # [blocks, components, ROWS] fp32
     blocks: tl.tensor,
     size: tl.tensor,
-    begin: tl.tensor,  # of the coder's words
+    begin: tl.tensor,  # first of the coder's words
     n: tl.tensor,
     components: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
-    """Decodes all numbers of some blocks, whatever their words are."""
+    """Decode all numbers of some blocks. Any words are decoded to some numbers."""
     block = tl.program_id(0) * tile + tl.arange(0, tile)
     is_block = block < blocks
     lane = tl.arange(0, _LANES)
@@ -97,8 +97,8 @@ def _decode(
 def decode(words: Tensor, classes: Tensor, entries: Tensor, values: Tensor, begin: int, n: int) -> Tensor:
     """Return the components of blocks, in steps: fp32 [blocks, n + m, ROWS], K's n first.
 
-    words int16 [blocks, words of a segment], contiguous; classes int32 [n + m]; entries int32, values fp32: of
-    `transform_format.Tables`; begin: the word at which the coder's begin. All on one device."""
+    words int16 [blocks, words of a segment], contiguous; classes int32 [n + m]; entries int32, values fp32: from
+    `transform_format.Tables`; begin: the place of the coder's first word. All on one device."""
     blocks, size = words.shape
     components = classes.shape[0]
     out = values.new_empty(blocks, components, form.ROWS)

@@ -1,4 +1,4 @@
-"""Views of a tensor's memory as numpy arrays, and the types of arrays that compiled kernels take."""
+"""Views a tensor's memory as numpy arrays, and names the types of arrays that compiled kernels take."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ Fp32 = NDArray[np.float32]
 Words = NDArray[np.uint32]  # pairs of bf16
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Constant = tuple[int, ...]  # of zeros: a number, its length, that kernels are compiled for
+Constant = tuple[int, ...]  # zeros; kernels are compiled for their number
 
 
 def as_bits(x: Tensor) -> Bf16:
@@ -19,7 +19,7 @@ def as_bits(x: Tensor) -> Bf16:
 
 
 def as_bf16(pages: Tensor) -> Tensor:
-    """View a pool as bf16, a packed one too: two bytes to each element."""
+    """View a pool as bf16, even a packed one: two bytes to each element."""
     return pages.view(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""What a codec of KV does to sizes and times below DRAM, in terms of raw KV. Pure."""
+"""Models what a codec of KV does to sizes and times below DRAM, in terms of raw KV. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CodedKV:
-    """How a tier holds coded blocks."""
+    """The sizes and rates at which a tier holds coded blocks."""
 
     ratio: float = 1.0  # how many times smaller a coded block is; 1: nothing is coded
-    decode_bytes_per_s: float = math.inf  # of raw KV, one layer while the next is read
+    decode_bytes_per_s: float = math.inf  # bytes of raw KV; a layer is decoded while the next is read
 
     def check(self) -> "CodedKV":
         """Return self if there can be such a codec. Raises ValueError."""

@@ -36,7 +36,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_name() -> Iterator[None]:
-    """At the end of a process that ran tests, no file of ours is loaded under two names, and none under a bare one."""
+    """Fail if, at the end of a process that ran tests, a file of ours is loaded under two names, and none under a bare
+    one."""
     yield
     assert twice() == bare() == []
 

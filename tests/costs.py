@@ -24,7 +24,7 @@ def start_early(items: list[pytest.Item]) -> None:
 
 def mark_dear(items: list[pytest.Item]) -> None:
     """Mark the tests that `make test` leaves out."""
-    cases: Counter[tuple[str, str]] = Counter()  # of each function with a sweep, so far
+    cases: Counter[tuple[str, str]] = Counter()  # cases so far of each function with a sweep
     for item in items:
         sweep = item.get_closest_marker("sweep")
         is_dear = any(item.get_closest_marker(kind) for kind in KINDS)

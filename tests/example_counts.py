@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-_CI_EXAMPLES = 100  # of the profile `ci`: numbers in tests are those of it
+_CI_EXAMPLES = 100  # examples of the profile `ci`: numbers in tests are its numbers
 
 
 def examples(count: int) -> int:

@@ -12,7 +12,7 @@ FOLDERS = tuple(sorted(path.name for path in (ROOT / "reprise").iterdir() if pat
 
 
 class Finder(FileFinder):
-    """Of the repository's root: it has tests, benchmarks and tools, but the rest only as `reprise`."""
+    """Make an entry of the repository's root: it has tests, benchmarks and tools, but the rest only as `reprise`."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         return None if fullname in FOLDERS else super().find_spec(fullname, target)

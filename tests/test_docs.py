@@ -43,7 +43,7 @@ def members() -> set[str]:
 
 
 def missing(page: Path, text: str) -> Iterator[str]:
-    """What the text names that is not there."""
+    """Yield what the text names that is not there."""
     for path in NAMED.findall(text):
         if not (ROOT / path).exists():
             yield path

@@ -54,7 +54,7 @@ def index_of(directory: Path) -> Path:
 
 
 def settle_without_writes(driver: Driver) -> None:
-    """As `Driver.settle`, but what cannot be written stays where it is."""
+    """Settle as `Driver.settle` does, but what cannot be written stays where it is."""
     end = time.monotonic() + 30
     driver.engine.poll(driver.now)
     while driver.cache.in_flight:
@@ -131,7 +131,7 @@ def delete_all_directories(directory: Path) -> None:
 
 
 def swap_and_rehash(directory: Path) -> None:
-    """Every record gets the bytes of another of its size, behind a header that names its own id and hashes rightly."""
+    """Every record gets the bytes of another of its size, after a header that names its own id and hashes rightly."""
     by_size: dict[int, list[Path]] = {}
     for path in records(directory):
         by_size.setdefault(path.stat().st_size, []).append(path)
@@ -359,7 +359,7 @@ def test_a_second_engine_is_told_that_the_directory_is_in_use(path: Path, tmp_pa
 
 @contextmanager
 def broken_writes(code: int) -> Iterator[None]:
-    """As a full or a read-only file system has it."""
+    """Fail as a full or a read-only file system does."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(code, os.strerror(code))
@@ -413,7 +413,8 @@ def test_what_was_on_a_deleted_disk_is_written_again_from_dram(path: Path, tmp_p
 
 
 def test_a_session_that_the_disk_will_not_delete(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked is told so, not that it is gone; it is tried again, by itself and when somebody asks again."""
+    """The client that asked is told so, not that it is gone; it is tried again, by itself and when a client asks
+    again."""
     driver = tiered(path, **DISK, disk_dir=str(tmp_path))
     converse(driver, turns=1)
     there = set(records(tmp_path))

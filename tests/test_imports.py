@@ -310,7 +310,7 @@ for name in sys.argv[1:]:
 
 
 def test_transformers_ignores_our_folder_called_kernels(tmp_path):
-    """In a checkout's root it takes our folder for the hub's package, and must find it too old to use."""
+    """Run in a checkout's root, it takes our folder for the hub's package, and must find it too old to use."""
     program = """
 import importlib, sys
 from collections.abc import Iterable

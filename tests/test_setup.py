@@ -106,7 +106,7 @@ def test_our_own_requirements_admit_our_versions() -> None:
 
 
 def advised() -> list[tuple[str, str]]:
-    """(file, word) for every word that names something to install behind `pip install`, of what people read."""
+    """Yield (file, word) for every word after `pip install` that names something to install, in what people read."""
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "app").rglob("*.py")]
     return [
         (file.name, word)

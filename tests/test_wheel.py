@@ -34,7 +34,7 @@ for name in sys.argv[1:]:
 
 
 def run(*command: str | Path, cwd: str | None = None, env: dict[str, str] | None = None) -> str:
-    """What a program prints. Fails the test with what it says of an error."""
+    """Return what a program prints. Fail the test with what it says of an error."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

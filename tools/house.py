@@ -135,7 +135,7 @@ def untested(parsed: Iterable[Module], tests: Iterable[str]) -> list[str]:
 
 
 def size_of(folder: str, parsed: Iterable[Module]) -> str:
-    """How many files and lines a top folder has."""
+    """The number of files and lines of a top folder."""
     own = [module for module in parsed if is_below(module.name, (folder,))]
     lines = sum(len(module.path.read_text(encoding="utf-8").splitlines()) for module in own)
     return f"{lines:7,} in {len(own):3} files {folder}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PREFIX = "reprise."  # of the names of modules; rules and reports call them by their folders
+PREFIX = "reprise."  # begins the names of modules; rules and reports call them by their folders
 COMPOSITION_ROOTS = ("app.main", "app.cli")  # they put together parts of all folders, which do not know each other
 
 

@@ -54,7 +54,15 @@ _USERS = {
     "engine": ["tests/test_faults.py"],
 }
 _FAST_S, _FAR_S = 900, 3600  # for the tests of one stage
-_NOT_COPIED = {".venv", ".git", ".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build"}  # of the top
+_NOT_COPIED = {
+    ".venv",
+    ".git",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "build",
+}  # folders of the top
 _TURNED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -90,8 +98,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of a fault. found_by: the stage of the first test that failed; empty: none did. test: its
-    name; in parentheses: why a stage said nothing."""
+    """The verdict of the tests on a fault. found_by: the stage of the first test that failed; empty: none did. test:
+    its name; in parentheses: why a stage said nothing."""
 
     fault: Fault
     found_by: str
@@ -178,12 +186,15 @@ def drawn(files: Sequence[str], seed: int) -> list[Fault]:
     return chosen
 
 
-def stages(file: str, far: bool) -> list[tuple[str, list[str]]]:
-    """Return the names of the stages for a fault in this file, and the tests of each, from near to far."""
+def stages(file: str, far: bool, near: bool = False) -> list[tuple[str, list[str]]]:
+    """Return the names of the stages for a fault in this file, and the tests of each, from near to far. near: only
+    those of the file and its folder."""
     path = Path(file)
     folder = Path("tests") / path.parent
-    near = [str(folder / f"test_{path.name}")] if (ROOT / folder / f"test_{path.name}").exists() else []
-    found = [("its file", near), ("its folder", [str(folder)] if (ROOT / folder).is_dir() else [])]
+    own = [str(folder / f"test_{path.name}")] if (ROOT / folder / f"test_{path.name}").exists() else []
+    found = [("its file", own), ("its folder", [str(folder)] if (ROOT / folder).is_dir() else [])]
+    if near:
+        return [(name, tests) for name, tests in found if tests]
     found.append(("its top folder", [f"tests/{path.parts[0]}"]))
     if path.parts[0] in _USERS:
         found.append(("its users", _USERS[path.parts[0]]))
@@ -223,14 +234,14 @@ def failing_test(copy: Path, tests: list[str], everything: bool, limit_s: float,
     return lines[0].split(" - ")[0].split(" ", 1)[1] if lines else f"(ended with {process.returncode})"
 
 
-def judge(fault: Fault, copy: Path, everything: bool, far: bool) -> Verdict:
+def judge(fault: Fault, copy: Path, everything: bool, far: bool, near: bool = False) -> Verdict:
     """Try the tests on the copy with the fault in it, and mend the copy. A test that also fails without the fault says
     nothing of it, and the next one that fails is asked."""
     path, started = copy / fault.file, time.monotonic()
     sound = path.read_bytes()
     unreliable: list[str] = []
     unknown = ""
-    for name, tests in stages(fault.file, far):
+    for name, tests in stages(fault.file, far, near):
         limit_s = _FAR_S if everything or name == "all" else _FAST_S
         tests = [test for test in tests if (copy / test).exists()]
         while tests:
@@ -254,6 +265,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the faults, and run nothing")
     parser.add_argument("--all", action="store_true", help="only what --out says was not found, by all tests")
     parser.add_argument("--far", action="store_true", help="try all tests where those of the top folder find nothing")
+    parser.add_argument("--near", action="store_true", help="try only the tests of the file and its folder")
     parser.add_argument("--out", type=Path, default=Path("build/faults.jsonl"), help="a line for each fault")
     parser.add_argument("--go-on", action="store_true", help="leave out what --out has a line for")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th fault from the i-th on, for runs side by side")
@@ -281,7 +293,7 @@ def main() -> None:
         found = 0
         with out.open("a" if given.go_on else "w") as file:
             for number, fault in enumerate(faults, 1):
-                verdict = judge(fault, copy, given.all, given.far)
+                verdict = judge(fault, copy, given.all, given.far, given.near)
                 found += bool(verdict.found_by)
                 file.write(json.dumps(asdict(verdict)) + "\n")
                 file.flush()

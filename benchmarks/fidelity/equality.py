@@ -36,7 +36,7 @@ import json
 import random
 import tempfile
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -46,13 +46,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.harness.experiment import Experiment, Quick, Run
+from benchmarks.harness.experiment import Experiment, Quick, Run, some_of
 from benchmarks.harness.models import activation_bytes_per_token, kv_bytes_per_token, model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
-from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
+from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
+from benchmarks.harness.tables import show_rows
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 MAX_NEAR_TIES = 0.005
@@ -139,16 +139,12 @@ class Tally:
         return sum(self.history_tokens[tier] for tier in tiers) / max(1, self.history_tokens.total())
 
 
-def dialogues_in(data: Path) -> Path:
-    return data / "dialogues" / "topical_chat.jsonl.gz"
-
-
-def read_conversations(file: Path, seed: int, opening_words: int) -> Iterator[Conversation]:
+def read_conversations(file: Path, opening_words: int) -> Iterator[Conversation]:
     """The dialogues of the file in a drawn order, for ever. Every utterance, whoever made it, is one turn of the user;
     the first turn is as many of them as have `opening_words` together."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
-    rng = random.Random(seed)
+    rng = random.Random(0)
     while True:
         for row in rng.sample(rows, len(rows)):
             said = [turn["content"] for turn in row["turns"]]
@@ -162,22 +158,18 @@ class Arm:
     """A server that may be stopped, or killed, and started again on its directory."""
 
     def __init__(self, name: str, settings: Mapping[str, str | int | float]) -> None:
-        self._name, self._settings = name, settings
-        self._stack = ExitStack()
+        self._name, self._running, self._stack = name, ExitStack(), ExitStack()
         directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=f"reprise-{name}-state-"))
-        self._directory = Path(directory)
-        self._running = ExitStack()
+        self._settings = {**settings, "cache.disk_dir": directory}
         self._start()
 
     def _start(self) -> None:
-        self.server: ServerProcess = self._running.enter_context(
-            serve(self._name, {**self._settings, "cache.disk_dir": str(self._directory)})
-        )
-        self._client = client_of(self.server.url)
+        self.server: ServerProcess = self._running.enter_context(serve(self._name, self._settings))
+        self.client = client_of(self.server.url)
 
     async def again(self, how: str) -> None:
         """`how`: restart | kill."""
-        await self._client.close()
+        await self.client.close()
         if how == "kill":
             self.server.kill()
         self._running.close()
@@ -185,13 +177,9 @@ class Arm:
 
     async def ask(self, messages: list[Message], max_tokens: int, session_id: str) -> StreamedAnswer:
         return await ask(
-            self._client, self.server.model["id"], messages, max_tokens=max_tokens, session_id=session_id,
+            self.client, self.server.model["id"], messages, max_tokens=max_tokens, session_id=session_id,
             temperature=0, logprobs=True, top_logprobs=2,
         )  # fmt: skip
-
-    async def leave(self) -> None:
-        """No more will be asked."""
-        await self._client.close()
 
     def close(self) -> None:
         self._running.close()
@@ -202,18 +190,11 @@ class Comparison:
     """One mode on its server, beside the reference."""
 
     def __init__(
-        self,
-        *,
-        mode: Mode,
-        tiered: Arm,
-        reference: Arm,
-        tokenizer: Tokenizer,
-        on_returning: Callable[[], None],
+        self, mode: Mode, tiered: Arm, reference: Arm, tokenizer: Tokenizer, on_returning: Callable[[], None]
     ) -> None:
         self.tally = Tally()
         self._mode, self._tiered, self._reference = mode, tiered, reference
-        self._tokenizer = tokenizer
-        self._on_returning = on_returning
+        self._tokenizer, self._on_returning = tokenizer, on_returning
 
     async def run(self, conversations: Iterator[Conversation], returning: int) -> None:
         """Rounds of conversations until `returning` turns have been compared."""
@@ -235,7 +216,7 @@ class Comparison:
                     await asyncio.gather(*(self._turn(conversation, group) for conversation in some))
                 active = [c for c in active if self._goes_on(c)]
         for arm in (self._tiered, self._reference):
-            await arm.leave()
+            await arm.client.close()
         self.tally.seconds = round(time.monotonic() - started, 1)
 
     def _goes_on(self, conversation: Conversation) -> bool:
@@ -259,19 +240,14 @@ class Comparison:
             conversation.is_over = True
             return
         conversation.turns += 1
-        difference = first_difference(expected=reference, got=tiered)
-        self._count(conversation, tiered, reference, difference)
-        conversation.is_over = difference is not None
+        self._count(conversation, tiered, reference)
         conversation.messages = [*messages, {"role": "assistant", "content": tiered.text}]
         conversation.tokens = tiered.prompt_tokens + tiered.completion_tokens
 
-    def _count(
-        self,
-        conversation: Conversation,
-        tiered: StreamedAnswer,
-        reference: StreamedAnswer,
-        difference: Difference | None,
-    ) -> None:
+    def _count(self, conversation: Conversation, tiered: StreamedAnswer, reference: StreamedAnswer) -> None:
+        """Take down a turn that both have answered. A conversation ends at its first difference."""
+        difference = first_difference(expected=reference, got=tiered)
+        conversation.is_over = difference is not None
         tally, cache = self.tally, tiered.x_cache
         tally.turns += 1
         cut = int(cache["truncated_tokens"])
@@ -285,13 +261,8 @@ class Comparison:
             tally.miss_reasons.update(cache["miss_reasons"])
             self._on_returning()
         if difference is not None:
-            tally.differences.append(
-                {
-                    "dialogue": conversation.dialogue, "turn": conversation.turns, "position": difference.position,
-                    "reference": difference.expected, "tiered": difference.got, "gap": difference.gap,
-                    "excused": difference.is_near_tie, "x_cache": cache,
-                }
-            )  # fmt: skip
+            where = {"dialogue": conversation.dialogue, "turn": conversation.turns}
+            tally.differences.append({**where, **difference.as_row(), "x_cache": cache})
 
 
 def plan(wanted: list[str], turns: int, cut_turns: int) -> dict[str, int]:
@@ -336,112 +307,81 @@ def summarize(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="Greedy text against its reference", title_justify="left")
-    headings = ("mode", "returning turns", "differences", "near-ties", *(f"from {t}" for t in TIERS), "computed", "cut",
-                "restarts", "errors", "s")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    show_rows(console, "Greedy text against its reference", [*map(_shown, result["modes"])])
     for row in result["modes"]:
-        shares = (f"{row['history_shares'].get(tier, 0.0):.1%}" for tier in (*TIERS, "computed"))
-        table.add_row(
-            row["mode"], str(row["returning"]), str(len(row["differences"])), str(row["near_ties"]), *shares,
-            str(row["truncated_tokens"]), str(row["restarts"]), str(len(row["errors"])), f"{row['seconds']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-    for row in result["modes"]:
-        for difference in row["differences"]:
-            console.print("difference", row["mode"], difference)
-        for error in row["errors"]:
-            console.print("[red]error[/red]", row["mode"], error)
+        for entry in (*row["differences"], *row["errors"]):
+            console.print(row["mode"], entry)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: len(row[name]) for name in ("differences", "errors")}
+    fields_ = ("mode", "returning", "near_ties", "history_shares", "truncated_tokens", "restarts", "seconds")
+    return {name: row[name] for name in fields_} | counts
 
 
 def measure(run: Run) -> dict[str, Any]:
     """The result is written after every mode."""
-    arguments = run.arguments
-    wanted = arguments.modes or [mode.name for mode in MODES if not (mode.cuts and arguments.exact == "on")]
-    planned, exact = plan(wanted, arguments.turns, arguments.cut_turns), arguments.exact == "on"
+    arguments, exact = run.arguments, run.arguments.exact == "on"
+    wanted = arguments.modes or [mode.name for mode in MODES if not (mode.cuts and exact)]
+    planned = plan(wanted, arguments.turns, arguments.cut_turns)
     # Sums depend on the number of threads; and so the two servers of a mode can work at the same time.
     settings: dict[str, str | int | float] = {
-        "model.source": str(arguments.model),
-        "model.dtype": arguments.dtype,
-        "model.exact": arguments.exact,
-        "model.weights": arguments.weights,
-        "cache.hbm_dtype": arguments.hbm_dtype,
-        "engine.threads": 1,
-    }
+        "model.source": str(arguments.model), "model.dtype": arguments.dtype, "model.exact": arguments.exact,
+        "model.weights": arguments.weights, "cache.hbm_dtype": arguments.hbm_dtype, "engine.threads": 1,
+    }  # fmt: skip
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     value_bytes = 4 if arguments.dtype == "float32" else 2
     kv_bytes = stored_bytes = kv_bytes_per_token(arguments.model, value_bytes)
     coding: dict[str, str | int | float] = {}
     if arguments.codec == "activation":
         coding, stored_bytes = {"cache.codec": "activation"}, activation_bytes_per_token(arguments.model, value_bytes)
+    modes = [mode for mode in MODES if mode.name in wanted]
     tallies: dict[str, Tally] = {}
-    model: dict[str, Any] = {}
-
-    def result() -> dict[str, Any]:
-        held = verdicts(tallies, planned, exact)
-        if exact:
-            held["proven at start"] = bool(model["exact"]["proven"])
-        return {
-            "model": model,
-            "settings": {**settings, **coding},
-            "modes_settings": {m.name: m.settings_for(stored_bytes) for m in MODES if m.name in wanted},
-            "planned": planned,
-            "held": held,
-            "modes": summarize(tallies),
-        }
-
-    for mode in (mode for mode in MODES if mode.name in wanted):
+    result: dict[str, Any] = {}
+    for mode in modes:
         run.expect(planned[mode.name], mode.name)
         own = {**settings, **coding, **mode.settings_for(stored_bytes)}
         apart: dict[str, str | int | float] = {
-            **settings,
-            "model.max_context": mode.window,
+            **settings, "model.max_context": mode.window, "cache.mode": "prefix" if mode.cuts else "recompute",
             "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
-            "cache.mode": "prefix" if mode.cuts else "recompute",
-        }
+        }  # fmt: skip
         with ExitStack() as stack:
             arms = []
             for name, arm_settings in ((f"equality-{mode.name}", own), ("equality-reference", apart)):
                 arms.append(Arm(name, arm_settings))
                 stack.callback(arms[-1].close)
             model = arms[0].server.model
-            comparison = Comparison(
-                mode=mode, tiered=arms[0], reference=arms[1], tokenizer=tokenizer, on_returning=run.advance
-            )
+            comparison = Comparison(mode, arms[0], arms[1], tokenizer, run.advance)
             tallies[mode.name] = comparison.tally
             words = 60 if mode.name == "mixed" else 0  # two short conversations would both fit
-            conversations = read_conversations(dialogues_in(arguments.data), arguments.seed, words)
+            conversations = read_conversations(arguments.data / "dialogues/topical_chat.jsonl.gz", words)
             asyncio.run(comparison.run(conversations, planned[mode.name]))
-        run.keep(result())
-    return result()
+        held = verdicts(tallies, planned, exact)
+        if exact:
+            held["proven at start"] = bool(model["exact"]["proven"])
+        result = {
+            "model": model, "settings": {**settings, **coding},
+            "modes_settings": {one.name: one.settings_for(stored_bytes) for one in modes}, "planned": planned,
+            "held": held, "modes": summarize(tallies),
+        }  # fmt: skip
+        run.keep(result)
+    return result
 
 
 def options(parser: ArgumentParser) -> None:
+    names = [mode.name for mode in MODES]
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
     parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
     parser.add_argument("--turns", type=int, default=2100, help="returning turns of contexts never cut, over all modes")
     parser.add_argument("--cut-turns", type=int, default=540, help="returning turns of cut contexts, over both modes")
     parser.add_argument(
-        "--modes", type=mode_names, help="comma-separated; default: all, with --exact on those never cut"
+        "--modes", type=some_of(names), help="comma-separated; default: all, with --exact those never cut"
     )
-    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
-    parser.add_argument(
-        "--codec", choices=("raw", "activation"), default="raw", help="cache.codec, where it is lossless"
-    )
+    parser.add_argument("--codec", choices=("raw", "activation"), default="raw", help="cache.codec, if lossless")
     parser.add_argument("--weights", choices=("auto", "bf16", "q8", "q4"), default="auto", help="model.weights")
     parser.add_argument("--hbm-dtype", choices=("auto", "int8"), default="auto", help="cache.hbm_dtype, of both arms")
-    parser.add_argument(
-        "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
-    )
-
-
-def mode_names(text: str) -> list[str]:
-    """For argparse. Raises argparse.ArgumentTypeError."""
-    if unknown := set(text.split(",")) - {mode.name for mode in MODES}:
-        raise ArgumentTypeError(f"unknown modes: {', '.join(sorted(unknown))}")
-    return text.split(",")
+    parser.add_argument("--exact", choices=("off", "on"), default="off", help="model.exact; on: nothing is excused")
 
 
 def file_name(words: Namespace) -> str:

@@ -20,7 +20,6 @@ import json
 import random
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,13 +27,13 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
+from benchmarks.harness.tables import show_rows
 
 MODES = ("prefix", "recompute")
 MIN_CACHED, MAX_NEAR_TIES = 0.97, 0.005
@@ -78,35 +77,24 @@ class Conversation:
         return history + message + MARKUP_TOKENS + max_tokens <= max_context
 
 
-def read_dialogues(file: Path, count: int, rounds: int, seed: int) -> list[Conversation]:
+def read_dialogues(data: Path, count: int, rounds: int) -> list[Conversation]:
     """`count` dialogues drawn from the file, with the first `rounds` turns of the user of each."""
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
+    with gzip.open(data / "dialogues/topical_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return [
         Conversation(row["id"], [t["content"] for t in row["turns"] if t["role"] == "user"][:rounds])
-        for row in random.Random(seed).sample(rows, count)
+        for row in random.Random(0).sample(rows, count)
     ]
 
 
 class Replay:
     """Both servers, and the conversations that are open."""
 
-    def __init__(
-        self,
-        *,
-        servers: dict[str, ServerProcess],
-        tokenizer: Tokenizer,
-        max_tokens: int,
-        at_once: int,
-        advance: Callable[[int], None],
-    ) -> None:
-        self._servers = servers
+    def __init__(self, servers: dict[str, ServerProcess], tokenizer: Tokenizer, run: Run) -> None:
+        self._servers, self._tokenizer, self._advance = servers, tokenizer, run.advance
         self._clients = {mode: client_of(server.url) for mode, server in servers.items()}
-        self._tokenizer = tokenizer
         self._max_context = min(server.max_context for server in servers.values())
-        self._max_tokens = max_tokens
-        self._at_once = at_once
-        self._advance = advance
+        self._max_tokens, self._at_once = run.arguments.max_tokens, run.arguments.at_once
 
     async def run(self, conversations: list[Conversation]) -> None:
         """Play all of them, always `at_once` of them open."""
@@ -180,12 +168,10 @@ def summarize(conversations: list[Conversation]) -> dict[str, Any]:
             row[f"{mode}_ttft_ms_p50"] = round(median(t.answers[mode].ttft_ms for t in same), 2)
         by_turn.append(row)
     differences = [
-        {
-            "dialogue": turn.dialogue, "turn": turn.index, "position": d.position, "recompute": d.expected,
-            "prefix": d.got, "gap": d.gap, "excused": d.is_near_tie,
-        }
-        for turn in turns if (d := turn.difference) is not None
-    ]  # fmt: skip
+        {"dialogue": turn.dialogue, "turn": turn.index, **found.as_row()}
+        for turn in turns
+        if (found := turn.difference) is not None
+    ]
     later_history = sum(history.values())
     return {
         "dialogues": len(conversations),
@@ -210,44 +196,22 @@ def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
 
 
 def show(console: Console, summary: dict[str, Any]) -> None:
-    table = Table(title="Time to first token by turn, p50, ms", title_justify="left")
-    for heading in ("turn", "conversations", "prompt tokens", "cached of history", *MODES, "recompute / prefix"):
-        table.add_column(heading, justify="right")
-    for row in summary["by_turn"]:
-        prefix, recompute = (row[f"{mode}_ttft_ms_p50"] for mode in MODES)
-        ratio = f"{row['cached_tokens'] / row['history_tokens']:.1%}" if row["history_tokens"] else "-"
-        table.add_row(
-            str(row["turn"]), str(row["conversations"]), f"{row['prompt_tokens_p50']:.0f}", ratio,
-            f"{prefix:.1f}", f"{recompute:.1f}", f"{recompute / prefix:.2f}",
-        )  # fmt: skip
-    console.print(table)
-    for difference in summary["differences"]:
-        console.print("difference", difference)
-    for error in summary["errors"]:
-        console.print("[red]error[/red]", error)
-    cached = "-" if summary["cached_ratio"] is None else f"{summary['cached_ratio']:.2%}"
-    console.print(
-        f"{summary['dialogues']} dialogues, {summary['turns']} turns, {summary['generated_tokens']} tokens generated, "
-        f"{cached} of history tokens cached"
-    )
+    show_rows(console, "Time to first token by turn, p50, ms", summary["by_turn"])
+    for entry in (*summary["differences"], *summary["errors"]):
+        console.print(entry)
+    console.print({name: summary[name] for name in ("dialogues", "turns", "generated_tokens", "cached_ratio")})
 
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
-    conversations = read_dialogues(file, arguments.dialogues, arguments.rounds, arguments.seed)
+    conversations = read_dialogues(arguments.data, arguments.dialogues, arguments.rounds)
     settings = {"model.source": str(arguments.model), "model.dtype": "float32"}
     with (
         serve("prefix", {**settings, "cache.mode": "prefix"}) as prefix,
         serve("recompute", {**settings, "cache.mode": "recompute"}) as recompute,
     ):
-        replay = Replay(
-            servers={"prefix": prefix, "recompute": recompute},
-            tokenizer=Tokenizer.from_file(str(arguments.model / "tokenizer.json")),
-            max_tokens=arguments.max_tokens,
-            at_once=arguments.at_once,
-            advance=run.advance,
-        )
+        tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+        replay = Replay({"prefix": prefix, "recompute": recompute}, tokenizer, run)
         run.expect(sum(len(conversation.user_turns) for conversation in conversations), "turns")
         asyncio.run(replay.run(conversations))
     summary = summarize(conversations)
@@ -260,7 +224,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--dialogues", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--at-once", type=int, default=8, help="conversations open at the same time")
-    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
 
 
 EXPERIMENT = Experiment(

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from openai import OpenAIError
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
+from benchmarks.harness.tables import show_rows
 from reprise.model.directories import BUNDLED
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -113,19 +113,16 @@ def opening(rng: random.Random) -> list[Message]:
 class Soak:
     """The streams against one server."""
 
-    def __init__(self, *, server: ServerProcess, seconds: float, streams: int, seed: int) -> None:
-        self._server = server
-        self._client = client_of(server.url)
-        self._seconds = seconds
-        self._streams = streams
-        self._seed = seed
+    def __init__(self, server: ServerProcess, *, seconds: float, streams: int) -> None:
+        self._server, self._client = server, client_of(server.url)
+        self._seconds, self._streams = seconds, streams
         self._started_s = 0.0
         self.tally = Tally()
 
     async def run(self, run: Run) -> Tally:
         self._started_s = time.monotonic()
         watch = asyncio.create_task(self._watch_memory(run))
-        streams = (self._stream(random.Random(self._seed * 1000 + number)) for number in range(self._streams))
+        streams = (self._stream(random.Random(number)) for number in range(self._streams))
         await asyncio.gather(*streams)
         await watch
         await self._client.close()
@@ -242,12 +239,8 @@ async def compare_alone(server: ServerProcess, conversations: list[list[Turn]], 
             difference = first_difference(expected=alone, got=turn.answer)
             if difference is None:
                 continue
-            differences.append(
-                {
-                    "kind": kind, "position": difference.position, "alone": alone.text, "soak": turn.answer.text,
-                    "gap": difference.gap, "excused": difference.is_near_tie, "messages": len(turn.messages),
-                }
-            )  # fmt: skip
+            both = {"alone": alone.text, "soak": turn.answer.text, "messages": len(turn.messages)}
+            differences.append({"kind": kind, **difference.as_row(), **both})
             break
     await client.close()
     return {"greedy": compared["greedy"], "seeded": compared["seeded"], "differences": differences}
@@ -270,25 +263,18 @@ def history_by_tier(metrics: dict[str, float]) -> dict[str, int]:
 
 
 def verdicts(
-    errors: list[str],
-    growth: dict[str, Any],
-    idle: dict[str, float],
-    alone: dict[str, Any],
-    history: dict[str, int],
+    errors: list[str], growth: dict[str, Any], idle: dict[str, float], alone: dict[str, Any], history: dict[str, int]
 ) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Judge what is held."""
     greedy = [d for d in alone["differences"] if d["kind"] == "greedy"]
     seeded = [d for d in alone["differences"] if d["kind"] == "seeded"]
+    slow = f"grows by at most {MAX_GROWTH_MIB_PER_MIN:g} MiB a minute"
     few_ties = len(greedy) <= MAX_DIFFERENT * alone["greedy"]
     return {
         "no errors": not errors,
         "greedy answers are those of the same requests alone": all(d["excused"] for d in greedy) and few_ties,
         "seeded answers are those of the same requests alone": len(seeded) <= MAX_DIFFERENT * alone["seeded"],
-        **{
-            f"{name} memory grows by at most {MAX_GROWTH_MIB_PER_MIN:g} MiB a minute": size["mib_per_min"]
-            <= MAX_GROWTH_MIB_PER_MIN
-            for name, size in growth.items()
-        },
+        **{f"{name} memory {slow}": size["mib_per_min"] <= MAX_GROWTH_MIB_PER_MIN for name, size in growth.items()},
         "idle: nothing runs, waits, is leased or on its way": not any(idle[name] for name in ACCOUNTS),
         "idle: every page is free or cached": idle["pages_unaccounted"] == 0,
         "history came from HBM, DRAM and disk": all(history.values()),
@@ -300,8 +286,7 @@ def measure(run: Run) -> dict[str, Any]:
     settings = {**SETTINGS, "model.source": str(arguments.model)}
     run.expect(arguments.seconds, f"{arguments.streams} streams")
     with serve("soak", {**settings, **tier_settings(str(arguments.model))}) as server:
-        soak = Soak(server=server, seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed)
-        tally = asyncio.run(soak.run(run))
+        tally = asyncio.run(Soak(server, seconds=arguments.seconds, streams=arguments.streams).run(run))
         idle = wait_idle(server, timeout_s=15)
         metrics = server.metrics()
         model = server.model
@@ -319,17 +304,14 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['streams']} streams for {result['seconds']:g} s", title_justify="left")
-    table.add_column("what")
-    table.add_column("how many", justify="right")
     rows: dict[str, Any] = {**result["counts"], "errors": len(result["errors"])}
     rows |= {f"history from {tier}, tokens": tokens for tier, tokens in result["history"].items()}
     rows |= {f"compared alone, {kind}": result["alone"][kind] for kind in ("greedy", "seeded")}
     rows |= {f"{name} memory, MiB": size["mean_mib"] for name, size in result["memory"].items()}
     rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in result["memory"].items()}
-    for what, value in {**rows, **{f"idle: {k}": v for k, v in result["idle"].items()}}.items():
-        table.add_row(what, f"{value:,}")
-    console.print(table)
+    rows |= {f"idle: {name}": value for name, value in result["idle"].items()}
+    title = f"{result['streams']} streams for {result['seconds']:g} s"
+    show_rows(console, title, {what: {"how many": value} for what, value in rows.items()})
     for entry in (*result["errors"][:20], *result["alone"]["differences"]):
         console.print(entry)
 
@@ -345,7 +327,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--check", type=int, default=200, help="answers to compare with the same requests alone")
     parser.add_argument("--model", type=Path, default=BUNDLED, help="model directory")
-    parser.add_argument("--seed", type=int, default=0)
 
 
 EXPERIMENT = Experiment(

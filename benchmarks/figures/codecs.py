@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figures.panels import save_panels
+from benchmarks.figures.panels import held, perplexity, save_panels, table, with_error
 from benchmarks.harness.result_files import BLUE, GREY
 
 BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
@@ -35,8 +35,13 @@ def draw(result: dict[str, Any], out: Path) -> None:
     save_panels(figure, (left, right), out)
 
 
-def section(result: dict[str, Any], machine: str) -> list[str]:
-    lines = [
+def section(result: dict[str, Any]) -> list[str]:
+    rows = [
+        (name, f"{row['bytes_of_raw']:.3f}", with_error(row), f"{row['kl_p99']:.4f}", f"{row['same_choice']:.2%}",
+         perplexity(row))
+        for name, row in result["codecs"].items()
+    ]  # fmt: skip
+    return [
         "## What codecs lose",
         "",
         "![divergence by bytes, bits by layer](codecs.png)",
@@ -45,53 +50,44 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         "documents that calibrated nothing: what the model says next behind a coded history, beside a raw one. ± is "
         "one standard error. A budget decides the steps of all layers at once, so layers differ in bits.",
         "",
-        "| codec | bytes, x raw | KL, nats | 99th percentile | same choice | perplexity |",
-        "|---|---|---|---|---|---|",
+        *table("codec | bytes, x raw | KL, nats | 99th percentile | same choice | perplexity", rows),
     ]
-    lines += [
-        f"| {name} | {row['bytes_of_raw']:.3f} | {row['kl']:.5f} ± {row['kl_error']:.5f} | {row['kl_p99']:.4f} | "
-        f"{row['same_choice']:.2%} | {row['perplexity_change']:+.2%} ± {row['perplexity_error']:.2%} |"
-        for name, row in result["codecs"].items()
-    ]
-    return [*lines, "", _held(result), "", machine, ""]
 
 
-def speed_section(result: dict[str, Any], machine: str) -> list[str]:
+def speed_section(result: dict[str, Any]) -> list[str]:
     core = result["core"]
-    lines = [
+    # An earlier result has rates of packing without a loss too.
+    pack = "; without a loss: pack {pack_mb_per_s:.0f}, unpack {unpack_mb_per_s:.0f}" if "pack_mb_per_s" in core else ""
+    rows = [
+        (row["arm"], row["disk"], f"{row['ttft_ms_p50']:.0f}",
+         f"{row['ttft_ms_least']:.0f} to {row['ttft_ms_most']:.0f}", f"{row['load_ms_p50']:.0f}",
+         f"{row['loaded_share']:.1%}")
+        for row in result["summary"]
+    ]  # fmt: skip
+    return [
         "## What coding costs in time",
         "",
-        f"One core, MB of raw KV a second: encode {core['encode_mb_per_s']:.0f}, decode {core['decode_mb_per_s']:.0f}; "
-        f"without a loss: pack {core['pack_mb_per_s']:.0f}, unpack {core['unpack_mb_per_s']:.0f}. "
+        f"One core, MB of raw KV a second: encode {core['encode_mb_per_s']:.0f}, decode {core['decode_mb_per_s']:.0f}"
+        f"{pack.format(**core)}. "
         f"A turn behind {result['settings']['tokens']:,} tokens that come from the disk:",
         "",
-        "| | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded |",
-        "|---|---|---|---|---|---|",
+        *table(" | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded", rows),
     ]
-    lines += [
-        f"| {row['arm']} | {row['disk']} | {row['ttft_ms_p50']:.0f} | {row['ttft_ms_least']:.0f} to "
-        f"{row['ttft_ms_most']:.0f} | {row['load_ms_p50']:.0f} | {row['loaded_share']:.1%} |"
-        for row in result["summary"]
-    ]
-    return [*lines, "", _held(result), "", machine, ""]
 
 
-def selector_section(result: dict[str, Any], machine: str) -> list[str]:
-    lines = [
+def selector_section(result: dict[str, Any]) -> list[str]:
+    rows = [
+        (row["streams"], f"{row['context']:,}", *(f"{row['tokens_per_s'][arm]:.1f}" for arm in ("none", "pairs")),
+         f"{row['ratio']:.2f}", "{:.2f} to {:.2f}".format(*row["ratio_range"]))
+        for row in result["rows"]
+    ]  # fmt: skip
+    return [
         "## Decoding that reads a tenth",
         "",
         "Tokens decoded a second, reading the whole context and reading what `pairs` choose.",
         "",
-        "| sequences | context | whole | pairs | ratio | of a round |",
-        "|---|---|---|---|---|---|",
+        *table("sequences | context | whole | pairs | ratio | of a round", rows),
     ]
-    for row in result["rows"]:
-        speed, (least, most) = row["tokens_per_s"], row["ratio_range"]
-        lines.append(
-            f"| {row['streams']} | {row['context']:,} | {speed['none']:.1f} | {speed['pairs']:.1f} | "
-            f"{row['ratio']:.2f} | {least:.2f} to {most:.2f} |"
-        )
-    return [*lines, "", _held(result), "", machine, ""]
 
 
 def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) -> None:
@@ -114,9 +110,15 @@ def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) ->
     save_panels(figure, (left, right), out)
 
 
-def reading_section(result: dict[str, Any], machine: str) -> list[str]:
+def reading_section(result: dict[str, Any]) -> list[str]:
     settings, needles = result["settings"], result["needles"]
-    lines = [
+    rows = [
+        (f"{int(history):,}", arms["texts"], name, f"{result['read'].get(name, {'rows': 1.0})['rows']:.1%}",
+         with_error(row), f"{row['same_choice']:.1%}", perplexity(row))
+        for history, arms in result["texts"].items() for name, row in arms.items() if name != "texts"
+    ]  # fmt: skip
+    found = ", ".join(f"{name} {count}" for name, count in needles["found"].items())
+    return [
         "## What reading a part changes",
         "",
         "![tokens decoded by context, needles found by share read](selectors.png)",
@@ -124,68 +126,52 @@ def reading_section(result: dict[str, Any], machine: str) -> list[str]:
         f"SmolLM2-135M, {settings['scored']} tokens decoded behind each text, beside what reading everything says "
         "next. `rounding` reads everything too, but computes them together: what bf16 alone does.",
         "",
-        "| behind | texts | selector | rows read | KL, nats | same choice | perplexity |",
-        "|---|---|---|---|---|---|---|",
+        *table("behind | texts | selector | rows read | KL, nats | same choice | perplexity", rows),
+        "",
+        f"Of {needles['asked']} needles in books of {needles['context']:,} tokens, asked for one after the other: "
+        f"{found}.",
     ]
-    for history, arms in result["texts"].items():
-        for name, row in arms.items():
-            if name != "texts":
-                read = result["read"].get(name, {"rows": 1.0})["rows"]
-                lines.append(
-                    f"| {int(history):,} | {arms['texts']} | {name} | {read:.1%} | {row['kl']:.5f} ± "
-                    f"{row['kl_error']:.5f} | {row['same_choice']:.1%} | {row['perplexity_change']:+.2%} ± "
-                    f"{row['perplexity_error']:.2%} |"
-                )
-    found = ", ".join(f"{name} {count}" for name, count in needles["found"].items())
-    asked = f"Of {needles['asked']} needles in books of {needles['context']:,} tokens, asked for one after the other: "
-    return [*lines, "", f"{asked}{found}.", "", _held(result), "", machine, ""]
 
 
-def activation_section(result: dict[str, Any], machine: str) -> list[str]:
-    lines = [
+def activation_section(result: dict[str, Any]) -> list[str]:
+    rows = [
+        (name, f"{row['turn_ms']:.0f}", f"{row['loaded_mb']:.1f}", f"{row['reused']:.0%}")
+        for name, row in result["arms"].items()
+    ]
+    return [
         "## K and V made of activations",
         "",
         f"A turn of 8 tokens behind {result['tokens']:,}, of a random model of the 125 M shape whose heads have K and "
         "V of their own; the disk has 0.15 GB/s. "
         f"K and V are made in {result['share_of_recompute']:.3f} of a recompute.",
         "",
-        "| history | turn, ms | loaded, MB | reused |",
-        "|---|---|---|---|",
+        *table("history | turn, ms | loaded, MB | reused", rows),
     ]
-    lines += [
-        f"| {name} | {row['turn_ms']:.0f} | {row['loaded_mb']:.1f} | {row['reused']:.0%} |"
-        for name, row in result["arms"].items()
-    ]
-    return [*lines, "", _held(result), "", machine, ""]
 
 
-def weight_section(result: dict[str, Any], machine: str) -> list[str]:
-    lines = [
+def weight_section(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, row in result["arms"].items():
+        cells = [name, f"{row['copying_ms']:.1f}" if row["bytes"] else ""]
+        for kind in ("prefill", "decode"):
+            cells += [f"{row[kind]['step_ms']:.0f}", f"{row[kind]['waited_ms']:.1f}" if row["bytes"] else ""]
+        rows.append(cells)
+    return [
         "## Weights that pass through HBM",
         "",
         "Steps of 512 prompt tokens and of one decoded token, of a random model of the 125 M shape whose layers' "
         "weights are copied over a link of so many GB/s in every step.",
         "",
-        "| weights | copying, ms | prefill, ms | waited | decode, ms | waited |",
-        "|---|---|---|---|---|---|",
+        *table("weights | copying, ms | prefill, ms | waited | decode, ms | waited", rows),
     ]
-    for name, row in result["arms"].items():
-        cells = [f"{row['copying_ms']:.1f}" if row["bytes"] else ""]
-        for kind in ("prefill", "decode"):
-            cells += [f"{row[kind]['step_ms']:.0f}", f"{row[kind]['waited_ms']:.1f}" if row["bytes"] else ""]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", _held(result), "", machine, ""]
 
 
 def sections(
     load: Callable[[str], dict[str, Any] | None], machine: Callable[[dict[str, Any]], str], docs: Path
 ) -> list[str]:
     """Draw what there is."""
-    lines: list[str] = []
-    if (quality := load("codecs_smollm2")) is not None:
-        draw(quality, docs / "codecs.png")
-        lines += section(quality, machine(quality))
     parts = {
+        "codecs_smollm2": section,
         "codec_speed_smollm2": speed_section,
         "activations": activation_section,
         "selectors_speed_smollm2": selector_section,
@@ -193,12 +179,11 @@ def sections(
         "weights": weight_section,
     }
     found = {name: result for name in parts if (result := load(name)) is not None}
+    if "codecs_smollm2" in found:
+        draw(found["codecs_smollm2"], docs / "codecs.png")
     if {"selectors_speed_smollm2", "selectors_smollm2"} <= found.keys():
         draw_selectors(found["selectors_speed_smollm2"], found["selectors_smollm2"], docs / "selectors.png")
+    lines: list[str] = []
     for name, result in found.items():
-        lines += parts[name](result, machine(result))
+        lines += [*parts[name](result), "", held(result), "", machine(result), ""]
     return lines
-
-
-def _held(result: dict[str, Any]) -> str:
-    return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figures.panels import save_panels
+from benchmarks.figures.panels import save_panels, table
 from benchmarks.harness.result_files import BLUE, GREY
 
 SHOWN = {"auto": ("bf16", GREY), "int8": ("int8", BLUE)}
@@ -28,23 +28,16 @@ def draw(result: dict[str, Any], out: Path) -> None:
     save_panels(figure, axes, out)
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Milliseconds with bf16 and int8, and their ratio with its spread."""
-    lines = ["| | streams | tokens | bf16, ms | int8, ms | ratio |", "|---|---|---|---|---|---|"]
-    rows = [("a token behind", row["streams"], row["context"], row) for row in result["decoding"]]
-    rows += [("a prompt", 1, row["tokens"], row) for row in result["prompts"]]
-    for what, streams, tokens, row in rows:
-        ms, (least, most) = row["ms"], row["ratio_range"]
-        lines.append(
-            f"| {what} | {streams} | {tokens:,} | {ms['auto']:.1f} | {ms['int8']:.1f} | "
-            f"{row['ratio']:.2f} ({least:.2f} to {most:.2f}) |"
-        )
-    return lines
-
-
 def section(result: dict[str, Any], machine: str) -> list[str]:
     """For docs/results.md."""
     settings, answers, sizes = result["settings"], result["answers"], result["bytes_per_token"]
+    rows = [("a token behind", row["streams"], row["context"], row) for row in result["decoding"]]
+    rows += [("a prompt", 1, row["tokens"], row) for row in result["prompts"]]
+    cells = [
+        (what, streams, f"{tokens:,}", *(f"{row['ms'][arm]:.1f}" for arm in SHOWN),
+         "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_range"]))
+        for what, streams, tokens, row in rows
+    ]  # fmt: skip
     return [
         "## KV in HBM as int8",
         "",
@@ -56,7 +49,7 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         f"{1 - answers['same_choice']:.2%} have another most likely token, and perplexity changes by "
         f"{answers['perplexity_change']:+.2%} ([KV in HBM as int8](int8.md)).",
         "",
-        *table(result),
+        *table(" | streams | tokens | bf16, ms | int8, ms | ratio", cells),
         "",
         machine,
         "",

@@ -47,3 +47,13 @@ def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
 def held(result: dict[str, Any]) -> str:
     """Return what a result holds, as a sentence."""
     return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."
+
+
+def with_error(row: dict[str, Any]) -> str:
+    """Return a divergence with its standard error."""
+    return f"{row['kl']:.5f} ± {row['kl_error']:.5f}"
+
+
+def perplexity(row: dict[str, Any], digits: int = 2) -> str:
+    """Return a change of perplexity with its standard error."""
+    return f"{row['perplexity_change']:+.{digits}%} ± {row['perplexity_error']:.{digits}%}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figures.panels import save_panels
+from benchmarks.figures.panels import perplexity, save_panels, table, with_error
 from benchmarks.harness.result_files import BLUE, GREY
 
 
@@ -30,6 +30,11 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def section(results: dict[str, dict[str, Any]], machines: list[str]) -> list[str]:
+    rows = [
+        (title, name, f"{row['bytes_of_raw']:.3f}", with_error(row), f"{row['same_choice']:.1%}", perplexity(row, 1))
+        for title, result in results.items()
+        for name, row in result["arms"].items()
+    ]
     lines = [
         "## Sparse attention by layer, and dropping tokens by it",
         "",
@@ -40,19 +45,10 @@ def section(results: dict[str, dict[str, Any]], machines: list[str]) -> list[str
         "history's tokens, the least attended ones (*drop as sparse*), all layers as many (*evenly*), or half "
         "as many. A small run: 192 tokens behind each of a few histories are scored.",
         "",
-        "| model | arm | bytes, x raw | KL, nats | same choice | perplexity |",
-        "|---|---|---|---|---|---|",
+        *table("model | arm | bytes, x raw | KL, nats | same choice | perplexity", rows),
     ]
     for title, result in results.items():
-        for name, row in result["arms"].items():
-            lines.append(
-                f"| {title} | {name} | {row['bytes_of_raw']:.3f} | {row['kl']:.5f} ± {row['kl_error']:.5f} | "
-                f"{row['same_choice']:.1%} | {row['perplexity_change']:+.1%} ± {row['perplexity_error']:.1%} |"
-            )
-    for title, result in results.items():
         shares = ", ".join(f"{share:.0%}" for share in result["sparsity"])
-        lines += [
-            "",
-            f"{title}, {result['scored_tokens']:,} tokens of {result['texts']} texts scored. By layer: {shares}.",
-        ]
+        scored = f"{result['scored_tokens']:,} tokens of {result['texts']} texts scored"
+        lines += ["", f"{title}, {scored}. By layer: {shares}."]
     return [*lines, "", *(line for machine in machines for line in (machine, ""))]

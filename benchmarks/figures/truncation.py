@@ -1,18 +1,13 @@
-"""Draw the committed results of `benchmarks.truncation.truncation`: docs/truncation.png.
-
-python -m benchmarks.figures.truncation
-"""
+"""What a conversation costs and loses when it outgrows the window: a picture and a section of docs/results.md."""
 
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
+from benchmarks.figures.panels import table
+from benchmarks.harness.result_files import BLUE, GREY, load
 
 RESULTS = ("truncation", "truncation_125m", "truncation_text")  # of a part the last counts
 RED = "#dc2626"
@@ -79,69 +74,49 @@ def section(parts: dict[str, Any]) -> list[str]:
     """The section of docs/results.md, without the machine."""
     lines = ["## Truncation", "", "![Truncation](truncation.png)", ""]
     if (endless := parts.get("endless")) is not None:
+        rows: list[Any] = [
+            (LABELS[name], _spread(arm["normal_ttft_ms"]), _spread(arm["overflow_ttft_ms"]),
+             f"{arm['overflow_ratio']:.2f}", arm["cuts"], f"{arm['overflow_computed_tokens']:.0f}")
+            for name, arm in endless["summary"].items()
+        ]  # fmt: skip
         lines += [
             f"A conversation of {endless['summary']['AS']['turns']} turns on a window of 1,024 tokens, the whole "
             "history sent each turn; TTFT in ms, medians (least to most).",
             "",
-            "| | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut |",
-            "|---|---|---|---|---|---|",
+            *table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", rows),
+            "",
         ]
-        for name, arm in endless["summary"].items():
-            lines.append(
-                f"| {LABELS[name]} | {_spread(arm['normal_ttft_ms'])} | {_spread(arm['overflow_ttft_ms'])} | "
-                f"{arm['overflow_ratio']:.2f} | {arm['cuts']} | {arm['overflow_computed_tokens']:.0f} |"
-            )
-        lines.append("")
-    if shortened := {name: parts[name]["summary"] for name in ("shortened", "shortened-125m") if name in parts}:
-        lines += ["The client drops its oldest exchange each turn:", ""]
-        lines += ["| model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio |", "|---|---|---|---|---|"]
-        for name, summary in shortened.items():
-            ours, theirs = summary["arms"]["client_shift"], summary["arms"]["recompute"]
-            lines.append(
-                f"| {'125 M shape' if name.endswith('125m') else 'bundled'} | {ours['prompt_tokens']['p50']:,.0f} | "
-                f"{_spread(ours['ttft_ms'])} | {_spread(theirs['ttft_ms'])} | {summary['ratio']:.2f} |"
-            )
-        lines.append("")
+    shortened = {"shortened": "bundled", "shortened-125m": "125 M shape"}
+    if found := {model: parts[part]["summary"] for part, model in shortened.items() if part in parts}:
+        rows = [
+            (model, f"{summary['arms']['client_shift']['prompt_tokens']['p50']:,.0f}",
+             *(_spread(summary["arms"][arm]["ttft_ms"]) for arm in ("client_shift", "recompute")),
+             f"{summary['ratio']:.2f}")
+            for model, summary in found.items()
+        ]  # fmt: skip
+        headings = "model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio"
+        lines += ["The client drops its oldest exchange each turn:", "", *table(headings, rows), ""]
     if (perplexity := parts.get("perplexity")) is not None:
         arms = list(next(iter(perplexity["texts"].values()))["arms"])
+        interval = " ({:.3f} to {:.3f})"
+        rows = [
+            (text, *(f"{row['arms'][arm]['ppl']:.2f}"
+                     + ("" if arm == "TT" else interval.format(*row["arms"][arm]["ratio_to_tt_95"])) for arm in arms))
+            for text, row in perplexity["texts"].items()
+        ]  # fmt: skip
         lines += [
             f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
             "float32; in brackets the 95 % interval of the ratio to TT's.",
             "",
-            "| text | " + " | ".join(arms) + " |",
-            "|---" * (1 + len(arms)) + "|",
-        ]
-        for text, row in perplexity["texts"].items():
-            cells = [
-                f"{a['ppl']:.2f} ({a['ratio_to_tt_95'][0]:.3f} to {a['ratio_to_tt_95'][1]:.3f})" if name != "TT"
-                else f"{a['ppl']:.2f}"
-                for name, a in row["arms"].items()
-            ]  # fmt: skip
-            lines.append(f"| {text} | " + " | ".join(cells) + " |")
-        lines.append("")
-    if (retrieval := parts.get("retrieval")) is not None:
-        lines += [
-            f"{retrieval['questions']} names given before the cut and asked for after it, of "
-            f"{retrieval['candidates']} candidates each: "
-            + ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in retrieval["arms"].items())
-            + ".",
+            *table(f"text | {' | '.join(arms)}", rows),
             "",
         ]
+    if (names := parts.get("retrieval")) is not None:
+        right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items())
+        asked = f"{names['questions']} names given before the cut and asked for after it"
+        lines += [f"{asked}, of {names['candidates']} candidates each: {right}.", ""]
     return lines
 
 
 def _spread(values: dict[str, float]) -> str:
     return f"{values['p50']:.0f} ({values['min']:.0f} to {values['max']:.0f})"
-
-
-def main() -> None:
-    results = truncation_results()
-    if not results:
-        raise SystemExit("there is no result yet: run benchmarks.truncation")
-    DOCS.mkdir(exist_ok=True)
-    draw(all_parts(results), DOCS / "truncation.png")
-    print(f"written: {DOCS / 'truncation.png'}")
-
-
-if __name__ == "__main__":
-    main()

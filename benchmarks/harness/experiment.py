@@ -201,6 +201,17 @@ class Experiment:
         return 0 if all(held.values()) else 1
 
 
+def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the type of an option that takes some of these names, with commas between."""
+
+    def chosen(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(names):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        return text.split(",")
+
+    return chosen
+
+
 def show_held(console: Console, held: Mapping[str, bool]) -> None:
     """What was expected, a line each, and whether it holds."""
     for line, holds in held.items():

@@ -42,7 +42,7 @@ STANDING = (
     "scheduling.simulated",
     "fidelity.soak",
 )
-WITH_DATA = ("fidelity.equality", "fidelity.replay_dialogues", "truncation.truncation")
+WITH_DATA = ("fidelity.equality", "fidelity.replay_dialogues", "speed.truncation")
 LIMIT_S = 180.0  # of one benchmark: it hangs
 BUDGET_S = 600.0  # of all
 OK, WORSE, BETTER, UNKNOWN, FAILED = "ok", "worse", "better", "not known", "failed"

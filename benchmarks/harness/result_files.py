@@ -25,7 +25,15 @@ PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicor
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
+_FLEET = ("branches", "delete", "faults", "homes", "kills", "moves", "roll")
 _MOVED = {
+    **{
+        f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}"
+        for name in ("codecs", "packed_weights", "pool", "selectors", "sparsity")
+    },
+    **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
+    "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
+    "benchmarks.truncation.keeping": "benchmarks.texts keeping",
     "benchmarks.scheduling.classes_foretold": "benchmarks.scheduling.simulated",
     "benchmarks.scheduling.poisson": "benchmarks.scheduling.served",
 }
@@ -70,6 +78,8 @@ def command_line(words: list[str]) -> str:
 def command_of(result: dict[str, Any]) -> str:
     """Return the command that makes the result today."""
     command = str(result["command"])
+    if "--parts perplexity,retrieval" in command:
+        command = command.replace("benchmarks.truncation.truncation", "benchmarks.texts cuts")
     for before, now in _MOVED.items():
         command = re.sub(rf"-m {re.escape(before)}(?= |$)", f"-m {now}", command)
     return command

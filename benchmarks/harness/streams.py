@@ -69,6 +69,13 @@ class Difference:
     def is_near_tie(self) -> bool:
         return self.gap is not None and self.gap < NEAR_TIE
 
+    def as_row(self) -> dict[str, Any]:
+        """Return what results say of it."""
+        return {
+            "position": self.position, "expected": self.expected, "got": self.got, "gap": self.gap,
+            "excused": self.is_near_tie,
+        }  # fmt: skip
+
 
 def client_of(url: str) -> AsyncOpenAI:
     """The official client, which would hide errors by asking again, told not to."""

@@ -3,7 +3,7 @@
     python -m benchmarks.paper.coded_capacity --trace ../shared/data/traces/mooncake_conversation.jsonl.gz
 
 One tier, such as a disk, of the bytes that so many tokens of raw KV take; the first half of the trace warms up. Blocks
-are as many times smaller as `benchmarks.fidelity.codecs` measured at a budget, on SmolLM2; first and open ones stay raw
+are as many times smaller as `benchmarks.texts codecs` measured at a budget, on SmolLM2; first and open ones stay raw
 (`reprise.loadgen.blocks.replay`). Beside the server's policy stand LRU and Belady's.
 
 Loads: how long it takes to read and decode what the requests that hit something hit, in the mean, of KV of SmolLM2, on

@@ -1,4 +1,4 @@
-"""The KV context of a session between turns."""
+"""Holds the KV context of a session between turns."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedWithDropped(SavedContext, frozen=True, array_like=True):
-    """The same, of a session that may recall what was dropped."""
+    """The stored context of a session that may recall what was dropped."""
 
     dropped: tuple[tuple[int, bytes], ...] = ()
     recalled: tuple[int, ...] = ()
@@ -58,16 +58,16 @@ class SessionContext:
     cut_digest: bytes = b""  # digest of the conversation up to the end of the last cut
     # keys of the whole conversation; filled only if something is cut
     cut_conversation: list[BlockKey] = field(default_factory=list)
-    turns: int = 0  # that have ended
+    turns: int = 0  # turns that have ended
     pinned: bool = False
     ttl_s: float | None = None  # None: the server's default applies
-    renewed_s: float = -math.inf  # when what it has in Redis was last kept for longer
+    renewed_s: float = -math.inf  # time at which its extents in Redis were last renewed
     # every block that is in the table because of this session
     owned: dict[BlockKey, None] = field(default_factory=dict)
     # how much later text attended to its blocks, as in `CutBlocks.attention`; not stored
     attention: dict[BlockKey, float] = field(default_factory=dict)
-    # With `cache.recall`, both by place in the conversation: keys of computed blocks that are not in the context any
-    # more, at most MAX_DROPPED, and which blocks are in it again.
+    # Used with `cache.recall`, by place in the conversation: keys of computed blocks that are not in the context any
+    # more, at most MAX_DROPPED; and blocks that are in it again.
     dropped: dict[int, BlockKey] = field(default_factory=dict)
     recalled: set[int] = field(default_factory=set)
 
@@ -77,13 +77,13 @@ class SessionContext:
 
     @property
     def all_keys(self) -> list[BlockKey]:
-        """Keys of the full blocks and of the open block."""
+        """The keys of the full blocks and of the open block."""
         return [*self.keys, *((self.open_key,) if self.open_key else ())]
 
     @property
     def conversation_keys(self) -> list[BlockKey]:
-        """Keys of the conversation's full blocks as if nothing were cut. (Cuts consist of whole blocks, so block
-        boundaries are the same in both.)"""
+        """The keys that the conversation's full blocks would have if nothing were cut. Cuts consist of whole blocks, so
+        block boundaries are the same in both."""
         return self.cut_conversation if self.cuts else self.keys
 
     @property
@@ -142,7 +142,8 @@ class SessionContext:
 
 @dataclass(frozen=True, slots=True)
 class ExpiredContext:
-    """The rest of a context after its time to live: enough to recognise the conversation when it returns."""
+    """The part of a context that is kept after its time to live: enough to recognise the conversation when it
+    returns."""
 
     num_blocks: int  # full blocks of its conversation, with nothing cut
     last_key: BlockKey  # key of the last of these blocks

@@ -1,4 +1,4 @@
-"""The head of a session: what another server needs to go on with it, signed."""
+"""Encodes the head of a session: the signed record with which another server can go on with it."""
 
 import hmac
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import msgspec
 from reprise.cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord
 
 HEAD_VERSION = 1
-MAX_EXTENTS = 4096  # that a head names; blocks of others are computed
+MAX_EXTENTS = 4096  # most extents that a head names; blocks of others are computed
 _MAC_BYTES, _NAME_BYTES = 16, 16
 
 
@@ -29,16 +29,16 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeadToTell(NamedTuple):
-    """A head for whoever keeps it, with what can be read of it without a key."""
+    """A head to be stored outside of this process, with the parts that can be read without the key."""
 
     name: tuple[str, str, str]  # tenant, salt, session id
     turns: int
-    redis_tokens: int  # of the context, from the first on, whose KV is in Redis
+    redis_tokens: int  # leading tokens of the context whose KV is in Redis
     signed: bytes
 
 
 class BadHead(Exception):
-    """This is no head that a server of this model and secret has made for this session."""
+    """The bytes are no head that a server of this model and secret has made for this session."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

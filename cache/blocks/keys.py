@@ -1,4 +1,4 @@
-"""Keys that name blocks.
+"""Makes the keys that name blocks.
 
 A block is 32 consecutive tokens with their KV of all layers, on every backend. Its key is a hash of its tokens, chained
 to the key of its prefix, in a domain that no other model, tenant or layout can reach.
@@ -88,7 +88,8 @@ class KeyDomain:
         return self._hash(b"open", typed_fields(parent, token_bytes(token_ids), session_id))
 
     def lineage(self, keys: Sequence[BlockKey]) -> BlockKey:
-        """Return what the first block after a cut chains on: all blocks before it, which are no longer one chain."""
+        """Return the key on which the first block after a cut chains. It is made of all blocks before it, which no
+        longer form one chain."""
         return self._hash(b"cut", typed_fields(*keys))
 
     def chain(self, token_ids: Sequence[int], known: Sequence[BlockKey] = ()) -> list[BlockKey]:

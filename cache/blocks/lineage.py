@@ -10,8 +10,8 @@ from reprise.cache.blocks.truncate import Range
 @dataclass(slots=True)
 class Lineage:
     """The keys of a context's full blocks, in order. Until something is cut, they are one chain from the domain's root.
-    The first block computed after a cut depends on exactly which blocks remain before it, so its key chains on all of
-    their keys; this block is the `joint`."""
+    The first block computed after a cut is the `joint`. It depends on exactly which blocks remain before it, so its key
+    chains on all of their keys."""
 
     domain: KeyDomain
     keys: list[BlockKey] = field(default_factory=list)
@@ -35,7 +35,8 @@ class Lineage:
         return self.keys[block - 1] if block else self.domain.root
 
     def is_moved(self, block: int) -> bool:
-        """Whether a known block was computed behind other blocks than those before it now, which a cut has dropped."""
+        """Whether a known block has other blocks before it now than when it was computed, because a cut has dropped
+        some of them."""
         return self.joint is not None and self.plain <= block < self.joint
 
     def first(self, count: int) -> "Lineage":
@@ -55,8 +56,8 @@ class Lineage:
 
     def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
         """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: the
-        key of an open block after the last full one that stays; the block it grows into was begun in the longer
-        context."""
+        key of an open block after the last full one that stays. The block that it grows into counts as begun in the
+        longer context."""
         keys, start = [], 0
         for a, b in cuts:
             keys += self.keys[start : a // BLOCK_TOKENS]
@@ -65,7 +66,7 @@ class Lineage:
         return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
 
     def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
-        """Return the lineage of a context of these blocks, of which only the first `same` are where they were. tail: as
+        """Return the lineage of a context of these blocks, of which only the first `same` stay where they are. tail: as
         in `without`."""
         plain = min(self.num_plain, same)
         if tail is not None:

@@ -1,4 +1,4 @@
-"""The stored part of a context, and how long the answer holds."""
+"""Describes the stored part of a context, and how long that description holds."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Match:
 
     @property
     def used(self) -> list[tuple[BlockRow, int]]:
-        """(row of the table, how many of its KV rows are used), in order."""
+        """List (row of the table, number of its KV rows that are used), in order."""
         used = [(row, BLOCK_TOKENS) for row in self.rows]
         if self.partial is not None:
             used.append((self.partial, self.partial_rows))
@@ -35,7 +35,7 @@ class Match:
 
 
 class MatchBasis(NamedTuple):
-    """Everything that a waiting context's match depends on. While it waits, its tokens and keys only grow."""
+    """The values that a waiting context's match depends on. While the context waits, its tokens and keys only grow."""
 
     table_version: int
     num_tokens: int
@@ -48,7 +48,7 @@ class MatchBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """A match that holds until its basis changes, or the rates if they were used to choose."""
+    """A match that holds until its basis changes. If rates were used to choose it, it holds until they change too."""
 
     basis: MatchBasis
     rates_version: int | None  # None: there was nothing to choose, so rates do not matter

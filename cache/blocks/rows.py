@@ -1,4 +1,4 @@
-"""The rows of a running context that HBM holds, and the pages they lie in."""
+"""Keeps the rows of a running context that HBM holds, and the pages they lie in."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,9 @@ PARKED = -1
 
 @dataclass(slots=True)
 class ContextRows:
-    """Row p of a context is row p % page_size of pages[p // page_size], unless that page is PARKED. Given by the
-    Placer, counted by the Lifecycle, let go by the Publisher."""
+    """The pages of a running context. Row p of the context is row p % page_size of pages[p // page_size], unless that
+    page is PARKED. The Placer gives the pages, the Lifecycle counts the rows, and the Publisher gives the pages
+    back."""
 
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while the request waits
     computed: int = 0  # leading rows that hold KV now, or will before they are read
@@ -24,7 +25,7 @@ class ContextRows:
     published: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
 
     def give_back(self) -> None:
-        """Forget the pages, which somebody else unpins, and what was computed in them."""
+        """Forget the pages and what was computed in them. The caller unpins the pages."""
         self.pages, self.computed, self.sealed = [], 0, 0
 
     @property

@@ -5,10 +5,12 @@ from reprise.cache.blocks.table import CacheTable
 
 
 class Scores:
-    """Sums over all requests that need a block: 1 while the request is in the window, 2 while it runs.
+    """Gives each block its score for eviction from HBM: the sum over all requests that need it, 1 while a request is in
+    the window and 2 while it runs. The scheduler's view of the cache sets it, on the engine's thread.
+
     The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting a request's share
-    instead gives the same sums, and takes it back exactly when a request is aborted or preempted. Single-threaded, part
-    of the CacheManager. A change costs time linear in the length of the request's context."""
+    instead gives the same sums, and takes it back exactly when a request is aborted or preempted. A change costs time
+    linear in the length of the request's context."""
 
     def __init__(self, *, table: CacheTable) -> None:
         self._table = table
@@ -32,7 +34,7 @@ class Scores:
 
     @property
     def levels(self) -> list[int]:
-        """All scores in use and 0, ascending."""
+        """The scores in use and 0, ascending."""
         return sorted({0, *self._scores.values()})
 
     def _add(self, keys: list[BlockKey], score: int) -> None:

@@ -1,4 +1,4 @@
-"""Values that the cache and its storage exchange: stored blocks, session records and extents."""
+"""Defines the values that the cache and its storage exchange: stored blocks, session records and extents."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
 
 MAX_CONTEXT_BYTES = 4 << 20
-MAX_NAME_BYTES = 64 << 10  # of a tenant, a salt or a session id
+MAX_NAME_BYTES = 64 << 10  # longest tenant, salt or session id
 KEY_BYTES = 16
 
 
@@ -48,13 +48,13 @@ class SessionRecord:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """(tenant, salt, session id), which identifies the session."""
+        """The names that identify the session: (tenant, salt, session id)."""
         return self.tenant, self.salt, self.session_id
 
 
 def is_coded(extent: int | bytes) -> bool:
-    """Whether an extent's segments are coded, on a server that codes: the last bit of its id, or of its name in Redis,
-    says so. On a server that does not, that bit means nothing."""
+    """Whether an extent's segments are coded, for a server that has a codec. The last bit of the extent's id, or of its
+    name in Redis, says so. Without a codec that bit means nothing."""
     return bool((extent if isinstance(extent, int) else extent[-1]) & 1)
 
 
@@ -65,7 +65,7 @@ class RedisExtent:
     name: bytes  # a keyed hash of the header, and so of all that is in it
     session: SessionRecord  # as it was when the extent was written
     blocks: tuple[StoredBlock, ...]
-    size_bytes: int  # of the blocks
+    size_bytes: int  # size of all blocks together
 
 
 @dataclass(frozen=True, slots=True)

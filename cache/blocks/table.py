@@ -19,7 +19,7 @@ codec made them, so reports count it as `dram`."""
 
 
 class Copies(TypedDict, total=False):
-    """Where a block lies below HBM: tier -> address. Each tier writes its own entry alone."""
+    """The addresses of a block below HBM: tier -> address. Each tier writes only its own entry."""
 
     dram: int  # slot of rows
     coded: int  # slot of a coded block
@@ -29,9 +29,9 @@ class Copies(TypedDict, total=False):
 
 @dataclass(slots=True)
 class BlockRow:
-    """The NodeID, address in each tier, size, validity, score and owners of one block. A row exists only while the
-    block's bytes are complete somewhere: an address is set after its bytes are written, and cleared before they may be
-    overwritten. Transfers under way are known to the part that ordered them, never to the table."""
+    """One block's row in the table: its key and parent, its address in each tier, size, score and owners. A row exists
+    only while the block's bytes are complete in some tier. An address is set after its bytes are written, and cleared
+    before they may be overwritten. Transfers under way are known to the part that ordered them, never to the table."""
 
     key: BlockKey
     parent: BlockKey
@@ -50,8 +50,8 @@ class BlockRow:
     score: int = 0  # CaR's (`reprise.cache.blocks.scores`): blocks with a low score leave HBM first
 
     def unstored(self) -> "BlockRow":
-        """Return the same block without an address. Written out because `dataclasses.replace` takes ten times as
-        long."""
+        """Return the same block without an address. The copy is written out by hand because `dataclasses.replace` takes
+        ten times as long."""
         return BlockRow(
             key=self.key,
             parent=self.parent,
@@ -95,7 +95,7 @@ class BlockRow:
 
     @property
     def source(self) -> TierName:
-        """The tier from which HBM would get the block; `dram` if none has it."""
+        """The tier from which HBM would load the block; `dram` if no tier has it."""
         for tier in BELOW_HBM:
             if tier in self.copies:
                 return tier
@@ -103,17 +103,18 @@ class BlockRow:
 
     @property
     def medium(self) -> str:
-        """The same as reports call it: dram, disk or redis."""
+        """The source under the name that reports give it: dram, disk or redis."""
         return medium_of(self.source)
 
 
 def medium_of(tier: TierName) -> str:
-    """Return what reports count a tier as."""
+    """Return the name under which reports count a tier."""
     return "dram" if tier == "coded" else tier
 
 
 class CacheTable:
-    """BlockKey -> row, and parent -> children. Single-threaded; holds no bytes."""
+    """The table that finds blocks: key -> row, and parent -> children. All parts of the CacheManager use it, on the
+    engine's thread. It holds no bytes."""
 
     def __init__(self) -> None:
         self.version = 0  # another number after every change of what is stored, or where
@@ -165,7 +166,7 @@ class CacheTable:
         return row
 
     def moved(self) -> None:
-        """Note that an address of a row has changed. Whoever sets one calls this."""
+        """Note that an address of a row has changed. The tier that changes one calls this."""
         self.version += 1
 
     def forget(self, row: BlockRow) -> None:

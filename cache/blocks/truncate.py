@@ -12,7 +12,7 @@ Range = tuple[int, int]
 ScoresOf = Callable[[Sequence[int]], Sequence[float] | None]
 """Where blocks begin, ascending -> how much each is wanted; None: the oldest are wanted least."""
 
-_NEWEST_SHARE = 0.25  # of what may be dropped: stays as long as there is something older, whatever its score
+_NEWEST_SHARE = 0.25  # share of the droppable blocks that is dropped last, whatever its scores: the newest
 
 
 class DoesNotFit(Exception):
@@ -46,14 +46,16 @@ def plan_cut(
     marked: Sequence[Range],
     scores_of: ScoresOf = lambda starts: None,
 ) -> list[Range]:
-    """Choose what to drop of a context of `length` tokens so that it and `reserve` more fit into `window`; nothing if
-    it fits as it is.
+    """Choose what to drop of a context of `length` tokens so that it and `reserve` more fit into `window`. Returns
+    nothing if it fits as it is.
+
     Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
     begins (a block may hold the end of the message before), or more if that is not enough. Where `scores_of` has
-    scores, those with the least are dropped instead, and nothing is extended. `marked` ranges stay if possible. Never
-    drops anything from `newest` on, where the newest message begins; if that leaves less than `reserve`, everything
-    droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there is no room for a
-    single token."""
+    scores, the blocks with the least are dropped instead, and nothing is extended. `marked` ranges stay if possible.
+
+    Never drops anything from `newest` on, where the newest message begins. If that leaves less than `reserve`,
+    everything droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there is no room
+    for a single token."""
     head = _up(keep_first)
     needed = length + reserve - window
     if needed <= 0:
@@ -91,7 +93,8 @@ def blocks_of(ranges: Sequence[Range]) -> Iterator[int]:
 
 
 def _least_wanted(blocks: Sequence[int], scores: Sequence[float], count: int) -> list[Range]:
-    """Return the `count` blocks with the lowest scores, or all, as ranges. Among equals the oldest come first."""
+    """Return the `count` blocks with the lowest scores, or all if there are fewer, as ranges. Among equals the oldest
+    come first."""
     guarded = len(blocks) - int(_NEWEST_SHARE * len(blocks))
     chosen = sorted(range(len(blocks)), key=lambda place: (place >= guarded, scores[place], place))[:count]
     ranges: list[Range] = []

@@ -1,6 +1,6 @@
-"""Eviction policies by name. The engine, the simulators and the property tests read this table
-(`belady` is not in it: it needs the future). `cache.policy` in
-app/settings/sections.py lists the names again, because the app does not import the cache; a test compares the two."""
+"""Lists the eviction policies by name. The engine, the simulators and the property tests read this table (`belady` is
+not in it: it needs the future). `cache.policy` in app/settings/sections.py lists the names again, because the app does
+not import the cache; a test compares the two."""
 
 from reprise.cache.policies.eviction_policy import PolicyFactory
 from reprise.cache.policies.fifo import FifoPolicy

@@ -1,4 +1,4 @@
-"""The interface by which a tier chooses what to evict."""
+"""Defines the interface by which a tier chooses what to evict."""
 
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Protocol
@@ -9,10 +9,12 @@ from reprise.cache.returns.return_times import ReturnTimes
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure.
+    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Each tier's ledger calls it on the engine's
+    thread; it is pure.
+
     The times at which sessions are expected back are computed once for all tiers, by the `ReturnTimes` given to a
-    policy's factory. A policy that judges by past touches alone ignores them, and also what it is told of sessions, the
-    queue and the newcomer: it always admits a newcomer and spares no queued session."""
+    policy's factory. A policy that judges by past touches alone ignores them. It also ignores sessions, the queue and
+    the newcomer: it always admits a newcomer and spares no queued session."""
 
     def touch(self, key: BlockKey) -> None:
         """Record an insert or a hit."""
@@ -35,9 +37,10 @@ class EvictionPolicy(Protocol):
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         """Set the sessions of queued turns, next first, each once. The sequence is kept and must not change afterwards.
         changed: sessions that joined or left since the last call; None: find them by comparison.
+
         Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
         session's next return. Naming running turns admits those blocks before all that is not queued, however late they
-        return. This is harmless, but a rotation with half of the room it needs then hits 42 % instead of 50 %."""
+        return. This does no harm, but a rotation with half of the room it needs then hits 42 % instead of 50 %."""
         ...
 
     def victims(
@@ -48,11 +51,12 @@ class EvictionPolicy(Protocol):
         newcomer: Hashable | None = None,
         spare_queued: bool = False,
     ) -> list[BlockKey]:
-        """Choose up to `count` unpinned blocks, first to leave first. Changes nothing. HBM gives neither of the others.
+        """Choose up to `count` unpinned blocks, first to leave first. Changes nothing.
+
         newcomer: return only blocks that should leave before a block of this session. Fewer than `count`, or none,
-        means that the newcomer had better bypass the tier. DRAM gives it.
+        means that the newcomer had better bypass the tier. Only DRAM gives it.
         spare_queued: exempt the sessions given to `look_ahead` (AttentionStore §3.3.2: what leaves the whole hierarchy
-        spares the window). The disk gives it."""
+        spares the window). Only the disk gives it."""
         ...
 
 
@@ -61,8 +65,8 @@ PolicyFactory = Callable[[ReturnTimes], EvictionPolicy]
 
 
 def enter(policy: EvictionPolicy, row: BlockRow) -> None:
-    """Tell a policy which block has entered its tier and who owns it. Owners come first, because a block that enters
-    without owners is ranked among those that nobody owns."""
+    """Tell a policy which block has entered its tier and which sessions own it. Owners come first, because a block that
+    enters without owners is ranked as if no session owned it."""
     if row.place is not None:
         for owner in row.owners:
             policy.own(row.key, owner, row.place)

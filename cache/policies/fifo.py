@@ -1,4 +1,4 @@
-"""First in, first out."""
+"""Evicts first in, first out."""
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.policies.lru import LruPolicy

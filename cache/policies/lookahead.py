@@ -12,8 +12,8 @@ from reprise.cache.policies.queue_line import QueueLine
 from reprise.cache.returns.ranking import Ranking
 from reprise.cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
 
-_MOST_STALE = 128  # blocks or sessions: half a millisecond
-_MOST_SUMMED = 8  # owners to sum over; a prompt that all sessions begin with has thousands
+_MOST_STALE_ENTRIES = 128  # most blocks or sessions with changed ranks: half a millisecond
+_MOST_SUMMED_OWNERS = 8  # most owners to sum over; a prompt that all sessions begin with has thousands
 
 _Rank = tuple[int, tuple[float, ...]]
 """The rank of a session: (1 if it is queued else 0, its rank in `ReturnTimes`). Smaller ranks leave first. Queued
@@ -33,7 +33,7 @@ class _Session:
     def __init__(self, name: Hashable, queued: bool, returns: SessionReturn) -> None:
         self.name = name
         self.returns = returns
-        self.rank: _Rank = (int(queued), returns.rank)  # when it was last sorted in
+        self.rank: _Rank = (int(queued), returns.rank)  # rank by which it is sorted in
         self.context: dict[int, BlockKey] = {}
         self.resident: list[int] = []  # ascending places in the context whose block is in the tier
         # the block under which `_at_tail` lists it; None if that must be worked out
@@ -190,11 +190,11 @@ class LookaheadPolicy:
             return
         # A turn adds and removes many blocks of a session in a row, so its new tail is worked out once for all of them.
         self._moved.add(session)
-        if len(self._moved) > _MOST_STALE:
+        if len(self._moved) > _MOST_STALE_ENTRIES:
             self._put_in_order()
 
     def _move(self, session: _Session) -> None:
-        """List the session in `_at_tail` under its last resident block, if it has one. Most blocks have a single
+        """Move the session's entry in `_at_tail` to its last resident block, if it has one. Most blocks have a single
         owner."""
         at_tail, before, after = self._at_tail, session.waits_at, session.tail
         if before == after:
@@ -218,10 +218,10 @@ class LookaheadPolicy:
             self._stale.add(after)
 
     def _refresh(self, key: BlockKey) -> None:
-        """Note that the block may have become a leaf, ceased to be one, or changed rank. Collected, because an event
-        often changes many blocks and the next one undoes it."""
+        """Note that the block may have become a leaf, ceased to be one, or changed rank. Notes are collected, because
+        an event often changes many blocks and the next event undoes it."""
         self._stale.add(key)
-        if len(self._stale) > _MOST_STALE:
+        if len(self._stale) > _MOST_STALE_ENTRIES:
             self._put_in_order()
 
     def _put_in_order(self) -> None:
@@ -318,7 +318,7 @@ class LookaheadPolicy:
         """Return the entry of a block whose owners, given sorted, are all unqueued."""
         if len(waiting) == 1:
             return (0, *waiting[0][0][1], key)
-        return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
+        return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED_OWNERS:]]), key)
 
     def _queued(self, key: BlockKey) -> _Entry:
         owners, queue = self._owners[key], self._queue
@@ -330,7 +330,7 @@ class LookaheadPolicy:
 
 
 class _Walk:
-    """Removes leaves in order of eviction, without changing the policy."""
+    """A walk over the leaves in order of eviction, for `victims`. It leaves the policy unchanged."""
 
     def __init__(self, policy: LookaheadPolicy) -> None:
         self._policy = policy
@@ -370,7 +370,7 @@ class _Walk:
             heappush(self._offered, policy._queued(tail))
 
     def drop(self) -> None:
-        """Skip the leaf that `peek` returned. It stays, and with it all blocks before it."""
+        """Skip the leaf that `peek` returned. It stays resident, and so do all blocks before it."""
         if self._head is not None and not (self._offered and self._offered[0] < self._head):
             self._head = next(self._order, None)
         else:
@@ -409,16 +409,16 @@ class _Walk:
             count, best = known
         else:
             here = policy._at_tail.get(before, ())
-            count, best = len(here), list(here[-_MOST_SUMMED:])
+            count, best = len(here), list(here[-_MOST_SUMMED_OWNERS:])
         insort(best, (session.rank, session))
-        del best[:-_MOST_SUMMED]
+        del best[:-_MOST_SUMMED_OWNERS]
         self._waiting[before] = (count + 1, best)
         if count + 1 == len(policy._owners[before]):
             entry = policy._queued(before) if _is_queued(best[-1]) else policy._unqueued(before, best)
             heappush(self._offered, entry)
 
     def _replace(self, entry: _Entry) -> None:
-        """Like `drop`, but offer this entry instead."""
+        """Skip the leaf like `drop`, but offer this entry in its place."""
         if self._head is not None and not (self._offered and self._offered[0] < self._head):
             self._head = next(self._order, None)
             heappush(self._offered, entry)

@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Evicts the least recently used block."""
 
 from collections.abc import Collection, Container, Hashable, Sequence
 
@@ -20,13 +20,13 @@ class LruPolicy:
         del self._order[key]
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        """Ignored: ownership does not matter."""
+        """Do nothing: ownership does not matter."""
 
     def forget(self, session: Hashable) -> None:
-        """Ignored: ownership does not matter."""
+        """Do nothing: ownership does not matter."""
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """Ignored: the queue does not matter."""
+        """Do nothing: the queue does not matter."""
 
     def victims(
         self,

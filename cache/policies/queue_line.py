@@ -1,10 +1,10 @@
-"""Holds the sessions of queued turns, as a policy was told of them last."""
+"""Holds the line of sessions of queued turns, as a policy was last told of it."""
 
 from collections.abc import Collection, Hashable, Sequence
 
 
 class QueueLine:
-    """Sessions, next first, each once."""
+    """The sessions of queued turns, next first, each once."""
 
     def __init__(self) -> None:
         self._sessions: Sequence[Hashable] = ()
@@ -22,7 +22,7 @@ class QueueLine:
 
     def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
         """Take over a new line. Returns the sessions that have joined or left: `changed` if that is given. `sessions`
-        is kept, so it must not change any more."""
+        is kept, so it must not change afterwards."""
         if changed is None:
             changed = self._members.symmetric_difference(sessions)
         self._sessions, self._places = sessions, None

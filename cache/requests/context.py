@@ -1,4 +1,4 @@
-"""The KV context of a request while it waits or runs: what it consists of, and a record for each phase.
+"""Holds the KV context of a request while it waits or runs: what it consists of, and a record for each phase.
 
 A phase's record is written by the class that its docstring names; the others read it.
 """
@@ -20,11 +20,11 @@ from reprise.cache.stats import MissReason
 @dataclass(slots=True)
 class Cuts:
     """The part of the conversation that the context lacks. Written by the ContextOpener, the Recaller and, for
-    attention, the Keeper, while the context stands on no pages."""
+    attention, the Keeper, while the context has no pages."""
 
     rules: CutRules
     stream: list[int]  # the conversation as the client sent it, without generated tokens and with nothing cut
-    ranges: list[Range] = field(default_factory=list)  # of the stream and the tokens generated after it
+    ranges: list[Range] = field(default_factory=list)  # ranges of the stream and the tokens generated after it
     by_client: list[Range] = field(default_factory=list)  # the part of `ranges` that the client dropped itself
     # keys of the stream's full blocks; filled only if there are cuts
     sent_keys: list[BlockKey] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Cuts:
     attention: dict[BlockKey, float] = field(default_factory=dict)  # this and the next two: see `SessionContext`
     dropped: dict[int, BlockKey] = field(default_factory=dict)
     recalled: set[int] = field(default_factory=set)
-    recalled_tokens: int = 0  # of `recalled`, brought back for this turn
+    recalled_tokens: int = 0  # the part of `recalled` that was brought back for this turn
 
     @property
     def num_tokens(self) -> int:
@@ -43,8 +43,8 @@ class Cuts:
 
 @dataclass(slots=True)
 class Reuse:
-    """The part of a context that may be taken from the cache, and why not the rest. Written by the Matcher, and by the
-    parts that learn that a copy is of no use: Loads, Parking, the Lifecycle."""
+    """The part of a context that may be taken from the cache, and the reasons for the rest. Written by the Matcher, and
+    by the parts that learn that a copy is of no use: Loads, Parking, the Lifecycle."""
 
     open_hint: BlockKey | None = None  # an open block that the request can continue, whatever its key chains on
     open_place: int = 0  # number of full blocks before `open_hint`; none before it was computed for this request
@@ -64,7 +64,7 @@ class Waiting:
     """The events that a request waits for before it is admitted. Written by Siblings, Loads and Parking."""
 
     block: BlockKey | None = None  # while another request computes it, or a fetch brings it
-    fetch_due_s: float | None = None  # until when it waits for a fetch that was not done when its turn came
+    fetch_due_s: float | None = None  # time until which it waits for a fetch that was not done when its turn came
     was_fetched: bool = False  # a fetch was ordered for it because its blocks have to be in DRAM
 
 
@@ -87,12 +87,13 @@ class Load:
     blocks: tuple[BlockLoad, ...]
     first: int | None  # position of the first token from disk or Redis that could be computed instead; None: none
     state: LoadState = LoadState.WANTED
-    seemed_fast: bool = False  # enough to be worth it; else it is to show what the device is like
+    seemed_fast: bool = False  # it seemed worth it; otherwise it is to measure the device
     is_given_up: bool = False  # no more is read for it: what the disk has not brought is computed
 
     @property
     def claimant(self) -> str:
-        """The name under which others wait for its blocks: its request's, or one of its own once that has left."""
+        """The name under which other requests wait for its blocks: its request's, or a name of its own once the request
+        has left it."""
         return f"load {self.job}" if self.state is LoadState.OUTLIVED else self.context.request_id
 
 
@@ -101,7 +102,7 @@ class SlotBlock(NamedTuple):
 
     key: BlockKey
     slot: int
-    position: int  # for which its keys are rotated when they are read
+    position: int  # position for which its keys are rotated when they are read
 
 
 @dataclass(slots=True)
@@ -145,12 +146,12 @@ class RequestContext:
 
     @property
     def conversation(self) -> list[int]:
-        """All tokens with nothing cut: those sent, then those generated."""
+        """The tokens with nothing cut: those sent, then those generated."""
         sent = len(self.cuts.stream) - self.cuts.num_tokens
         return self.cuts.stream + self.token_ids[sent:]
 
     def conversation_keys(self) -> list[BlockKey]:
-        """Keys of the stream's full blocks, as in `SessionContext.conversation_keys`."""
+        """The keys of the stream's full blocks, as in `SessionContext.conversation_keys`."""
         if not self.cuts.ranges:
             return self.chain()[: self.prompt_tokens // BLOCK_TOKENS]
         self.cuts.sent_keys = self.domain.chain(self.cuts.stream, self.cuts.sent_keys)

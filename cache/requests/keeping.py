@@ -1,4 +1,4 @@
-"""Gathers what is known of the blocks that a cut may drop, for whoever scores them."""
+"""Gathers what is known of the blocks that a cut may drop, for the scorer."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,20 @@ from reprise.cache.blocks.truncate import ScoresOf
 from reprise.cache.policies.keep.block_scorer import BlockScorer, CutBlocks
 from reprise.cache.requests.context import RequestContext
 
-_OLD_SHARE = 0.5  # of a block's attention: what was seen before counts half of what is seen now
+_OLD_SHARE = 0.5  # share of earlier attention in a block's mean: it counts as much as what is seen now
 
 
 class Keeper:
-    """Single-threaded, part of the CacheManager. Changes nothing but a context's notes of attention."""
+    """Gives a scorer what is known of a context's blocks, and notes how prompts attend to them. The ContextOpener and
+    the Recaller ask it for scores, the Lifecycle tells it of attention, all on the engine's thread. It changes only a
+    context's notes of attention."""
 
     def __init__(self, *, scorer: BlockScorer) -> None:
         self._scorer = scorer
 
     def scores_of(self, context: RequestContext, newest: int) -> ScoresOf:
-        """Return the scores of a context's blocks by where they begin. newest: where its newest message begins."""
+        """Return a function that scores a context's blocks, given where they begin. newest: where its newest message
+        begins."""
 
         def scores(starts: Sequence[int]) -> Sequence[float] | None:
             tokens = context.token_ids
@@ -34,8 +37,8 @@ class Keeper:
 
     @staticmethod
     def note_attention(context: RequestContext, shares: Sequence[float]) -> None:
-        """Record how the end of a chunk attended to the blocks of its context. shares: a block's part of all
-        attention, in order; the block that is not full may be the last."""
+        """Record how the end of a chunk attended to the blocks of its context. shares: each block's share of all
+        attention, in order; the last block may not be full."""
         for key, share in zip(context.chain(), shares, strict=False):
             context.cuts.attention[key] = attention_now(context.cuts.attention.get(key), share, len(shares))
 
@@ -46,7 +49,7 @@ class Keeper:
 
 
 def attention_now(before: float | None, share: float, num_blocks: int) -> float:
-    """Return the attention that a block has got, in units of what each of so many blocks gets if all get the same.
-    before: None for a block that is seen for the first time."""
+    """Return a block's attention averaged with its earlier attention, in units of an equal share for each of
+    `num_blocks` blocks. before: the earlier average, None for a block that is seen for the first time."""
     now = share * num_blocks
     return now if before is None else _OLD_SHARE * before + (1 - _OLD_SHARE) * now

@@ -19,8 +19,9 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Lifecycle:
-    """A request is opened on arrival, admitted by the scheduler (`SchedulerView`), committed after every step and
-    closed at its end. Single-threaded. Raises KeyError on a request that is not open."""
+    """Takes a request through the cache for the engine's loop, on its thread: the request is opened on arrival,
+    admitted by the scheduler (`SchedulerView`), committed after every step and closed at its end. Raises KeyError on a
+    request that is not open."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class Lifecycle:
         now: float,
     ) -> list[int]:
         """Open a request that arrived with the conversation `stream`. Returns its context, cut so that it and `reserve`
-        tokens fit the window; the list is the sequence's own from now on. Raises DoesNotFit."""
-        if self._tiers.form.is_condemned:  # everybody is served as who asks for exact KV
+        tokens fit the window. The list belongs to the sequence from now on. Raises DoesNotFit."""
+        if self._tiers.form.is_condemned:  # every request is served as one that asks for exact KV
             salt = salt_of(given_salt(salt), is_exact=True)
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
@@ -62,29 +63,29 @@ class Lifecycle:
         return context.token_ids
 
     def resume(self, request_id: str, token_ids: Sequence[int]) -> int:
-        """Append what another engine has generated for a request that was opened just now, and drop history wherever
-        that one had to. Returns the tokens dropped. Raises DoesNotFit."""
+        """Append tokens that another engine has generated to a request that was opened just now, and drop history
+        wherever that engine had to. Returns the number of tokens dropped. Raises DoesNotFit."""
         return self._opener.resume(self._running[request_id], token_ids)
 
     def compute_all(self, request_id: str) -> None:
-        """Reuse nothing for a request that was opened just now, because it wants the logits of its whole prompt. What
-        is stored of the prompt stays."""
+        """Reuse nothing for a request that was opened just now, because it wants the logits of its whole prompt. The
+        stored blocks of the prompt stay."""
         context = self._running[request_id]
         context.reuse.recompute_from, context.reuse.miss_reason = 0, "prompt_logprobs"
 
     def context(self, request_id: str) -> RequestContext:
-        """Return the context of a request, to be read only."""
+        """Return the context of a request. The caller must not change it."""
         return self._running[request_id]
 
     def report(self, request_id: str) -> TokensBySource:
-        """Explain the prompt of a request that was just admitted for the first time."""
+        """Report the sources of the prompt of a request that was just admitted for the first time."""
         context = self._running[request_id]
         session = self._sessions.contexts.get(context.session)
         expired = self._sessions.deletions.expired.get(context.session)
         return report_prompt(context, session, self._tiers.table, reuse=self._reuse, expired=expired)
 
     def patience_s(self, request_id: str) -> float:
-        """Return how much longer a step may wait for the next layer of a request's load before it is given up."""
+        """Return how much longer a step may wait for the next layer of a request's load before the load is given up."""
         return self._loads.patience_s(self._running[request_id])
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -109,18 +110,18 @@ class Lifecycle:
             self._publisher.publish(context)
 
     def attended(self, request_id: str, shares: Sequence[float]) -> None:
-        """Record how the rows of a step attended to the blocks of a request's context: a block's part of all
-        attention, in order."""
+        """Record how the rows of a step attended to the blocks of a request's context. shares: each block's share of
+        all attention, in order."""
         Keeper.note_attention(self._running[request_id], shares)
 
     def take_failed(self) -> list[str]:
         """Return the requests whose load failed since the last call. What they computed on it is void: call `void` for
-        each. They find what is left of their history when they are admitted again."""
+        each. When they are admitted again, they use what is left of their history."""
         return self._loads.take_failed() if self._loads.failed else []
 
     def void(self, request_id: str) -> int:
-        """Give a request's room back and publish nothing of it, because its load has failed or is late. What it had
-        recalled and could not be read leaves its context. Returns the tokens dropped for that."""
+        """Take the pages from a request and publish nothing of it, because its load has failed or is late. Recalled
+        blocks that could not be read leave its context. Returns the number of tokens that were dropped with them."""
         context = self._running[request_id]
         self._publisher.void(context)
         return self._opener.forget_unreadable(context)
@@ -133,8 +134,8 @@ class Lifecycle:
         return self._opener.shorten(context)
 
     def distrust(self, request_id: str) -> None:
-        """Let nobody find a request's blocks again, whoever computed them, because they gave an impossible result.
-        Requests that run on them keep their pages, and publish nothing that stands on them."""
+        """Hide a request's blocks from all requests, because they gave an impossible result. Blocks count whichever
+        request computed them. Requests that run on them keep their pages, and publish nothing that depends on them."""
         keys = self._running[request_id].chain()
         for key in keys:
             self._tiers.forget(key)
@@ -145,8 +146,8 @@ class Lifecycle:
     def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
         """End a request whose context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
         nothing else needs become free, and finished blocks stay cached. The session stands where the request stopped,
-        or where it was if nothing was computed. goes_on: whether that is where the conversation is expected to go on;
-        else the session stands where it was, too."""
+        or where it was if nothing was computed. goes_on: whether the conversation is expected to go on from there; if
+        not, the session stands where it was, too."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)

@@ -16,16 +16,17 @@ class LoadOption(NamedTuple):
 
 def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Return the seconds of a step whose load arrives layer by layer while it computes (AttentionStore §3.2.1). Layer i
-    starts when (i+1)/n of the load has arrived, and the n-i layers from it on follow. The first or the last layer
-    decides: max(load/n + compute, load + compute/n)."""
+    starts when (i+1)/n of the load has arrived, and the n-i layers from it on follow. Either the first or the last
+    layer decides: max(load/n + compute, load + compute/n)."""
     return max(load_s, compute_s) + min(load_s, compute_s) / num_layers
 
 
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
-    """Return how many leading blocks to load; the others are computed with the `new_tokens` after them. All of them,
-    if the first token then comes no later than if all were computed, because loading leaves the processors to others.
-    Else the number with which the first token comes soonest; 0: computing all is fastest. One more, if that is to show
-    what the link is like by now (`Rates.passed_over`).
+    """Return how many leading blocks to load; the others are computed with the `new_tokens` after them.
+
+    Loads all of them if the first token then comes no later than if all were computed, because loading leaves the
+    processors to others. Otherwise returns the number with which the first token comes soonest; 0: computing all is
+    fastest. Adds one more block where that is to measure the link anew (`Rates.passed_over`).
 
     There is one load stream, so the times of all directions add up. A faster tier never makes it load less, because
     speed-up gains most where most is loaded.

@@ -14,21 +14,22 @@ from reprise.cache.requests.siblings import Siblings
 from reprise.cache.tiers.hierarchy import Hierarchy
 from reprise.cache.tiers.slot_tier import SlotTier
 
-_WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
+_WAVER_FACTOR = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 
 
 class Loads:
-    """Knows every load under way, for the CacheManager; single-threaded. What becomes of a load:
+    """Knows every load under way. The Placer starts loads, and the engine's loop reports their progress and end, all on
+    the engine's thread. The states of a load:
 
     state      its request                                                        set by     next
-    WANTED     stands on its pages                                                start      any other
+    WANTED     holds its pages                                                    start      any other
     RELEASED   has given its pages back; the load goes on for no request          release    ENDED
     OUTLIVED   was voided because the load is late, and waits for its end         outlive    ENDED
-    FAILED     stands on rows that did not come, until `Restarts` voids it        on_loaded  -
+    FAILED     has rows that did not come, until `Restarts` voids it              on_loaded  -
     ENDED      has what came                                                      on_loaded  -
 
     Its pages and slots are pinned until the threads have ended it, even if no request wants it any more. Until then it
-    may be given up, whatever its state, also if a part of it has failed: no more is read for it, and it ends with what
+    may be given up in any state, even if a part of it has failed. Then no more is read for it, and it ends with what
     came out of DRAM.
     """
 
@@ -44,7 +45,7 @@ class Loads:
         bytes_per_token: int,
         codes: bool,
     ) -> None:
-        """codes: what lies below DRAM is coded, where an extent says so."""
+        """codes: copies below DRAM are coded where their extent says so."""
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._tiers, self._dram, self._disk, self._redis = tiers, tiers.dram, tiers.disk, tiers.redis
@@ -61,7 +62,7 @@ class Loads:
         self.failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
     def start(self, context: RequestContext, loads: Sequence[BlockLoad]) -> None:
-        """Order a load of the blocks that a request was placed on and that HBM lacks."""
+        """Order a load of the blocks of a request's context that HBM lacks."""
         blocks = tuple(self._taken(context, block) for block in loads)
         self._disk.hold(block.key for block in blocks if block.extent is not None)
         far = [block.position for block in blocks if block.is_far]
@@ -73,7 +74,8 @@ class Loads:
         self._orders.add(LoadBlocks(load.job, context.request_id, blocks))
 
     def _taken(self, context: RequestContext, block: BlockLoad) -> BlockLoad:
-        """Pin what a block is loaded from and into, claim it, and take a slot for what comes from below DRAM."""
+        """Prepare to load a block: pin its source and its page, claim it, and take a slot for it if it comes from below
+        DRAM."""
         if self._codes and (address := block.extent or block.redis) is not None:
             block = replace(block, is_coded=is_coded(address[0]))
         if block.slot is not None:
@@ -89,8 +91,9 @@ class Loads:
         return self._dram.slots_for(is_coded=load.is_coded)
 
     def give_up(self) -> None:
-        """Give up loads that have become dearer than computing, because the disk is slow or stands still. All blocks of
-        a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
+        """Give up loads that have become dearer than computing, because the disk is slow or does not answer. All blocks
+        of a load come layer by layer, so everything that the disk was to bring is computed; what came out of DRAM is
+        kept."""
         for job_id, load in self.under_way.items():
             progress = self._progress(job_id) if load.first is not None and not load.is_given_up else None
             if progress is None:
@@ -98,13 +101,13 @@ class Loads:
             left_s = progress.left_s(self._rates.num_layers)
             if not progress.layers and load.seemed_fast:
                 # Other loads may have shown meanwhile that the disk is slow, but their times waver.
-                left_s = max(left_s, self._expected_s(load) / _WAVERS)
+                left_s = max(left_s, self._expected_s(load) / _WAVER_FACTOR)
             if left_s > self._worth_waiting_s(load):
                 load.is_given_up = True
                 self._orders.add(AbandonLoad(job_id))
 
     def patience_s(self, context: RequestContext) -> float:
-        """Return how much longer a step may wait for the next layer of a request's load before it is given up."""
+        """Return how much longer a step may wait for the next layer of a request's load before the load is given up."""
         load = _wanted(context)
         progress = self._progress(load.job) if load is not None else None
         if load is None or load.first is None or progress is None:
@@ -113,8 +116,8 @@ class Loads:
 
     def is_fetch_late(self, context: RequestContext) -> bool:
         """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
-        It then skips what is on disk or in Redis. After a cut it waits on, because what is stored cannot be computed
-        again."""
+        It then skips the blocks on disk and in Redis. After a cut it keeps waiting, because stored blocks cannot be
+        computed again."""
         is_fetching = self._fetches.is_fetching
         if context.waiting.block is None or not is_fetching(context.waiting.block) or context.lineage.joint is not None:
             return False
@@ -134,7 +137,8 @@ class Loads:
         return True
 
     def _worth_waiting_s(self, load: Load) -> float:
-        """Return how long a load may take before computing what it reads off the disk is faster; inf without any."""
+        """Return how long a load may take before computing the blocks that it reads off the disk is faster; inf if it
+        reads none."""
         if load.first is None:
             return math.inf
         end = max(block.position + block.num_rows for block in load.blocks)
@@ -150,8 +154,8 @@ class Loads:
         return sum(self._rates.load_s(f"{source}_to_hbm", n * self._bytes_per_token) for source, n in tokens.items())
 
     def release(self, context: RequestContext) -> bool:
-        """Let go of a request's load, because it gives its pages back. Returns whether its rows must not be used,
-        because the load has failed or is still under way; it goes on then, for no request."""
+        """Detach a load from its request, because the request gives its pages back. Returns whether its rows must not
+        be used, because the load has failed or is still under way. A load under way goes on for no request."""
         load, context.load = context.load, None
         if load is not None and load.state is LoadState.WANTED:
             load.state = LoadState.RELEASED
@@ -160,8 +164,8 @@ class Loads:
         return load is not None and load.state is LoadState.FAILED
 
     def outlive(self, context: RequestContext) -> None:
-        """Let a request that is voided wait for the end of its load outside of the batch, as others wait for a sibling,
-        so that nothing is ordered twice."""
+        """Let a voided request wait for the end of its load outside of the batch, as a request waits for a sibling, so
+        that nothing is ordered twice."""
         context.load = load = _wanted(context)
         if load is None:
             return
@@ -176,8 +180,8 @@ class Loads:
         return context.load is not None and context.load.state is LoadState.OUTLIVED
 
     def on_loaded(self, event: Loaded) -> None:
-        """Record the end of a load: blocks that came are used. A bad copy is not looked for again, and one that could
-        not be read not for this request."""
+        """Record the end of a load: blocks that came are used. A bad copy is forgotten. A copy that could not be read
+        is not tried again for this request."""
         load = self.under_way.pop(event.job_id)
         context = load.context
         self._disk.release(block.key for block in load.blocks if block.extent is not None)
@@ -228,8 +232,8 @@ class Loads:
             context.load = None
 
     def _drop_bad_copy(self, load: BlockLoad) -> None:
-        """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another one by
-        now. `RedisLedger.settle` does it for those in Redis."""
+        """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another copy by
+        now. `RedisLedger.settle` does it for copies in Redis."""
         row = self._table.get(load.key)
         if row is None:
             return
@@ -237,13 +241,14 @@ class Loads:
             self._tiers.drop_copy(row, load.source)
 
     def stall_s(self, context: RequestContext) -> float:
-        """Return how many seconds a request's load still takes; 0 without one. A step may hide part of them behind its
+        """Return how many seconds a request's load still takes; 0 without one. A step may overlap part of them with its
         computation, which is not subtracted here."""
         load = _wanted(context)
         return 0.0 if load is None else self._expected_s(load) * (1 - self._arrived(load.job))
 
     def to_come(self, context: RequestContext) -> dict[str, int]:
-        """Return tier -> tokens of a request's load. All of them count until it has ended: its last layer may fail."""
+        """Return tier -> tokens that a request's load brings from it. All of them count until the load has ended,
+        because its last layer may fail."""
         load = _wanted(context)
         return {} if load is None else {tier: count for tier, count in self._tokens(load).items() if count}
 
@@ -255,18 +260,18 @@ class Loads:
         return tokens
 
     def stalls_s(self) -> dict[str, float]:
-        """Return `stall_s` of every request that stands on a load under way."""
+        """Return `stall_s` of every request that waits for a load under way."""
         contexts = (load.context for load in self.under_way.values() if load.state is LoadState.WANTED)
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
     def frees_room(self) -> bool:
-        """Whether the end of a load will soon free pages that no request has any more. A load whose request has left
-        the batch because of it does not count: it may take long."""
+        """Whether the end of a load will soon free pages that no request has any more. A load that was too late for its
+        request does not count: it may take long."""
         return any(load.state is LoadState.RELEASED for load in self.under_way.values())
 
     def take_failed(self) -> list[str]:
-        """Return the requests whose load failed since the last call. What they computed on it is void (see
-        `Lifecycle.take_failed`)."""
+        """Return the requests whose load failed since the last call. What they computed on it is void
+        (`Lifecycle.take_failed`)."""
         failed, self.failed = list(self.failed), {}
         return failed
 
@@ -276,6 +281,6 @@ class Loads:
 
 
 def _wanted(context: RequestContext) -> Load | None:
-    """Return the load under way on which a request's rows stand."""
+    """Return the load under way that fills a request's pages; None if there is none."""
     load = context.load
     return load if load is not None and load.state is LoadState.WANTED else None

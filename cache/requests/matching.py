@@ -14,12 +14,13 @@ from reprise.cache.requests.parking import Parking
 from reprise.cache.stats import ResidencyValue
 from reprise.cache.tiers.hierarchy import Hierarchy
 
-_NEAR = ("dram_to_hbm", "coded_to_hbm")  # without the disk or Redis
+_NEAR_DIRECTIONS = ("dram_to_hbm", "coded_to_hbm")  # directions without the disk or Redis
 
 
 class Matcher:
-    """Changes nothing but a context's notes of why it misses and what was found. A prompt is asked for several times
-    before its first token, and the notes spare it a walk along the table each time."""
+    """Finds what is stored of a context. The SchedulerView and the Placer ask it, on the engine's thread. A prompt is
+    asked for several times before its first token, so the answer and the reasons for misses are noted in the context;
+    nothing else is changed."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
         self._table, self._hbm, self._form = tiers.table, tiers.hbm, tiers.form
@@ -33,7 +34,7 @@ class Matcher:
 
     def match(self, context: RequestContext) -> RememberedMatch:
         """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
-        answer is given again as long as it holds."""
+        answer is returned again as long as it holds."""
         basis = self._basis(context)
         answer = None if context.rows.pages else context.reuse.remembered
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
@@ -114,7 +115,7 @@ class Matcher:
 
     def _options(self, context: RequestContext, match: Match) -> tuple[list[LoadOption], int]:
         """Return the blocks of a match that may be loaded or computed, whichever is faster
-        (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. Behind a cut
+        (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. After a cut
         all blocks are used, whatever loading takes: KV that was computed in a longer context cannot be computed
         again."""
         used, lineage = match.used, context.lineage
@@ -126,7 +127,7 @@ class Matcher:
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
         if context.reuse.skips_disk:
-            far = (n for n, option in enumerate(options) if option.size_bytes and option.source not in _NEAR)
+            far = (n for n, option in enumerate(options) if option.size_bytes and option.source not in _NEAR_DIRECTIONS)
             options = options[: next(far, len(options))]
         return options, ready
 
@@ -136,7 +137,8 @@ class Matcher:
         return f"{row.source}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
-        """Tell the rates that a request is admitted with less than what is stored, and will compute its next block."""
+        """Tell the rates that a request is admitted with less than what is stored, so that it computes a block that it
+        could have loaded."""
         found, num_chosen = answer.found.used, len(answer.chosen.used)
         if num_chosen < len(found):
             self._rates.passed_over(self._source(found[num_chosen][0]))
@@ -146,7 +148,7 @@ class Matcher:
         return self._counted(match, {})
 
     def sources(self, context: RequestContext, match: Match) -> dict[str, int]:
-        """Return tier -> tokens of a match that come from it, or came from it while this request waited for them."""
+        """Return tier -> tokens of a match that come from it, or were brought from it while this request waited."""
         return self._counted(match, context.sources.brought)
 
     def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
@@ -165,12 +167,12 @@ class Matcher:
         return row.medium
 
     def own_tokens(self, context: RequestContext, match: Match) -> int:
-        """Count the tokens of a match that only the context's session has."""
+        """Count the tokens of a match that are stored for the context's session alone."""
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
 
     def coded_tokens(self, match: Match) -> int:
-        """Count the tokens of a match that have come out of a codec or will."""
+        """Count the tokens of a match that came out of a codec, or will when they are loaded."""
         if not self._form.is_used:
             return 0
         return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
@@ -181,7 +183,7 @@ class Matcher:
         return self._form.comes_coded(row)
 
     def residency(self, context: RequestContext) -> ResidencyValue:
-        """Return where the KV of a context without pages is, and what has to be moved or computed."""
+        """Return where the KV of a context without pages lies, and what has to be moved or computed."""
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)
@@ -201,8 +203,8 @@ class Matcher:
         return tokens
 
     def on_the_way(self, context: RequestContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
-        """Return the same for a context that has its pages. to_come: tier -> tokens of its load, while that is under
-        way; load_s: how long it still takes."""
+        """Return the residency of a context that has its pages. to_come: tier -> tokens of its load while that is under
+        way; load_s: how long the load still takes."""
         hbm = context.rows.computed - sum(to_come.values())
         missing = len(context.token_ids) - context.rows.computed
         return self._residency(hbm, to_come, missing, context.sources.own_tokens, load_s, bool(to_come))

@@ -1,5 +1,5 @@
-"""Decides what a request's context begins with. Pure token arithmetic over what its session had, what its client
-dropped and what the window holds (AttentionStore §3.4)."""
+"""Decides what a request's context begins with, by arithmetic on tokens alone: from what its session had, what its
+client dropped and what the window holds (AttentionStore §3.4)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 DomainOf = Callable[[str, str], KeyDomain]
 """(tenant, cache salt) -> the domain of their keys."""
 
-_MIN_SHIFTED_BLOCKS = 4  # to be spared; fewer are not worth the remains of what the client dropped
+_MIN_SHIFTED_BLOCKS = 4  # least blocks to spare; fewer are not worth the remains of what the client dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class ClientCut:
 
 
 class ContextOpener:
-    """Opens contexts, and cuts those that have outgrown the window. It never cuts a context that stands on pages."""
+    """Opens contexts, and cuts those that have outgrown the window. The Lifecycle calls it, on the engine's thread. It
+    never cuts a context that has pages."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ContextOpener:
         keeper: Keeper,
         recaller: Recaller | None,
     ) -> None:
-        """recaller: None if nothing that was dropped comes back."""
+        """recaller: None if dropped blocks never come back."""
         self._table, self._stats = tiers.table, tiers.stats
         self._sessions = sessions
         self._truncation = truncation
@@ -94,8 +95,8 @@ class ContextOpener:
 
     def resume(self, context: RequestContext, token_ids: Sequence[int]) -> int:
         """Append generated tokens to the prompt of a context that was opened just now. Where they fill the window, drop
-        history as `shorten` did when they were generated. Returns the tokens dropped. Raises DoesNotFit, also where
-        nothing may be dropped."""
+        history as `shorten` did when they were generated. Returns the number of tokens dropped. Raises DoesNotFit, also
+        where nothing may be dropped."""
         window, dropped, place = self._truncation.window, 0, 0
         while place < len(token_ids):
             more = token_ids[place : place + window - len(context.token_ids)]
@@ -111,8 +112,8 @@ class ContextOpener:
         return dropped
 
     def shorten(self, context: RequestContext) -> int:
-        """Drop history of a context that has filled the window in the middle of its generation. Returns the tokens
-        dropped. Raises DoesNotFit."""
+        """Drop history of a context that has filled the window in the middle of its generation. Returns the number of
+        tokens dropped. Raises DoesNotFit."""
         before = len(context.token_ids)
         context.cuts.stream = context.conversation
         length = len(context.cuts.stream)
@@ -124,8 +125,8 @@ class ContextOpener:
         return before - len(context.token_ids)
 
     def forget_unreadable(self, context: RequestContext) -> int:
-        """Drop what was recalled into a context and could not be read, which stands on no pages now. Returns the tokens
-        dropped."""
+        """Drop the recalled blocks that could not be read from a context, which has no pages now. Returns the number of
+        tokens dropped."""
         lost = self._recaller.unreadable(context) if self._recaller is not None and context.cuts.recalled else []
         if not lost:
             return 0
@@ -137,7 +138,7 @@ class ContextOpener:
         return num_tokens
 
     def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
-        """Return what the session had cut of this conversation before."""
+        """Return the cuts that the session has made in this conversation before."""
         session = self._sessions.get(name)
         if session is None or not session.cuts:
             return []
@@ -194,8 +195,8 @@ class ContextOpener:
         )
 
     def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RequestContext | None:
-        """Return the context of a request whose client dropped messages itself. It stands on the blocks that the client
-        kept, with up to a block more than was sent where messages end inside of blocks. None if that spares too
+        """Return the context of a request whose client dropped messages itself. It uses the blocks that the client
+        kept. Where messages end inside of blocks, it may keep up to a block more than was sent. None if that spares too
         little."""
         moved = cut.resume - cut.keep
 
@@ -227,7 +228,7 @@ class ContextOpener:
         return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
-        """Count the leading blocks of a session's last context that these tokens still begin with. Only stored blocks
+        """Count the leading blocks of a session's last context with which these tokens still begin. Only stored blocks
         count, because the tokens of others are not known."""
         count = 0
         for count, key in enumerate(session.keys):
@@ -239,7 +240,7 @@ class ContextOpener:
 
     def _cut(self, context: RequestContext, reserve: int, newest: int) -> bool:
         """Drop what does not fit, in place. Returns whether anything was dropped. newest: an offset in the stream, as
-        those of the rules are."""
+        in the rules."""
         rules, tokens = context.cuts.rules, context.token_ids
         if len(tokens) + reserve <= self._truncation.window:
             return False  # spares mapping hundreds of messages past the cuts for nothing
@@ -265,7 +266,7 @@ class ContextOpener:
         return True
 
     def _drop(self, context: RequestContext, cuts: list[Range]) -> None:
-        """Take ranges of whole blocks out of a context that stands on no pages."""
+        """Take ranges of whole blocks out of a context that has no pages."""
         if self._recaller is not None:
             self._recaller.note_dropped(context, cuts)
         context.cuts.ranges, context.cuts.is_new, context.reuse.remembered = (
@@ -282,7 +283,7 @@ class ContextOpener:
         context.prompt_tokens = len(context.token_ids)
 
     def _cut_lineage(self, context: RequestContext, cuts: Sequence[Range]) -> None:
-        # Leave out the keys after `open_place`: nobody has computed their KV, and they would be taken for kept blocks.
+        # Leave out the keys after `open_place`: their KV was never computed, and they would be taken for kept blocks.
         before = context.lineage.first(context.reuse.open_place)
         end = context.reuse.open_place * BLOCK_TOKENS
         if any(a <= end < b for a, b in cuts):

@@ -12,7 +12,8 @@ from reprise.cache.blocks.table import BlockRow
 from reprise.cache.requests.context import RequestContext, SlotBlock
 from reprise.cache.tiers.hierarchy import Hierarchy
 
-_PATIENCE_S = 30.0  # for slots or saves: both come in milliseconds, unless pinned sessions fill DRAM or a disk stands
+# The longest wait for slots or saves. Both come in milliseconds, unless pinned sessions fill DRAM or a disk hangs.
+_PATIENCE_S = 30.0
 
 
 def chunk_pages(most_pages: int) -> int:
@@ -22,13 +23,14 @@ def chunk_pages(most_pages: int) -> int:
 
 
 class Parking:
-    """Single-threaded, part of the CacheManager. One context that HBM cannot hold has room at a time, so that no two
-    wait for each other's slots."""
+    """Gives room to contexts that HBM cannot hold, by parking their older blocks in DRAM. The Placer, the SchedulerView
+    and the engine's loop call it, on the engine's thread. Only one such context has room at a time, so that no two wait
+    for each other's slots."""
 
     def __init__(self, *, tiers: Hierarchy, most_pages: int) -> None:
-        """most_pages: that such a context has, if blocks can be parked in time; 0: every context has to fit."""
+        """most_pages: pages of such a context, if blocks can be parked in time; 0: every context has to fit."""
         self.now = -math.inf
-        """Time of the last plan. Set by whoever plans."""
+        """Time of the last plan. The CacheManager sets it."""
         self._tiers = tiers
         self._table, self._pages, self._hbm, self._rows = tiers.table, tiers.pages, tiers.hbm, tiers.dram.rows
         self._most_pages, self._chunk_pages = most_pages, chunk_pages(most_pages)
@@ -39,22 +41,23 @@ class Parking:
         self.is_on = most_pages > 0
         """Whether HBM need not hold a context."""
         self.owner: RequestContext | None = None
-        """The one that has room. What it saves is wanted soon: its pages are given up by that."""
+        """The context that has room. It needs its saves soon, because a page can be parked only when it is saved."""
         self.hopeless: dict[str, None] = {}
         """Requests that have waited for too long, until `take_hopeless`."""
-        self._waiting: tuple[RequestContext, float] | None = None  # who waits for slots or saves, and since when
+        # The context that waits for slots or saves, and since when.
+        self._waiting: tuple[RequestContext, float] | None = None
 
     def needs(self, num_tokens: int) -> bool:
-        """Whether HBM cannot hold a context of so many tokens, and may park a part of it."""
+        """Whether a context of so many tokens is too large for HBM and may be parked in part."""
         return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RequestContext, num_tokens: int) -> bool:
-        """Whether `grow` is to make the room for so many more rows of a context with pages."""
+        """Whether `grow`, and not the HBM pool, makes the room for so many more rows of a context with pages."""
         return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
     def waits(self) -> bool:
-        """Whether a context with pages waits for slots or saves. It sits out steps until then."""
+        """Whether the context that has room waits for slots or saves. Until they come it takes part in no step."""
         return self._waiting is not None and self._waiting[0] is self.owner
 
     def take_hopeless(self) -> list[str]:
@@ -65,15 +68,16 @@ class Parking:
     # --- waiting contexts ---------------------------------------------------------------------------------------------
 
     def fetch(self, context: RequestContext) -> None:
-        """Order what a waiting context has on disk or in Redis to come to DRAM, where parked blocks are read; once."""
+        """Order a waiting context's blocks on disk and in Redis to be fetched into DRAM, from which parked blocks are
+        read. Does it once for each context."""
         if context.waiting.was_fetched or context.reuse.skips_disk or not self.needs(len(context.token_ids)):
             return
         context.waiting.was_fetched = True
         self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
 
     def usable(self, match: Match) -> Match:
-        """Return as much of a match as such a context can stand on: blocks that no slot has need pages, and a chunk
-        has to fit beside them."""
+        """Return the part of a match that such a context can use: blocks in no slot need pages, and a chunk has to fit
+        beside them."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
             room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])
@@ -83,7 +87,7 @@ class Parking:
 
     def begin(self, context: RequestContext, match: Match, pages_needed: int) -> set[int] | None:
         """Pin a waiting context's slots, and take others for what it computes next. Returns the numbers of those of its
-        pages that are parked from the start; None if it has to wait, which changes nothing."""
+        pages that are parked from the start. Returns None, and changes nothing, if it has to wait."""
         if self.owner is not None:
             return None
         for block, row in enumerate(match.rows):
@@ -136,7 +140,7 @@ class Parking:
         return self._wait(context) if any(is_saving(key) for key in context.keys[: context.rows.sealed]) else False
 
     def _park(self, context: RequestContext, count: int) -> None:
-        """Give up to `count` pages up, the first ones first."""
+        """Give up to `count` pages back, the first ones first, and mark them as parked."""
         for index, page in enumerate(context.rows.pages):
             if count <= 0:
                 return
@@ -157,8 +161,8 @@ class Parking:
             context.saving.parked[block] = SlotBlock(row.key, slot, block * BLOCK_TOKENS)
 
     def _take_slots(self, context: RequestContext, computed: int, num_pages: int) -> bool:
-        """Take slots for the blocks that begin behind the `computed` rows, up to the end of the context's pages. What
-        was taken is kept if there are not enough."""
+        """Take slots for the blocks that begin after the `computed` rows, up to the end of the context's pages. Keeps
+        what was taken if there are not enough."""
         for block in range(-(-computed // BLOCK_TOKENS), num_pages * self._per_page):
             if block not in context.saving.slots and block not in context.saving.unsaved:
                 slot = self._rows.take_slot(None)
@@ -175,7 +179,7 @@ class Parking:
         return False
 
     def lost(self, context: RequestContext, keys: Iterable[BlockKey]) -> None:
-        """Forget copies in DRAM that were not what they should be when a step read them."""
+        """Forget copies in DRAM that a step found altered when it read them."""
         wrong = {key: block for block, (key, _, _) in context.saving.parked.items()}
         for key in keys:
             row = self._table.get(key)

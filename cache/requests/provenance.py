@@ -1,4 +1,4 @@
-"""Explains why the tokens of a prompt were cached or were not."""
+"""Explains which tokens of a prompt were cached, and why the others were not."""
 
 from reprise.cache.blocks.context import ExpiredContext, SessionContext
 from reprise.cache.blocks.keys import BLOCK_TOKENS
@@ -16,8 +16,8 @@ def report_prompt(
     reuse: bool,
     expired: ExpiredContext | None = None,
 ) -> TokensBySource:
-    """Explain the prompt of a request that was just admitted for the first time. session: as its last turn left it.
-    expired: what is known of the session if its time to live was over."""
+    """Explain the prompt of a request that was just admitted for the first time. session: the session as its last turn
+    left it. expired: the rest of the session if its time to live was over."""
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.by_tier.items()} if reuse else {}
     cached = sum(tiers.values())
@@ -80,8 +80,8 @@ def _holds_last(context: RequestContext, table: CacheTable) -> bool:
 
 def _shared_history(context: RequestContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
     """Return (leading tokens that the conversation shares with the session's after its last turn, tokens of the
-    session's), both with nothing cut. Where they part in the middle of a full block, its tokens count only while it is
-    stored, because the session knows only its key."""
+    session's conversation), both with nothing cut. If the two part inside a full block, its tokens count only while it
+    is stored, because the session knows only its key."""
     known = [] if session is None else session.conversation_keys
     if session is None or (session.cuts and not known):  # saved before its conversation was written down
         return 0, 0

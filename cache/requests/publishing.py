@@ -15,7 +15,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Publisher:
-    """Single-threaded, part of the CacheManager."""
+    """Puts blocks that a request has computed into the table, so that other requests can find them. The Lifecycle and
+    the SchedulerView call it, on the engine's thread."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Publisher:
         self._reuse = reuse
 
     def publish(self, context: RequestContext) -> None:
-        """Make blocks that are full now findable, and those that were copied findable where they are now."""
+        """Make blocks that are full now findable, and blocks that were copied findable at their new place."""
         for block, (key, page) in context.rows.moved.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.rows.moved = {}
@@ -51,7 +52,7 @@ class Publisher:
         context.rows.sealed = full
 
     def _publish_full(self, context: RequestContext, block: int) -> None:
-        """Make a full block findable, and seal the slot it was saved to."""
+        """Make a full block findable, and seal the slot in which it was saved."""
         first = block * BLOCK_TOKENS
         key = context.keys[block]
         row = self._row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
@@ -63,7 +64,7 @@ class Publisher:
     def _row(
         self, context: RequestContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
     ) -> BlockRow:
-        """Return the row of a block that a running context has computed, or has moved behind a cut."""
+        """Return the row of a block that a running context has computed, or has moved after a cut."""
         first, lineage = block * BLOCK_TOKENS, context.lineage
         parent = lineage.parent(block)
         if lineage.is_moved(block):
@@ -91,8 +92,8 @@ class Publisher:
         )
 
     def _replace_unreadable(self, context: RequestContext, key: BlockKey) -> None:
-        """A block whose copy the disk could not read has been computed. It is written anew, or a bad sector would cost
-        every later turn the same."""
+        """Drop the disk's copy of a block that could not be read, now that the block was computed. It is written again;
+        otherwise a bad sector would cost every later turn the same."""
         known = self._table.get(key)
         if context.reuse.unread.get(key) == "io" and known is not None and not known.in_dram:
             del context.reuse.unread[key]
@@ -103,7 +104,7 @@ class Publisher:
         self._hbm.publish(row)
 
     def release(self, context: RequestContext) -> BlockKey | None:
-        """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
+        """Unpin a context's pages, keep its blocks findable, including the open one, and touch them from tail to head.
         Returns the open block's key."""
         open_key = None
         lacks_rows = self._loads.release(context)
@@ -140,15 +141,15 @@ class Publisher:
         self._parking.leave(context)
 
     def preempt(self, context: RequestContext) -> None:
-        """Give a request's room back and keep what it computed findable, its open block too: if it is resumed early it
-        computes nothing again."""
+        """Take the pages from a request and keep its computed blocks findable, including its open one. If it is resumed
+        soon, it computes nothing again."""
         context.reuse.open_hint, context.reuse.open_place = self.release(context), context.rows.computed // BLOCK_TOKENS
         context.rows.reached = max(context.rows.reached, context.rows.computed)
         context.rows.give_back()
         self._running.gave_way()
 
     def void(self, context: RequestContext) -> None:
-        """Give a request's room back and publish nothing of it: its load has failed, or takes too long."""
+        """Take the pages from a request and publish nothing of it: its load has failed, or takes too long."""
         context.rows.computed = context.rows.sealed * BLOCK_TOKENS
         self._siblings.give_up(context)
         self._loads.outlive(context)

@@ -1,4 +1,5 @@
-"""Brings back what a cut dropped, where a new message is about it. Pure token arithmetic, as the cut itself."""
+"""Brings back blocks that a cut dropped, if a new message is about them. It does arithmetic on tokens alone, as the cut
+does."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,13 +21,15 @@ from reprise.cache.policies.keep.recall import choose
 from reprise.cache.requests.context import RequestContext
 from reprise.cache.requests.keeping import Keeper
 
-_SHARE = 4  # one in so many tokens of the window may be recalled for a message
+_WINDOW_DIVISOR = 4  # one in so many tokens of the window may be recalled for a message
 
 
 class Recaller:
-    """Exchanges blocks of a context that stands on no pages for as many dropped ones. Recalled blocks keep their keys:
-    as blocks that a cut kept, they were computed behind other blocks than those before them now. Blocks of the
-    conversation are counted from its beginning, with nothing cut. Single-threaded, part of the CacheManager."""
+    """Exchanges blocks of a context that has no pages for as many dropped ones. The ContextOpener calls it, on the
+    engine's thread.
+
+    Recalled blocks keep their keys, like blocks that a cut kept: they were computed after other blocks than those
+    before them now. Blocks of the conversation are counted from its beginning, with nothing cut."""
 
     def __init__(self, *, table: CacheTable, keeper: Keeper, window: int) -> None:
         self._table = table
@@ -73,8 +76,8 @@ class Recaller:
         return merge_cuts([], lost)
 
     def _candidates(self, context: RequestContext) -> list[int]:
-        """Return the dropped blocks that are stored and would stand among computed ones, ascending. What the client
-        dropped itself is left out."""
+        """Return the dropped blocks that are stored and would stand among computed ones, ascending. Blocks that the
+        client dropped itself are left out."""
         own = subtract(context.cuts.ranges, context.cuts.by_client)
         ends = [end for _, end in own]
         known = unmap_offset(context.reuse.open_place * BLOCK_TOKENS, context.cuts.ranges)
@@ -90,8 +93,8 @@ class Recaller:
         return found
 
     def _victims(self, context: RequestContext, newest: int, spared: Sequence[bool]) -> list[int]:
-        """Return the blocks of the context that may leave for others, as they are counted in the context: those that
-        were recalled for earlier messages first, then what is wanted least."""
+        """Return the blocks of the context that may leave for others, by their places in the context: first those that
+        were recalled for earlier messages, then the least wanted."""
         rules, cuts = context.cuts.rules, context.cuts.ranges
         marked = [(map_offset(a, cuts), map_offset(b, cuts)) for a, b in rules.important]
         newest = map_offset(newest, cuts)
@@ -104,8 +107,8 @@ class Recaller:
 
     @staticmethod
     def _exchange(context: RequestContext, places: Sequence[int], victims: Sequence[int]) -> None:
-        """Put dropped blocks, by their places in the conversation, where others were, by their places in the
-        context."""
+        """Put dropped blocks, given by their places in the conversation, in the place of others, given by their places
+        in the context."""
         blocks: dict[int, BlockKey] = {}
         for place, key in enumerate(context.keys[: context.reuse.open_place]):
             blocks[unmap_offset(place * BLOCK_TOKENS, context.cuts.ranges) // BLOCK_TOKENS] = key
@@ -126,5 +129,5 @@ class Recaller:
 
 
 def most_recalled(window: int) -> int:
-    """Return the most blocks that come back for a message."""
-    return max(1, window // (_SHARE * BLOCK_TOKENS))
+    """Return the most blocks that may come back for a message."""
+    return max(1, window // (_WINDOW_DIVISOR * BLOCK_TOKENS))

@@ -5,7 +5,8 @@ from reprise.cache.requests.context import RequestContext
 
 
 class Requests(dict[str, RequestContext]):
-    """Maps request id -> context. Only `begin` and `end` change it. Single-threaded, part of the CacheManager."""
+    """Maps request id -> context, for all parts of the CacheManager, on the engine's thread. Only `begin` and `end`
+    change it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +29,11 @@ class Requests(dict[str, RequestContext]):
         return context
 
     def gave_way(self) -> None:
-        """Note that a request has given its pages back and goes on."""
+        """Note that a request has given its pages back but has not ended."""
         self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:
-        """Whether a request of the session has pages, so that it runs or soon will. Asked often in every step."""
+        """Whether a request of the session has pages, so that it runs or soon will. Called often in every step."""
         contexts = self._of_session.get(session)
         if contexts is not None:
             for context in contexts.values():  # a third of the time of `any`

@@ -9,11 +9,12 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Saver:
-    """Single-threaded, part of the CacheManager."""
+    """Takes DRAM slots for blocks while they are computed, and orders their rows to be saved there. The Lifecycle and
+    the Publisher call it, on the engine's thread."""
 
     def __init__(self, *, tiers: Hierarchy, only_as_computed: bool) -> None:
-        """only_as_computed: rows that only a page has are not saved, because un-rotating their keys would round them
-        once more, or because not KV is saved but what it was made of."""
+        """only_as_computed: rows that only a page has are not saved. That is because un-rotating their keys would round
+        them once more, or because activations are saved instead of KV."""
         self._table, self._pages = tiers.table, tiers.pages
         self._rows, self._saves = tiers.dram.rows, tiers.dram.saves
         self._page_size, self._only_as_computed = tiers.hbm.page_size, only_as_computed
@@ -40,15 +41,15 @@ class Saver:
         return pieces
 
     def _begin_save(self, context: RequestContext, block: int, rows_before: int) -> int | None:
-        """Take a slot for a block that is being computed, and order the rows it has already to be saved there. None:
-        the block is not saved while it is computed."""
+        """Take a slot for a block that is being computed, and order the rows that it already has to be saved there.
+        None: the block is not saved while it is computed."""
         older = self._table.get(context.reuse.open_hint) if context.reuse.open_hint is not None else None
         if rows_before and self._only_as_computed and self._source(older) is None:
             context.saving.unsaved.add(block)
             return None
         slot = self._rows.take_slot(None)
         if slot is not None and rows_before and self._only_as_computed and self._source(older) is None:
-            # Those rows have left DRAM for it just now.
+            # The older rows have just left DRAM to make room for this slot.
             self._rows.give_back(slot)
             slot = None
         if slot is None:
@@ -63,7 +64,8 @@ class Saver:
         return slot
 
     def _source(self, older: BlockRow | None) -> int | None:
-        """The slot that has the rows of an older block, or will have them before anything that is ordered now."""
+        """Return the slot that has the rows of an older block, or will have them before any later order is carried
+        out."""
         if older is None:
             return None
         return self._saves.slot_of(older) if self._only_as_computed else older.copies.get("dram")
@@ -74,8 +76,8 @@ class Saver:
         self._saves.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RequestContext, block: int, row: BlockRow | None, num_rows: int) -> None:
-        """Seal the slot of a block that is complete, or as complete as it gets. row: what will be found; None:
-        nothing."""
+        """Seal the slot of a block that is complete, or as complete as it gets. row: the row that will be found in the
+        table; None: none."""
         context.saving.unsaved.discard(block)
         slot = context.saving.slots.pop(block, None)
         if slot is None:
@@ -89,7 +91,8 @@ class Saver:
         self._saves.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RequestContext, block: int) -> None:
-        """Save a block that found no slot while it was computed out of its page: now if there is a slot, else later."""
+        """Save a block that found no slot while it was computed out of its page: now if a slot is free, otherwise
+        later."""
         row = self._table.get(context.keys[block])
         if row is None or not self._rows.is_on or not context.rows.is_trusted or not self._is_wanted(row):
             return
@@ -100,8 +103,7 @@ class Saver:
             self._save(row, slot)
 
     def catch_up(self) -> None:
-        """Save blocks that found no slot before, as far as slots are free now, so that a busy minute costs no
-        history."""
+        """Save blocks that found no slot before, as far as slots are free now. So a busy minute loses no history."""
         while self.put_off and self._rows.num_free:
             key = next(iter(self.put_off))
             row = self._table.get(key)
@@ -118,12 +120,12 @@ class Saver:
             del self.put_off[next(iter(self.put_off))]  # more than HBM holds: some have left
 
     def _is_wanted(self, row: BlockRow) -> bool:
-        # Rows that came out of a codec are not saved again: nobody would know any more that they did.
+        # Rows that came out of a codec are not saved again: the copy would not tell that they did.
         saved = row.is_saved or self._saves.is_saving(row.key) or row.decoded
         return row.page is not None and not saved and not self._only_as_computed and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
-        """Order a block to be saved out of its page, whichever request runs on that."""
+        """Order a block to be saved out of its page, whichever request runs on that page."""
         assert row.page is not None
         num_rows, saved = len(row.token_ids), row.unstored()
         saved.hops += 1

@@ -6,7 +6,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Siblings:
-    """Knows which request brings which block. Single-threaded, part of the CacheManager."""
+    """Knows which request brings which block, so that others wait for it instead of computing it again. The Placer and
+    Loads claim blocks, the SchedulerView asks, all on the engine's thread."""
 
     def __init__(self, *, tiers: Hierarchy) -> None:
         self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
@@ -22,7 +23,7 @@ class Siblings:
             del self.coming[key]
 
     def give_up(self, context: RequestContext) -> None:
-        """Note that a request brings no block any more."""
+        """Note that a request will bring no block any more."""
         for key in context.chain():
             self.settle(key, context.request_id)
 

@@ -11,7 +11,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class SchedulerView:
-    """Implements `reprise.scheduler.ports.CacheView`, where each method is explained. Single-threaded."""
+    """Answers the scheduler about the cache, on the engine's thread. Implements `reprise.scheduler.ports.CacheView`,
+    which explains each method."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class SchedulerView:
         return self._matcher.residency(context)
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """See `Siblings`: many requests may wait for one computation, load or fetch. A late fetch is not waited for."""
+        """Whether the request waits for a block that another request computes or loads, or that is being fetched.
+        is_due: its turn has come, so that it waits no longer for a late fetch."""
         context = self._running[request_id]
         if not self._reuse:
             return False
@@ -64,7 +66,7 @@ class SchedulerView:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """See `Placer.admit`."""
+        """Give a request pages for what is stored of it and `num_tokens` more, as `Placer.admit` does."""
         return self._placer.admit(self._running[request_id], num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> int:

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-_BUCKET = 512  # items per bucket; a bucket of twice as many is split
+_BUCKET_ITEMS = 512  # items per bucket; a bucket of twice as many is split
 
 Item = TypeVar("Item", bound=Any)  # ordered
 
 
 class Ranking(Generic[Item]):
-    """Distinct items, iterated in ascending order. Implemented as a list of short sorted lists: adding or removing an
-    item costs two searches and a memmove within one of them, where a single list would move half of its items."""
+    """A sorted set of distinct items, iterated in ascending order. Implemented as a list of short sorted lists: adding
+    or removing an item costs two searches and a memmove within one of them, where a single list would move half of its
+    items."""
 
     def __init__(self) -> None:
         self._buckets: list[list[Item]] = []  # none is empty
@@ -36,14 +37,14 @@ class Ranking(Generic[Item]):
         index = min(bisect_left(self._last, item), len(self._last) - 1)
         bucket = self._buckets[index]
         insort(bucket, item)
-        if len(bucket) > 2 * _BUCKET:
-            self._buckets[index : index + 1] = bucket[:_BUCKET], bucket[_BUCKET:]
-            self._last[index : index + 1] = bucket[_BUCKET - 1], bucket[-1]
+        if len(bucket) > 2 * _BUCKET_ITEMS:
+            self._buckets[index : index + 1] = bucket[:_BUCKET_ITEMS], bucket[_BUCKET_ITEMS:]
+            self._last[index : index + 1] = bucket[_BUCKET_ITEMS - 1], bucket[-1]
         else:
             self._last[index] = bucket[-1]
 
     def remove(self, item: Item) -> None:
-        """Raises KeyError if the item is not here."""
+        """Remove an item. Raises KeyError if it is not here."""
         index = bisect_left(self._last, item)
         bucket = self._buckets[index] if index < len(self._buckets) else []
         place = bisect_left(bucket, item)

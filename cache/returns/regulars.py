@@ -8,8 +8,8 @@ from typing import NamedTuple
 from reprise.cache.blocks.table import SessionName
 from reprise.cache.returns.return_times import PUNCTUAL
 
-# What comes sooner is seen as part of the turn before it: it may be a parallel branch, which is no return, and whoever
-# returns so soon has left no tier, nor would a fetch have ended in time. `ReturnTimes` learns from shorter gaps too:
+# What comes sooner counts as part of the turn before it. It may be a parallel branch, which is no return. A session
+# that returns so soon has left no tier, and no fetch would end in time. `ReturnTimes` learns from shorter gaps too:
 # a program that asks fifty times a second does return.
 _SHORTEST_GAP_S = 0.05
 
@@ -32,7 +32,8 @@ class _Coming(NamedTuple):
 
 class Regulars:
     """Predicts sessions whose two newest gaps are alike: such a session is due shortly before a third gap like them has
-    passed. Single-threaded, pure. Memory: a few numbers per known session, and per predicted return until it is due."""
+    passed. The Hierarchy tells it of turns and LookAhead asks, on the engine's thread; it is pure. Memory: a few
+    numbers per known session, and per predicted return until it is due."""
 
     def __init__(self) -> None:
         self._pasts: dict[SessionName, _Past] = {}
@@ -59,7 +60,7 @@ class Regulars:
 
     def due(self, now: float) -> SessionName | None:
         """Return the session that is due first among those whose next turn may come at any moment and that were not
-        `served`; None if there is none."""
+        marked by `served`; None if there is none."""
         while self._coming and self._coming[0].due_s <= now:
             coming = self._coming[0]
             past = self._pasts.get(coming.name)

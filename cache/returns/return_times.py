@@ -6,20 +6,20 @@ from math import exp, inf, log, log2, nextafter
 from reprise.cache.returns.ranking import Ranking
 from reprise.cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 
-_SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same turn, not a return
-_OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual
-_COMMON_WEIGHT = 0.05  # of whether the newest return of any session was punctual
-PUNCTUAL = 0.25  # of the gap: so far off is still punctual
-_GIVEN_UP = 4.0  # gaps after which a session is not merely late with all others
+_SHORTEST_GAP_S = 0.01  # a turn that comes sooner is a parallel branch, not a return
+_OWN_WEIGHT = 0.3  # weight of the newest gap in a session's means: of its gaps, and of its punctuality
+_COMMON_WEIGHT = 0.05  # weight of the newest return in the punctuality of all sessions
+PUNCTUAL = 0.25  # share of the gap by which a punctual return may be off
+_GIVEN_UP_GAPS = 4.0  # gaps after which a session is not merely late with all others
 # Ages, in gaps, at which the nearness of a punctual return is reconsidered.
-_CHECKS = (0.5, 1 - PUNCTUAL, 1 + PUNCTUAL)
-_STEPS = 4  # by which values are told apart, per doubling: estimates are no better
+_CHECKED_GAPS = (0.5, 1 - PUNCTUAL, 1 + PUNCTUAL)
+_STEPS_PER_DOUBLING = 4  # steps per doubling by which values are told apart: estimates are no better
 _NEVER = -inf
-_AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
+_SESSIONS_AT_ONCE = 8  # most sessions reconsidered per event: the others wait, in order, for later events
 
 
 class _Rhythm:
-    """How regularly a session comes, measured by one clock."""
+    """The regularity of a session's turns, measured by one clock."""
 
     __slots__ = ("gap", "punctual")
 
@@ -40,7 +40,7 @@ class _Rhythm:
 
 
 class SessionReturn:
-    """Everything known about the return of one session. Only `ReturnTimes` changes it."""
+    """The facts known about the return of one session. Only `ReturnTimes` changes it."""
 
     __slots__ = (
         *(
@@ -102,8 +102,8 @@ class ReturnTimes:
     widths grow about logarithmically. Before anything is learned, all turns are worth the same and the oldest use ranks
     first. A session that was never used is worth nothing.
 
-    An event costs logarithmic time, however many sessions are due together: at most `_AT_ONCE` of them are reconsidered
-    with each event, and the others keep their rank until later.
+    An event costs logarithmic time, however many sessions are due together: at most `_SESSIONS_AT_ONCE` of them are
+    reconsidered with each event, and the others keep their rank until later.
 
     All tiers of a hierarchy share one object: their policies `listen` and are told whose rank has changed.
     """
@@ -112,8 +112,8 @@ class ReturnTimes:
         self._model = ReturnModel()
         self._now_s = -inf
         self._uses = 0
-        self._turns = 0  # of all sessions
-        self._punctual = {"by_time": 0.5, "by_turns": 0.5}  # of all returns whose gap could be predicted
+        self._turns = 0  # turns of all sessions
+        self._punctual = {"by_time": 0.5, "by_turns": 0.5}  # shares of all returns whose gap could be predicted
         self._due: Ranking[tuple[float, int, SessionReturn]] = Ranking()
         self._sessions: dict[Hashable, SessionReturn] = {}
         self._listeners: list[Callable[[Sequence[SessionReturn]], None]] = []
@@ -122,8 +122,8 @@ class ReturnTimes:
         return len(self._sessions)
 
     def listen(self, heard: Callable[[Sequence[SessionReturn]], None]) -> None:
-        """Have `heard` called with the sessions whose rank has changed, from within `used`, `answered` and
-        `advance`."""
+        """Register `heard`, which is called with the sessions whose rank has changed, from within `used`, `answered`
+        and `advance`."""
         self._listeners.append(heard)
 
     def of(self, name: Hashable) -> SessionReturn:
@@ -199,7 +199,7 @@ class ReturnTimes:
         self._tell(changed)
 
     def advance(self, now: float) -> None:
-        """Record that time has passed."""
+        """Tell the time. Sessions that have not come back by then may change their rank."""
         self._tell(self._advance(now))
 
     def _tell(self, changed: Sequence[SessionReturn]) -> None:
@@ -211,7 +211,7 @@ class ReturnTimes:
         """Advance the clock. Returns the sessions whose rank has changed because they did not come."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
-        for _ in range(_AT_ONCE):
+        for _ in range(_SESSIONS_AT_ONCE):
             due = self._due.first
             if due is None or due[0] > self._now_s:
                 break
@@ -255,16 +255,18 @@ class ReturnTimes:
         if (gap_s := session.by_time.gap) is not None and (gap_turns := session.by_turns.gap) is not None:
             age_s = (self._now_s - session.used_s) / gap_s
             ages = [(session.by_time, age_s)]
-            if age_s < _GIVEN_UP:  # after that, the count of turns says nothing: it stands still while no session comes
+            if (
+                age_s < _GIVEN_UP_GAPS
+            ):  # after that, the count of turns says nothing: it stands still while no session comes
                 ages.append((session.by_turns, (self._turns - session.used_turn) / gap_turns))
-                again_s = min(again_s, session.used_s + _GIVEN_UP * gap_s)
+                again_s = min(again_s, session.used_s + _GIVEN_UP_GAPS * gap_s)
             for rhythm, age in ages:
-                if age < _CHECKS[-1]:
+                if age < _CHECKED_GAPS[-1]:
                     # Squared, because the better of two guesses is biased upwards, and by chance one in five of
                     # people's gaps is as long as the gaps before it.
                     sure = rhythm.punctual * rhythm.punctual
                     session.value = max(session.value, sure / (gap_s * max(1 - age, PUNCTUAL)))
-                    check = next(check for check in _CHECKS if check > age)
+                    check = next(check for check in _CHECKED_GAPS if check > age)
                     again_s = min(again_s, self._now_s + (check - age) * gap_s)
         # Far from zero, rounding may swallow a short wait; the clock must get past it nevertheless.
         self._schedule(session, None if again_s == inf else max(again_s, nextafter(self._now_s, inf)))
@@ -281,12 +283,12 @@ class ReturnTimes:
 
 
 def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the rank of a block that any of several sessions may come for. ranks: theirs, ascending. Their values add
-    up; ties are broken as for the highest. The result is never below any of `ranks`."""
+    """Return the rank of a block that any of several sessions may come for. ranks: theirs, ascending. The values add
+    up, and ties are broken as for the highest rank. The result is never below any of `ranks`."""
     if len(ranks) == 1:
         return ranks[0]
-    return (_steps(sum([2.0 ** (rank[0] / _STEPS) for rank in ranks])), *ranks[-1][1:])
+    return (_steps(sum([2.0 ** (rank[0] / _STEPS_PER_DOUBLING) for rank in ranks])), *ranks[-1][1:])
 
 
 def _steps(value: float) -> float:
-    return round(_STEPS * log2(value)) if value else _NEVER
+    return round(_STEPS_PER_DOUBLING * log2(value)) if value else _NEVER

@@ -3,13 +3,13 @@ through the same conversations again."""
 
 from reprise.cache.blocks.table import SessionName
 
-_CONFIRMED = 2  # consecutive correct predictions before the next one is believed
+_CONFIRMED_PREDICTIONS = 2  # consecutive correct predictions before the next one is believed
 
 
 class Succession:
-    """Predicts that after a session the same one comes that followed it last time. Believed only after recent
-    predictions were correct, so that independent clients predict nothing. Single-threaded, pure. Memory: one name per
-    known session."""
+    """Predicts that after a session the same one comes that followed it last time. Predicts only after recent
+    predictions were correct, so that independent clients predict nothing. The Hierarchy tells it of turns and LookAhead
+    asks, on the engine's thread; it is pure. Memory: one name per known session."""
 
     def __init__(self) -> None:
         self._after: dict[SessionName, SessionName] = {}  # session -> the one that followed it last time
@@ -25,7 +25,7 @@ class Succession:
             self._right = self._right + 1 if self._after.get(self._latest) == name else 0
             self._after[self._latest] = name
         self._latest = name
-        self.is_foretold = self._right >= _CONFIRMED
+        self.is_foretold = self._right >= _CONFIRMED_PREDICTIONS
 
     def forget(self, name: SessionName) -> None:
         self._after.pop(name, None)
@@ -33,8 +33,8 @@ class Succession:
             self._latest = None
 
     def next(self) -> SessionName | None:
-        """Return the session that should come next, if the prediction is believed and was not `served`. It may be
-        gone."""
+        """Return the session that should come next; None if predictions were not correct lately, or if it was marked by
+        `served`. The session may be gone."""
         if not self.is_foretold or self._latest is None:
             return None
         return self._after.get(self._latest)

@@ -1,4 +1,5 @@
-"""Estimates how likely a session is to come back at each age, learned online from sessions that come back or do not."""
+"""Estimates how likely a session is to come back at each age. It learns while it runs, from sessions that come back or
+do not."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -12,29 +13,31 @@ _EDGES_S = (
 """Edges of the bins of age (the time since the last turn arrived), finest where people answer."""
 
 NUM_BINS = len(_EDGES_S) - 1
-_PRIOR = -3.5  # log odds of a return within a bin; with equal odds in ever wider bins, the hazard falls as 1 / age
-_RATE = 0.25  # learning rate
+# Log odds of a return within a bin. With equal odds in ever wider bins, the hazard falls as 1 / age.
+_PRIOR_LOG_ODDS = -3.5
+_LEARNING_RATE = 0.25
 _TURNS = 6  # turns from this one on share a weight
 _GROWTHS = 4  # no turn before; fewer tokens than before; up to 1023 more; more than that
 _DOUBLINGS = 20  # lengths are distinguished by powers of two
 _LEAST_S = 90.0  # keeping a session is judged over at least this time
-_NEAR = 2  # ages are distinguished up to this many doublings from the session's own last gap
+_NEAR_DOUBLINGS = 2  # ages are distinguished up to this many doublings from the session's own last gap
 _PERIODS_S = (20.0, 30.0, 45.0, 60.0, 90.0, 180.0)
-"""Periods of age in which the answer's length matters differently: nobody replies while an answer is being written, and
-long answers take longer to read."""
+"""Periods of age in which the answer's length matters differently: no reply comes while an answer is being written,
+and long answers take longer to read."""
 
 _TURN = 0
 _GROWTH = _TURN + _TURNS + 1
 _PROMPT = _GROWTH + _GROWTHS
 _ANSWER = _PROMPT + 2 * _DOUBLINGS
 _OWN_GAP = _ANSWER + _DOUBLINGS
-_ANSWER_AT = _OWN_GAP + 2 * _NEAR + 1
+_ANSWER_AT = _OWN_GAP + 2 * _NEAR_DOUBLINGS + 1
 _NUM_WEIGHTS = _ANSWER_AT + (len(_PERIODS_S) + 1) * _DOUBLINGS
 
 _WIDTHS_S = [end - start for start, end in pairwise(_EDGES_S)]
 _PERIOD = [bisect_right(_PERIODS_S, start) for start in _EDGES_S[:-1]]
 _MIDDLE = [math.log2(math.sqrt(a * b)) if a else math.log2(b / 2) for a, b in pairwise(_EDGES_S)]
-_BOUNDS = (*(distance + 0.5 for distance in range(-_NEAR, _NEAR)), math.inf)  # between distances that are told apart
+# Bounds between distances that are told apart.
+_BOUNDS = (*(distance + 0.5 for distance in range(-_NEAR_DOUBLINGS, _NEAR_DOUBLINGS)), math.inf)
 
 
 def bin_end_s(age_bin: int) -> float:
@@ -57,7 +60,7 @@ def features(
 
 
 class ReturnModel:
-    """Logistic regression of the return within a bin of age, given that the session has not come before.
+    """A logistic regression of the return within a bin of age, given that the session has not come before.
 
     The weights: one per bin, one per feature, one per distance between the age and the session's own last gap, and one
     per length of the answer and period of age. A session that has not come yet teaches as much as one that has, so
@@ -66,7 +69,7 @@ class ReturnModel:
     """
 
     def __init__(self) -> None:
-        self._bins = [_PRIOR] * NUM_BINS
+        self._bins = [_PRIOR_LOG_ODDS] * NUM_BINS
         self._bin_steps = [1.0] * NUM_BINS
         self._weights = [0.0] * _NUM_WEIGHTS
         self._steps = [1.0] * _NUM_WEIGHTS
@@ -82,10 +85,10 @@ class ReturnModel:
         error = returned - chance
         square = error * error
         self._bin_steps[age_bin] += square
-        self._bins[age_bin] += _RATE * error / math.sqrt(self._bin_steps[age_bin])
+        self._bins[age_bin] += _LEARNING_RATE * error / math.sqrt(self._bin_steps[age_bin])
         for place in known:
             steps[place] += square
-            weights[place] += _RATE * error / math.sqrt(steps[place])
+            weights[place] += _LEARNING_RATE * error / math.sqrt(steps[place])
 
     def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
         """Return the chance of a return in each bin from this one on, given that none came before."""
@@ -106,14 +109,14 @@ class ReturnModel:
 
     def _by_distance(self, log_gap: float) -> list[float]:
         """Return for each bin the weight of its distance from the session's own last gap."""
-        # What `_near` says of each bin, sooner: distances grow from bin to bin.
+        # Distances grow from bin to bin, so each weight holds for a run of bins.
         found: list[float] = []
         for weight, bound in zip(self._weights[_OWN_GAP:_ANSWER_AT], _BOUNDS, strict=True):
             found += [weight] * (bisect_left(_MIDDLE, log_gap + bound) - len(found))
         return found
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
-        """Return what keeping a session earns that has just entered a bin (see `best_rate`); 0 after the last bin."""
+        """Return what keeping a session earns when it enters a bin of age (`best_rate`); 0 after the last bin."""
         return best_rate(self._hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 
@@ -121,9 +124,9 @@ def best_rate(hazards: Iterable[float], widths_s: Iterable[float], least_s: floa
     """Return the expected hits per second of space: the maximum, over all times to give up from `least_s` on, of
     (chance to have come by then) / (mean time held). 0 if the bins end before `least_s`.
 
-    This is the Gittins index, by which to rank what competes for the same space: the session that is likelier to come
-    within the time it would be held goes first, whether that time is short or long. Waiting through an hour in which no
-    session comes counts against a return after it.
+    This is the Gittins index, which ranks things that compete for the same space. A session ranks higher if it is
+    likelier to come within the time that it would be held, whether that time is short or long. Waiting through an hour
+    in which no session comes counts against a return after it.
     """
     # `least_s` is needed because the best of many guesses is biased upwards, and the guesses for short bins rest on
     # little data.
@@ -146,15 +149,15 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """Return the distance from the weight of an answer's length to that of the length at this age."""
+    """Return the distance from the index of an answer length's weight to the index of its weight at this age."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 
 def _near(age_bin: int, log_gap: float) -> int:
     doublings = round(_MIDDLE[age_bin] - log_gap)
-    if -_NEAR < doublings < _NEAR:
-        return _OWN_GAP + _NEAR + doublings
-    return _OWN_GAP + (2 * _NEAR if doublings > 0 else 0)
+    if -_NEAR_DOUBLINGS < doublings < _NEAR_DOUBLINGS:
+        return _OWN_GAP + _NEAR_DOUBLINGS + doublings
+    return _OWN_GAP + (2 * _NEAR_DOUBLINGS if doublings > 0 else 0)
 
 
 def _logistic(log_odds: float) -> float:

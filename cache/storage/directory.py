@@ -30,7 +30,7 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """Return the sizes of our records by id, and the records of others. Deletes temporary files, since nobody is
+    """Return the sizes of our records by id, and the records of others. Deletes temporary files, since no process is
     writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
@@ -53,8 +53,7 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
 
 
 def stored_bytes(directory: Path) -> int:
-    """Return the size of all records in a disk tier's directory, of whatever model; 0 if there are none. Raises
-    OSError."""
+    """Return the size of all records in a disk tier's directory, of any model; 0 if there are none. Raises OSError."""
     root = directory / "kv"
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
     shards = (shard for model in models for shard in _directories(model, _SHARD))
@@ -68,7 +67,7 @@ def stored_models(directory: Path, key: bytes) -> dict[bytes, SegmentSizes]:
     models: dict[bytes, SegmentSizes] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
-        found: dict[bool, tuple[int, ...]] = {}  # by whether such extents are coded, if any are
+        found: dict[bool, tuple[int, ...]] = {}  # sizes by whether such extents are coded
         for path in sorted(model.glob("??/*.kv")):
             header = _header_of(path, key)
             if header is not None and header.fingerprint.hex() == model.name:

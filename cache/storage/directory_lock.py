@@ -14,7 +14,7 @@ class DirectoryLock:
     """The lock on `DIRECTORY/kv`. Not thread-safe."""
 
     def __init__(self, directory: Path, owner: str) -> None:
-        """owner: name of this process, shown to people who find the directory locked."""
+        """owner: name of this process, which error messages name if the directory is locked."""
         self._directory, self._owner = directory, owner
         self._path = os.path.join(directory, "kv", "lock")  # a plain string, because every write checks it
         self._fd: int | None = None

@@ -1,4 +1,4 @@
-"""The ways in which a tier can fail."""
+"""Defines the ways in which a tier can fail."""
 
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ process had none to read or write with."""
 
 
 class Problem(NamedTuple):
-    """Why stored bytes cannot be used, for people."""
+    """The reason why stored bytes cannot be used, with a text for people."""
 
     reason: Reason
     message: str
@@ -33,9 +33,9 @@ class TierFailed(Exception):
 
 
 class BlockMissing(Exception):
-    """Nothing complete and intact is stored under this key, so the caller must compute it. extent_id, block: where the
-    reason lies, among all that was asked for; None: not in one extent, or in all of an extent. An extent in Redis has a
-    name instead of an id."""
+    """Nothing complete and intact is stored under this key, so the caller must compute it. extent_id, block: the extent
+    and block that could not be read, among all that was asked for. None: the reason is not one extent, or it concerns
+    all of an extent. An extent in Redis has a name instead of an id."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from reprise.cache.storage.extent_format import (
 )
 from reprise.cache.storage.io_threads import Beat
 
-CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline measures the device and not the size of an extent
+CHUNK_BYTES = 4 << 20  # most per read or write call, so that a deadline measures the device, not the extent's size
 SYNC_BYTES = 64 << 20  # the most that one fdatasync may have to write
 _MAX_PIECES = 512  # buffers in one write call
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -80,7 +80,8 @@ def temporary_of(path: str) -> str:
 
 
 def remove_extent(path: str) -> None:
-    """Delete the file and whatever an unfinished write left. A missing file is ignored. Raises OSError."""
+    """Delete the file and its temporary file, if an unfinished write left one. A missing file is ignored. Raises
+    OSError."""
     with contextlib.suppress(FileNotFoundError), _shard(path) as (shard, name):
         for each in (temporary_of(name), name):
             with contextlib.suppress(FileNotFoundError):
@@ -188,7 +189,7 @@ def _read(fd: int, extent: ParsedExtent, parts: Sequence[memoryview], offset: in
 
 
 def check_segments(extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
-    """Raises BlockMissing for the first segment that differs from what was stored."""
+    """Raise BlockMissing for the first segment that differs from what was stored."""
     size = extent.layout.segment_bytes[layer]
     for i, block in enumerate(blocks):
         if not extent.header.matches(layer, block, buffer[i * size : (i + 1) * size]):
@@ -308,8 +309,8 @@ def _drop_front(parts: list[memoryview], count: int) -> None:
 
 
 def _set_direct(fd: int, direct: bool) -> bool:
-    """Turn bypassing the page cache on or off. Returns whether that changed anything; some file systems cannot do
-    it."""
+    """Turn direct I/O, which bypasses the page cache, on or off. Returns whether that changed anything; some file
+    systems cannot do it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | _O_DIRECT if direct else flags & ~_O_DIRECT
     try:

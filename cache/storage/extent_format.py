@@ -1,4 +1,5 @@
-"""The format of a stored extent: a run of blocks of one session in one file, with a checksum per block and layer.
+"""Defines the format of a stored extent: a run of blocks of one session in one file, with a checksum per block and
+layer.
 
     header    magic, version, length, xxh3 and MAC of the header; msgpack: fingerprint, id, session, keys, checksums
     layer 0   one segment per block: [K of 32 rows][V of 32 rows], or what a codec has made of that
@@ -76,8 +77,8 @@ class ExtentHeader:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSizes:
-    """Bytes of one block's segment, by layer: as its rows are, and as a codec makes it. coded: None where there is no
-    codec. Raises ValueError for what cannot be sizes."""
+    """The bytes of one block's segment, by layer: of its rows, and of its coded form. coded: None where there is no
+    codec. Raises ValueError for impossible sizes."""
 
     raw: tuple[int, ...]
     coded: tuple[int, ...] | None = None
@@ -90,13 +91,13 @@ class SegmentSizes:
                 raise ValueError("a codec of as many layers")
 
     def of(self, extent: int | bytes) -> tuple[int, ...]:
-        """Return the sizes in an extent, by its id or its name in Redis."""
+        """Return the segment sizes of an extent, by its id or its name in Redis."""
         return self.coded if self.coded is not None and is_coded(extent) else self.raw
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentForm:
-    """What all extents of one model have in common. fingerprint: names the model and the form of its KV, in 1 to 64
+    """The form that all extents of one model share. fingerprint: names the model and the form of its KV, in 1 to 64
     bytes. key: `record_key`. Raises ValueError for another fingerprint."""
 
     fingerprint: bytes
@@ -110,7 +111,7 @@ class ExtentForm:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything lies in the file."""
+    """The offsets of an extent's parts in its file."""
 
     header_bytes: int
     segment_bytes: tuple[int, ...]
@@ -140,7 +141,7 @@ def aligned(size: int) -> int:
 
 
 def check_segments(segment_bytes: Sequence[int]) -> None:
-    """Raises ValueError unless these can be the sizes of a block's segments, by layer."""
+    """Raise ValueError unless these can be the sizes of a block's segments, by layer."""
     if not 0 < len(segment_bytes) <= MAX_LAYERS:
         raise ValueError(f"{len(segment_bytes)} layers")
     if not all(0 < size <= MAX_SEGMENT_BYTES for size in segment_bytes):

@@ -1,4 +1,4 @@
-"""Opens extents for reading: verifies each header once, and tells of each damaged extent once."""
+"""Opens extents for reading. Verifies each header once, and logs each damaged extent once."""
 
 import logging
 import mmap
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ExtentOpener:
-    """Thread-safe."""
+    """Opens extents and reads their headers, for the ExtentStore. Thread-safe."""
 
     def __init__(
         self,
@@ -81,13 +81,14 @@ class ExtentOpener:
         )
 
     def read_info(self, extent_id: int) -> ExtentInfo:
-        """Return what an extent's header says of it. Blocks: called in an I/O thread. Raises BlockMissing."""
+        """Return an extent's contents as its header lists them. Blocks: called in an I/O thread. Raises
+        BlockMissing."""
         fd, extent = self._open(extent_id, None)
         os.close(fd)
         return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
 
     def forget(self, extent_id: int) -> None:
-        """Drop what is known of an extent that is gone."""
+        """Forget what is known of an extent that is gone."""
         self._headers.drop(extent_id)
         with self._lock:
             self._damaged.discard(extent_id)
@@ -103,9 +104,9 @@ class ExtentOpener:
         )
 
     def _tell(self, extent_id: int, missing: BlockMissing) -> None:
-        """Log why an extent could not be read: damage once per extent, since every reader of it would report it again;
-        what proves nothing of the record (an error of the device, no answer, no memory) rarely, since it may concern
-        all extents."""
+        """Log why an extent could not be read. Damage is logged once per extent, since every reader of it would report
+        it again. An error that proves nothing about the record (of the device, no answer, no memory) is logged rarely,
+        since it may concern all extents."""
         if missing.reason in _PROVES_NOTHING:
             cannot = "a stored record cannot be read, its KV will be computed again: %s"
             self._rare_log.warn(f"read {missing.reason}", cannot, missing)
@@ -119,7 +120,7 @@ class ExtentOpener:
 
 
 class HeaderCache:
-    """Parsed headers; the least recently used are dropped first. Thread-safe."""
+    """A cache of parsed headers; the least recently used are dropped first. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

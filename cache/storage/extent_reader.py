@@ -131,7 +131,7 @@ class ExtentReader:
         return self._call(lambda beat: in_turn(len(outs), lambda at, number: bring(at, number, beat), landed), readers)
 
     def _land(self, fd: int, first_layer: int, blocks: Sequence[int], outs: Sequence[memoryview], beat: Beat) -> None:
-        """Run in an I/O thread; reads at most as much per call as a deadline allows for. Raises BlockMissing."""
+        """Read layers in an I/O thread, in each call at most as much as a deadline allows for. Raises BlockMissing."""
         sizes = self._extent.layout.segment_bytes
         is_whole = list(blocks) == list(range(len(self._extent.header.blocks)))
         at = 0
@@ -241,8 +241,8 @@ class ExtentReader:
 
 
 def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:
-    """Bring one, then as many at a time as `landed` returns, until it returns 0 or all are there. Calls `landed` after
-    every step but the last. Returns how many were brought."""
+    """Bring one item, then as many at a time as `landed` returns, until it returns 0 or all are there. Calls `landed`
+    after every step but the last. Returns how many were brought."""
     at, number = 0, 1
     while True:
         number = min(number, count - at)

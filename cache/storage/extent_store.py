@@ -1,4 +1,4 @@
-"""The disk tier: one file per extent, every byte verified on reading, every blocking call with a deadline.
+"""Implements the disk tier: one file per extent, every byte verified on reading, every blocking call with a deadline.
 
     DIRECTORY/kv/lock                           held while a server runs here; names the server
     DIRECTORY/kv/<fingerprint>/index.sqlite     see cache/storage/index.py
@@ -63,8 +63,8 @@ class ExtentStore:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """min_free_bytes: left free on the file system in any case. Bandwidth caps of 0: none. owner: name of this
-        process, shown to people who find the directory locked."""
+        """min_free_bytes: always left free on the file system. Bandwidth caps of 0: none. owner: name of this process,
+        which error messages name if the directory is locked."""
         self.capacity_bytes = capacity_bytes
         self._num_layers = len(form.sizes.raw)
         self._codes = form.sizes.coded is not None
@@ -99,13 +99,13 @@ class ExtentStore:
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._last_id = 0
         self._lost: list[int] = []  # extents found to be deleted by another process
-        # What `open` could not use -> why: files without a valid record (deleted if readable), rows without a file.
+        # Extents that cannot be used -> why: files without a valid record (deleted if readable), rows without a file.
         self.useless: dict[int, Problem] = {}
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         """Take the lock, delete what a crash left, and report what is stored: extents in order of writing, and the last
-        record of each session. It may be more than capacity_bytes, if the cap was lowered; the caller then deletes down
-        to it. Raises DirectoryLocked, OSError."""
+        record of each session. That may be more than capacity_bytes, if the cap was lowered; the caller then deletes
+        extents down to it. Raises DirectoryLocked, OSError."""
         deadline_s = self._deadline_s
         self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
         self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
@@ -121,8 +121,8 @@ class ExtentStore:
             raise
 
     def close(self) -> None:
-        """Give running operations their deadline, then release the directory. If an operation hangs in it, the lock is
-        kept until the process ends."""
+        """Wait for running operations up to their deadlines, then release the directory. If an operation hangs in it,
+        the lock is kept until the process ends."""
         if self._writes is None:
             return
         if self._close_threads():
@@ -134,7 +134,7 @@ class ExtentStore:
             log.warning("closing the disk tier while an operation hangs in %s", self._directory)
 
     def _close_threads(self) -> bool:
-        """Returns whether all have ended."""
+        """Close the threads. Returns whether all have ended."""
         pools, self._reads, self._writes = (self._reads, self._writes), None, None
         ended = [pool.close() for pool in pools if pool is not None]
         return all(ended)
@@ -152,13 +152,15 @@ class ExtentStore:
         extent_id: int | None = None,
         is_coded: bool = False,
     ) -> ExtentInfo:
-        """Store the blocks as one extent, all or nothing; durable on return. extent_id: None for a new one, else one
-        that the store of another rank has chosen for its part of the same blocks. is_coded: these are coded segments.
-        checksums: of all segments, layer by layer (`reprise.cache.storage.extent_format.checksum`); compared with the
-        bytes only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces;
-        they are read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
-        Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
-        than a record may hold). No answer depends on success."""
+        """Store the blocks as one extent, all or nothing. The extent is durable on return. Raises TierFull (the cap,
+        the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more than a record may hold).
+        No answer to a client depends on success.
+
+        extent_id: None for a new one, or the id that the store of another rank has chosen for its part of the same
+        blocks. is_coded: these are coded segments. checksums: of all segments, layer by layer
+        (`reprise.cache.storage.extent_format.checksum`); they are compared with the bytes only on reading.
+        segments(layer): the bytes of the layer's blocks in order, in any number of pieces. They are read until this
+        returns or raises (after a missed deadline perhaps later, but the result is discarded)."""
         views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
         new_id = self._new_id(is_coded) if extent_id is None else self._known_id(extent_id)
         try:
@@ -289,7 +291,7 @@ class ExtentStore:
                 beat()
                 self._remove(extent_id)
                 gone.append(extent_id)
-        finally:  # whatever failed, the extents before it are gone and nobody will ask for them again
+        finally:  # on any failure, the extents before it are gone and will not be asked for again
             try:
                 self._index.remove(gone)
             except sqlite3.Error as error:
@@ -297,9 +299,9 @@ class ExtentStore:
                 self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
 
     def _ensure_directory(self, beat: Beat) -> None:
-        """Make the directory again if it was deleted under the running server; its contents were meant to go. The lock
-        is taken again too, because the next server would otherwise create and lock another file. Raises
-        DirectoryLocked, OSError."""
+        """Make the directory again if it was deleted under the running server. Its contents are not restored: they were
+        meant to go. The lock is taken again too, because the next server would otherwise create and lock another file.
+        Raises DirectoryLocked, OSError."""
         with self._making:
             has_lock = self._held.is_held
             if has_lock and self._index.is_there():

@@ -25,11 +25,11 @@ class EncodedExtent:
     info: ExtentInfo
     header: bytes
     layout: Layout
-    segments: Sequence[Sequence[memoryview]]  # by layer: the bytes of its blocks in order, in any number of pieces
+    segments: Sequence[Sequence[memoryview]]  # bytes of each layer's blocks in order, in any number of pieces
 
 
 class ExtentWriter:
-    """Thread-safe."""
+    """Writes extents for the ExtentStore. Thread-safe."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class ExtentWriter:
         checksums: bytes,
         segments: Sequence[Sequence[memoryview]],
     ) -> EncodedExtent:
-        """Raises ValueError for segments of another size, and for more than a record may hold."""
+        """Encode an extent for writing. Raises ValueError for segments of another size, and for more than a record may
+        hold."""
         sizes = self._form.sizes.of(extent_id)
         for size, pieces in zip(sizes, segments, strict=True):
             if sum(map(len, pieces)) != size * len(blocks):
@@ -72,8 +73,8 @@ class ExtentWriter:
         )
 
     def write(self, extent: EncodedExtent, beat: Beat) -> float:
-        """Write an extent, durable on return. Returns until when the bandwidth cap makes the caller wait, for `wait`.
-        Blocks: called in an I/O thread. Raises TierFull, OSError."""
+        """Write an extent, durable on return. Returns the time until which the bandwidth cap makes the caller wait, for
+        `wait`. Blocks: called in an I/O thread. Raises TierFull, OSError."""
         extent_id, size_bytes = extent.info.extent_id, extent.info.size_bytes
         self._space.reserve(size_bytes)
         due = self._throttle.book(size_bytes)
@@ -89,7 +90,8 @@ class ExtentWriter:
         return due
 
     def wait(self, due: float) -> None:
-        """Wait as long as the bandwidth cap demands. Not in an I/O thread, whose deadline measures the device."""
+        """Wait as long as the bandwidth cap demands. Must not be called in an I/O thread, whose deadline measures the
+        device."""
         self._throttle.wait(due)
 
     def _write_file(self, path: str, extent: EncodedExtent, beat: Beat) -> None:

@@ -23,9 +23,9 @@ from reprise.kernels.attention.ragged_batch import KvPages
 # beyond the last slot or page used, while nothing runs; not all of it, since gigabytes may never be needed
 AHEAD_BYTES = 512 << 20
 BUSY_AHEAD_BYTES = 64 << 20  # the same while something runs; more than a second of prefill fills
-_PIECE_BYTES = 128 << 20  # touched at once, beyond what is needed soon
-_CALL_BYTES = 256 << 10  # per system call, which blocks all other threads that map memory
-_LOWEST = 19
+_PIECE_BYTES = 128 << 20  # most bytes touched at once, beyond those needed soon
+_CALL_BYTES = 256 << 10  # most bytes per system call, which blocks all other threads that map memory
+_LOWEST_NICENESS = 19
 # MADV_POPULATE_WRITE, Linux 5.14: acts as if every page were written, without changing its contents
 _POPULATE_WRITE = 23
 Span = tuple[int, int]
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class _Memory(Protocol):
-    """Places of equal size, mostly used from the first one on."""
+    """A memory of places of equal size, mostly used from the first one on."""
 
     count: int
     size: int  # size of one place in bytes
@@ -99,8 +99,9 @@ class FirstTouch:
 
     def go_on(self, slots_used: int, pages_used: int, is_busy: Callable[[], bool]) -> None:
         """Start touching the next memory that will be needed, if any.
-        slots_used, pages_used: how many leading ones were ever used. is_busy: whether anything runs; the thread asks it
-        too and then leaves work that can wait for later, because whatever its priority, it takes a processor from the
+
+        slots_used, pages_used: how many leading ones were ever used. is_busy: whether anything runs. The thread asks it
+        too, and while it is true leaves work that can wait: at any priority, the thread takes a processor from the
         computation."""
         if self._populate is None or (self._thread is not None and self._thread.is_alive()):
             return
@@ -125,7 +126,7 @@ class FirstTouch:
             self._thread.join()
 
     def _run(self, work: Sequence[tuple[_Memory, int, int]], is_busy: Callable[[], bool]) -> None:
-        lower_priority(_LOWEST)
+        lower_priority(_LOWEST_NICENESS)
         try:
             for memory, needed, wanted in work:
                 while memory.ready < (end := needed if is_busy() else wanted):

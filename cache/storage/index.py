@@ -1,4 +1,4 @@
-"""An index of the disk tier in SQLite, so that a start need not read every record.
+"""Keeps an index of the disk tier in SQLite, so that a start need not read every record.
 
 The records are authoritative: a wrong or missing row is rebuilt from the header of its file. Every row has a MAC, like
 every header, because a row written by others could name blocks in the wrong place. Rows of extents are written in
@@ -23,7 +23,7 @@ from reprise.cache.storage.extent_format import MAC_BYTES
 from reprise.cache.storage.io_threads import Beat
 
 SCHEMA_VERSION = 2  # version 1 had digests without a key
-_TOGETHER = 32  # extents per batch
+_EXTENTS_PER_BATCH = 32  # extents per batch
 _SCHEMA = """
 CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, mac BLOB NOT NULL);
 CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
@@ -41,8 +41,8 @@ Row = TypeVar("Row", ExtentInfo, SessionRecord)
 
 
 class DiskIndex:
-    """The index of one fingerprint. Thread-safe. Methods raise sqlite3.Error. `stamp`: orders the records of a session;
-    extent ids come from the same sequence."""
+    """The index of one fingerprint, for the ExtentStore. Thread-safe. Methods raise sqlite3.Error. `stamp`: orders the
+    records of a session; extent ids come from the same sequence."""
 
     def __init__(self, *, path: Path, key: bytes) -> None:
         """key: `reprise.cache.storage.extent_format.record_key`."""
@@ -56,7 +56,7 @@ class DiskIndex:
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Return all intact rows: extents by id, and sessions by name with their stamps. Moves an index aside that is
-        damaged or of another schema, but not one that a full disk makes unusable; that is read if possible."""
+        damaged or of another schema. One that a full disk makes unusable is not moved, and is read if possible."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
@@ -89,9 +89,9 @@ class DiskIndex:
         data = msgspec.msgpack.encode(info)
         with self._lock:
             self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))
-            if info.session.context:  # else it is a first turn that has not ended: nobody knows the session yet
+            if info.session.context:  # else it is a first turn that has not ended: there is no session yet
                 self._sessions.append(self._session_row(info.session, stamp))
-            if len(self._extents) >= _TOGETHER:
+            if len(self._extents) >= _EXTENTS_PER_BATCH:
                 with self._connection() as db:
                     self._catch_up(db)
 
@@ -144,7 +144,7 @@ class DiskIndex:
     def _load(
         self, beat: Beat, *, alone: bool = False
     ) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
-        """alone: allow no other connection, which avoids the shared-memory file."""
+        """Read all rows. alone: allow no other connection, which avoids the shared-memory file."""
         db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
         self._path.chmod(0o600)
         self._inode = self._path.stat().st_ino

@@ -1,4 +1,5 @@
-"""Blocking calls with a deadline. A thread inside a system call cannot be stopped; its caller can only stop waiting."""
+"""Runs blocking calls with a deadline. A thread inside a system call cannot be stopped; its caller can only stop
+waiting."""
 
 import contextlib
 import logging
@@ -48,7 +49,7 @@ class IoThreads:
     threads are lost, every call fails at once, so a device that hangs costs its callers no time and no memory."""
 
     def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
-        """lower_by: see `lower_priority`."""
+        """lower_by: steps of niceness, as in `lower_priority`."""
         self._lower_by = lower_by
         self._deadline_s = deadline_s
         self._num_threads = num_threads
@@ -99,8 +100,8 @@ class IoThreads:
         return job.result  # type: ignore[return-value]
 
     def close(self) -> bool:
-        """Fail the calls that wait for a thread, and give running ones their deadline. Returns whether all threads have
-        ended."""
+        """Fail the calls that wait for a thread, and wait for running ones up to their deadlines. Returns whether all
+        threads have ended."""
         with self._lock:
             self._closed = True
             with contextlib.suppress(Empty):

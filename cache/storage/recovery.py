@@ -1,4 +1,4 @@
-"""Finds what an earlier process has left in the directory of a model."""
+"""Finds the extents and sessions that an earlier process has left in the directory of a model."""
 
 import logging
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    extents: dict[int, ExtentInfo]  # in order of writing
+    extents: dict[int, ExtentInfo]  # extents that can be used, in order of writing
     sessions: dict[tuple[str, str, str], tuple[int, SessionRecord]]  # the last record of each, with its stamp
     foreign: list[Foreign]  # records of other models, and those of ours that are kept although they cannot be used
     useless: dict[int, Problem]  # extents that cannot be used -> why
@@ -26,8 +26,8 @@ class Recovered:
 
 
 def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) -> Recovered:
-    """Open the index and make it agree with the files. Nobody else may use the directory meanwhile. Raises OSError,
-    sqlite3.Error."""
+    """Open the index and make it agree with the files. No other process or thread may use the directory meanwhile.
+    Raises OSError, sqlite3.Error."""
     known, sessions = index.open(beat)
     beat()
     files, foreign = scan(shards.root, shards.own, beat)
@@ -61,6 +61,6 @@ def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) 
     gone = Problem("missing", "its file is gone")
     useless.update(dict.fromkeys(known.keys() - files.keys(), gone))
     index.remove(known.keys() - extents.keys())
-    # Ids known from file names alone do not count: anybody could have chosen the highest one, which would leave no ids.
+    # Ids known from file names alone do not count: a stranger could choose the highest one, which would leave no ids.
     last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)
     return Recovered(extents, sessions, foreign, useless, last_id)

@@ -1,4 +1,4 @@
-"""The directories that one model's extents lie in: 256 of them, by the last two digits of the ids."""
+"""Manages the directories that one model's extents lie in: 256 of them, by the last two digits of the ids."""
 
 import logging
 import os
@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class Shards:
-    """Thread-safe. Methods raise OSError."""
+    """The directories of one model's extents, for the disk tier's writers and readers. Thread-safe. Methods raise
+    OSError."""
 
     def __init__(self, root: Path, fingerprint: bytes) -> None:
         """root: holds the directories of all models."""
@@ -27,7 +28,7 @@ class Shards:
         return f"{self.own}/{name[-2:]}/{name}.kv"
 
     def make_parents(self) -> None:
-        """Make what the shards lie in, closed to other users."""
+        """Make the directories above the shards, closed to other users."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_directory(str(self.own))
         for directory in (self.root, self.own):
@@ -63,8 +64,8 @@ class Shards:
 
 
 def _make_directory(path: str) -> bool:
-    """Returns whether the directory was missing. Replaces a link by a directory, because its target is not ours and a
-    start would not look for records there. Raises OSError."""
+    """Make a directory unless it is there. Returns whether it was missing. Replaces a link by a directory, because its
+    target is not ours and a start would not look for records there. Raises OSError."""
     if os.path.islink(path):
         log.warning("%s is a link, which is not followed; a directory replaces it", path)
         os.unlink(path)

@@ -1,5 +1,5 @@
-"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position, or with the activations that
-KV is made of. Where KV is coded there is another one, of coded slots.
+"""Holds the memory of the DRAM tier: one slab of slots. Each slot has one block's KV with un-rotated keys, or the
+activations from which its KV is made. With a codec there is a second slab, of coded slots.
 
 Memory is layer-major: all slots of a layer lie together. A slot's part of a layer is its *segment*, [K of 32 rows][V of
 32 rows], as on disk, or [32 activations]. So one call gathers, reads or writes a layer of many blocks (AttentionStore
@@ -23,7 +23,7 @@ from reprise.kernels.codecs.codec import Codec, Decodes, Projection
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of what one token has in one layer: its K and V, or an activation, which counts as K of one head."""
+    """The shape of one token's data in one layer: its K and V, or an activation, which counts as K of one head."""
 
     kv_heads: int
     k_dim: int
@@ -36,9 +36,9 @@ def row_segments(shapes: Sequence[LayerShape], dtype: torch.dtype) -> list[int]:
 
 
 class Segments:
-    """Memory of slots and its checksums. Any thread may use it, as long as no slot is read while it is written; callers
-    see to that. segment_bytes: of one slot, by layer. pinned: use page-locked memory, for asynchronous copies to and
-    from CUDA."""
+    """Memory of slots, with a checksum per slot and layer. Any thread may use it; callers see to it that no slot is
+    read while it is written. segment_bytes: of one slot, by layer. pinned: use page-locked memory, for asynchronous
+    copies to and from CUDA."""
 
     def __init__(self, *, segment_bytes: Sequence[int], num_slots: int, pinned: bool) -> None:
         self.num_slots = num_slots
@@ -47,18 +47,18 @@ class Segments:
         self._memory = [_memory(num_slots, size) for size in self.segment_bytes]
         if pinned:
             pin(self, self._memory)
-        self.slot_bytes = sum(self.segment_bytes)  # of all layers
+        self.slot_bytes = sum(self.segment_bytes)  # size of a slot in all layers together
         self._streams = [memory.view(-1).numpy() for memory in self._memory]
         self._views = [memoryview(stream.data) for stream in self._streams]
-        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # in the byte order of an extent's header
+        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # byte order of an extent's header
         self._is_sealed = bytearray(num_slots)
 
     def segments(self, layer: int) -> Tensor:
-        """uint8 [slots, bytes of a segment]."""
+        """Return a layer's memory: uint8 [slots, bytes of a segment]."""
         return self._memory[layer]
 
     def segment(self, layer: int, slot: int) -> memoryview:
-        """Return a slot's bytes of one layer."""
+        """Return a slot's bytes in one layer."""
         return self.span(layer, slot, slot + 1)
 
     def span(self, layer: int, first: int, stop: int) -> memoryview:
@@ -79,7 +79,8 @@ class Segments:
         self._is_sealed[slot] = True
 
     def seal_all_as(self, slots: Sequence[int], checksums: bytes) -> None:
-        """The same for several slots. checksums: layer by layer, as `checksums` returns them."""
+        """Mark several slots as complete whose bytes were compared with these checksums, which are layer by layer as
+        `checksums` returns them."""
         self._checksums[list(slots)] = np.frombuffer(checksums, ">u8").reshape(self.num_layers, len(slots)).T
         for slot in slots:
             self._is_sealed[slot] = True
@@ -106,7 +107,7 @@ class Segments:
 
 
 class Slab(Segments):
-    """Slots of rows. projection: makes K and V of them; None: they are K and V."""
+    """The slots of rows. projection: makes K and V from them; None: they are K and V."""
 
     def __init__(
         self,
@@ -132,11 +133,12 @@ class Slab(Segments):
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
 
     def k(self, layer: int) -> Tensor:
-        """[slots, 32, kv_heads, k_dim], un-rotated; or the activations, [slots, 32, 1, width]."""
+        """Return a layer's keys, un-rotated: [slots, 32, kv_heads, k_dim]; or its activations, [slots, 32, 1,
+        width]."""
         return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
-        """[slots, 32, kv_heads, v_dim]."""
+        """Return a layer's values: [slots, 32, kv_heads, v_dim]."""
         return self._v[layer]
 
     def parts(self, layers: Sequence[int]) -> list[Tensor]:
@@ -144,7 +146,7 @@ class Slab(Segments):
         return [*map(self.k, layers), *(() if self.projection is not None else map(self.v, layers))]
 
     def segments(self, layer: int) -> Tensor:
-        """[slots, elements of a segment]: the K of each slot, then its V; or its activations."""
+        """Return a layer as [slots, elements of a segment]: the K of each slot, then its V; or its activations."""
         return self._memory[layer].view(self.dtype)
 
     def clear_behind(self, slot: int, num_rows: int) -> None:
@@ -160,7 +162,7 @@ class Slab(Segments):
 
 
 class CodedSlab(Segments):
-    """Slots of blocks as a codec makes them. decodes: for pages of a device; None: the codec, on the processor."""
+    """The slots of coded blocks. decodes: decoder for pages of a device; None: the codec itself, on the processor."""
 
     def __init__(self, codec: Codec, *, num_slots: int, decodes: Decodes | None = None) -> None:
         self.codec, self.decodes = codec, decodes or codec
@@ -169,16 +171,17 @@ class CodedSlab(Segments):
 
 
 def _memory(num_slots: int, size: int) -> Tensor:
-    """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between. By way of
-    numpy, so that the storage begins there too: torch asks of a storage's first byte whether it is page-locked."""
+    """Allocate uint8 [slots, size] that begins at a memory page, so that disks read and write there without a copy. It
+    is made by numpy so that torch's storage begins there too: torch decides by the first byte of a storage whether it
+    is page-locked."""
     room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8)
     begin = -room.data_ptr() % ALIGNMENT
     return torch.from_numpy(room.numpy()[begin : begin + num_slots * size]).view(num_slots, size)
 
 
 def pin(owner: object, memory: Sequence[Tensor]) -> None:
-    """Page-lock memory as long as its owner lives. torch's own way takes the next power of two of each piece, up to
-    twice what is asked for. Raises MemoryError."""
+    """Page-lock memory as long as its owner lives. torch's own way rounds each piece up to a power of two, which is up
+    to twice what is asked for. Raises MemoryError."""
     cuda = torch.cuda.cudart()
     for piece in memory:
         if piece.numel():

@@ -12,8 +12,8 @@ from reprise.cache.storage.io_threads import Beat
 
 
 class DiskSpace:
-    """Enforces the cap. All files count, including files being written and those of other fingerprints. Thread-safe;
-    the lock is never held during I/O."""
+    """Enforces the disk tier's cap on bytes, for the ExtentStore. All files count, including files being written and
+    those of other fingerprints. Thread-safe; the lock is never held during I/O."""
 
     def __init__(self, *, root: Path, own: Path, capacity_bytes: int, min_free_bytes: int) -> None:
         """root: a path on the file system that must keep min_free_bytes free. own: the directory of our model, which is

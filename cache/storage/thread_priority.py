@@ -6,7 +6,7 @@ import sys
 import threading
 
 SAVING = 5  # pages are blocked until they are saved
-WRITING = 10  # nobody waits for the disk
+WRITING = 10  # no request waits for writes to disk
 
 
 def lower_priority(by: int) -> None:

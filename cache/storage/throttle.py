@@ -1,4 +1,4 @@
-"""A cap on bytes per second that stands in for a slower link."""
+"""Caps bytes per second, to stand in for a slower link."""
 
 import threading
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Throttle:
             return self._free_at
 
     def wait(self, until: float) -> None:
-        """Sleep until this time, if it is still to come."""
+        """Sleep until this time, unless it has passed."""
         left = until - self._clock()
         if left > 0:
             self._sleep(left)

@@ -1,4 +1,5 @@
-"""Keeps account of the disk: what is there, which copy of a block counts, and what leaves. Touches no bytes."""
+"""Keeps account of the disk: which extents are there, which copy of a block counts, and what leaves. Touches no
+bytes."""
 
 import math
 from collections import Counter
@@ -14,7 +15,7 @@ from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.holds import Holds, KeysWhere
 
-_AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
+_RETRY_AFTER_S = 5.0  # a deletion that the disk refused is tried again after this
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class _Deletion:
 
 
 class DiskLedger:
-    """Single-threaded, part of the CacheManager."""
+    """The ledger of the disk tier: orders deletions, makes room and knows each block's copy. The Hierarchy and the
+    CacheManager's other parts call it, on the engine's thread."""
 
     name: Final = "disk"
 
@@ -54,19 +56,19 @@ class DiskLedger:
         self._table, self._stats = table, stats
         self._pinned, self._dirty, self._orders = holds.pinned, holds.dirty, orders
         self._extents: dict[int, _Extent] = {}
-        self._deletions: dict[int, _Deletion] = {}  # under way, by job
+        self._deletions: dict[int, _Deletion] = {}  # deletions under way, by job
         self.refused: list[_Deletion] = []
-        """Deletions that the disk refused, tried again so that nobody finds those bytes. Read only."""
+        """Deletions that the disk refused. They are tried again, so that those bytes are not left on it. Read only."""
         self._again_s = math.inf
         self.ended_deletions: list[tuple[str, bool]] = []
         """Requests that waited for a deletion which has ended, and whether it is done. If the disk refused it, bytes
-        may still be there, and it is tried again. Cleared by whoever answers the requests."""
+        may still be there, and it is tried again. `SessionDeletions.take_ended` clears it."""
         self._read: Counter[BlockKey] = Counter()  # blocks that loads and fetches read off the disk
         self._held = KeysWhere(self._is_held)
 
     @property
     def in_flight(self) -> int:
-        """Deletions under way."""
+        """The number of deletions under way."""
         return len(self._deletions)
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class DiskLedger:
         return None if extent.keys else extent_id
 
     def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Return blocks of other owners that lie in one extent with one of these, and are not in DRAM."""
+        """Return the blocks with other owners that share an extent with one of these, and are not in DRAM."""
         extents = {row.copies["disk"][0] for row in rows if "disk" in row.copies}
         names = {owner for row in rows for owner in row.owners}
         keys = (key for extent in extents for key in self._extents[extent].keys)
@@ -143,7 +145,8 @@ class DiskLedger:
         self._read += Counter()  # forgets those at zero
 
     def _is_held(self, key: BlockKey) -> bool:
-        """Whether a block must stay, because something of its extent is read or pinned: extents leave as a whole."""
+        """Whether a block must stay, because a block of its extent is being read or is pinned: extents leave as a
+        whole."""
         row = self._table.get(key)
         if row is None or "disk" not in row.copies:
             return True
@@ -161,14 +164,14 @@ class DiskLedger:
 
     def reserve(self, size: int) -> bool:
         """Reserve room for an extent of at most `size` bytes until `give_back`; other extents leave for it. Returns
-        False if those that may leave are not enough."""
+        False if too few extents may leave."""
         if not self._make_room(size):
             return False
         self.used_bytes += size
         return True
 
     def give_back(self, size: int) -> None:
-        """End a reservation: the room is not needed, or what was written counts by itself."""
+        """End a reservation: either the room is not needed, or the written extent counts by itself."""
         self.used_bytes -= size
 
     def _make_room(self, size: int) -> bool:
@@ -197,8 +200,8 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete extents with all that is in them; `ended_deletions` names `waiter` when the bytes are gone. session:
-        delete its record too. write_again: blocks that DRAM still has come back to disk in another extent."""
+        """Delete whole extents; `ended_deletions` names `waiter` when the bytes are gone. session: delete its record
+        too. write_again: blocks that DRAM still has come back to disk in another extent."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._answer(waiter, is_done=True)
@@ -232,8 +235,8 @@ class DiskLedger:
         self._orders.add(DeleteExtents(job, deletion.extent_ids, session))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """Record the end of a deletion. problem: bytes may still be there; the waiter is told so, and it is tried
-        again."""
+        """Record the end of a deletion. problem: why bytes may still be there. The waiter is then told so, and the
+        deletion is tried again."""
         deletion = self._deletions.pop(job)
         if problem is None:
             # A waiter may also wait for the session's other salts, whose deletions came before.
@@ -242,19 +245,20 @@ class DiskLedger:
             return
         self._answer(deletion.waiter, is_done=False)
         self.refused.append(replace(deletion, waiter=None))
-        self._again_s = now + _AGAIN_S
+        self._again_s = now + _RETRY_AFTER_S
 
     def _answer(self, waiter: str | None, *, is_done: bool) -> None:
         if waiter is not None:
             self.ended_deletions.append((waiter, is_done))
 
     def undone(self, tenant: str, session_id: str) -> list[SessionName]:
-        """Return the sessions of this name, one for each salt, of which the disk would not delete all."""
+        """Return the sessions of this name, one for each salt, that the disk could not delete in full."""
         names = [deletion.session for deletion in self.refused if deletion.session is not None]
         return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
     def reborn(self, session: SessionName) -> None:
-        """Keep the record of a session that has begun anew: it is not the one that was to be deleted."""
+        """Keep the record of a session that has begun anew: the refused deletion was meant for the earlier session of
+        that name."""
         if self.refused:
             same = [deletion.session == session for deletion in self.refused]
             self.refused = [
@@ -262,7 +266,7 @@ class DiskLedger:
             ]
 
     def delete_again(self, session: SessionName, waiter: str) -> bool:
-        """Try a refused deletion again, now for this waiter. Returns False if there is none."""
+        """Try a refused deletion again, for this waiter from now on. Returns False if there is none."""
         found = next((deletion for deletion in self.refused if deletion.session == session), None)
         if found is not None:
             self.refused.remove(found)
@@ -270,8 +274,8 @@ class DiskLedger:
         return found is not None
 
     def quarantine(self) -> None:
-        """Stop using the disk in this process and believe nothing on it, because what came off it was wrong although it
-        was intact."""
+        """Stop using the disk in this process and trust nothing on it, because wrong results came off it although the
+        checksums were right."""
         for row in list(self._table):
             self.drop(row)
             if row.is_nowhere:

@@ -1,12 +1,12 @@
-"""DRAM as a whole: the slots of rows, with a codec those of coded blocks, and what fills and empties them. Touches no
-bytes.
+"""Keeps account of DRAM as a whole: the slots of rows, with a codec those of coded blocks, and what fills and empties
+them. Touches no bytes.
 
 Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots of rows are one pool: `dram_slots`
-of them may stay, the rest is for what passes through on its way to disk or was refused. A slot is free again only when
-the last copy into or out of it is done, which is what pins and tickets are for.
+of them keep blocks; the others are for blocks that pass through on their way to disk or were refused. A slot is free
+again only when the last copy into or out of it is done; pins and tickets see to that.
 
-With a codec, DRAM is two pools in one budget: slots of rows, which are few, and coded slots. A block is encoded before
-its rows leave, if it may be, and stays in DRAM so.
+With a codec, DRAM is two pools in one budget: slots of rows, which are few, and coded slots. A block that may be coded
+is encoded before its rows leave, and stays in DRAM in that form.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,25 +26,25 @@ from reprise.cache.tiers.slot_tier import SlotTier
 from reprise.cache.tiers.slots import SlotPool
 
 _BATCHES = 64
-_PRESSURE = 0.25  # share of the slots that are free or may become so; below it running turns write theirs too
+_PRESSURE_SHARE = 0.25  # share of the slots that are free or may become so; below it running turns write theirs too
 _LEAST_ROWS, _MOST_ROWS = 0.25, 0.75  # shares of DRAM's bytes for rows
-_WARM_ROWS = 0.1  # of them, for what is warm and will be coded
-_NEVER_CODED = 2.0  # blocks of a session: its first, and the one that is not full
+_WARM_ROWS_SHARE = 0.1  # share of DRAM's bytes for rows that are warm and will be coded
+_NEVER_CODED_BLOCKS = 2.0  # blocks of a session: its first, and the one that is not full
 
 
 def rows_share(session_blocks: float, ratio: float) -> float:
-    """Return the share of DRAM's bytes that is for rows. session_blocks: mean blocks of a session; 0: not known. Two of
-    them are never coded, and the others are so many times smaller then."""
+    """Return the share of DRAM's bytes that is for rows. session_blocks: mean blocks of a session; 0: not known. ratio:
+    how many times smaller a coded block is. Two blocks of a session are never coded."""
     if session_blocks <= 0:
         return _LEAST_ROWS
-    never = min(session_blocks, _NEVER_CODED)
+    never = min(session_blocks, _NEVER_CODED_BLOCKS)
     share = never / (never + (session_blocks - never) / ratio)
-    return min(max(share + _WARM_ROWS, _LEAST_ROWS), _MOST_ROWS)
+    return min(max(share + _WARM_ROWS_SHARE, _LEAST_ROWS), _MOST_ROWS)
 
 
 def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_blocks: float = 0.0) -> tuple[int, int]:
-    """Return how many slots for rows and how many coded slots a DRAM of so many bytes has. coded_bytes: of a coded
-    block; 0: nothing is coded. session_blocks: see `rows_share`."""
+    """Return how many slots for rows and how many coded slots a DRAM of so many bytes has. coded_bytes: size of a coded
+    block; 0: nothing is coded. session_blocks: as in `rows_share`."""
     if not coded_bytes:
         return size_bytes // slot_bytes, 0
     slots = int(size_bytes * rows_share(session_blocks, slot_bytes / coded_bytes)) // slot_bytes
@@ -52,7 +52,7 @@ def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_block
 
 
 class Dram:
-    """Single-threaded, part of the CacheManager.
+    """The ledger of DRAM. The Hierarchy and the CacheManager's other parts call it, on the engine's thread.
 
     rows, coded    the two tiers of slots
     saves          what is on its way into the slots of rows
@@ -110,30 +110,30 @@ class Dram:
         self._counted = ((-1, -1), 0)  # changes of the dirty and the coded blocks, and how many were both then
 
     def slots_for(self, *, is_coded: bool) -> SlotTier:
-        """Return the tier whose slots have blocks in this form."""
+        """Return the tier whose slots hold blocks in this form."""
         return self.coded if is_coded else self.rows
 
     @property
     def is_pressed(self) -> bool:
-        """Whether slots are scarce, so that running turns write what they have too. A DRAM full of blocks that are on
-        disk is not pressed, because those leave for whatever comes."""
-        return self.rows.num_slots - self._unwritten < _PRESSURE * self.rows.num_slots
+        """Whether slots are scarce, so that running turns write their blocks too. A DRAM full of blocks that are on
+        disk is not pressed, because those leave for newcomers."""
+        return self.rows.num_slots - self._unwritten < _PRESSURE_SHARE * self.rows.num_slots
 
     @property
     def room_bytes(self) -> int:
-        """C_mem: bytes of rows that DRAM may keep of turns to come, coded or not. `trim` leaves so many there, less
+        """C_mem: bytes of rows that DRAM may keep for turns to come, coded or not. `trim` leaves so many there, less
         what has to stay until it is on disk. Staging slots keep nothing."""
         coded = max(0, self.coded.num_usable - self._coded_dirty)
         return (max(0, self.rows.most_resident - self._unwritten) + coded) * self.rows.slot_bytes
 
     @property
     def _unwritten(self) -> int:
-        """Number of blocks that are not on disk yet or still being saved, and lie in no coded slot either."""
+        """The number of blocks that are not on disk yet or still being saved, and lie in no coded slot either."""
         return self.saves.in_flight + self._dirty.num_blocks - self._coded_dirty
 
     @property
     def _coded_dirty(self) -> int:
-        """Number of blocks in coded slots that are still to be written to disk."""
+        """The number of blocks in coded slots that are still to be written to disk."""
         if not self.coded.is_on:
             return 0
         changes = self._dirty.changes, self.coded.changes
@@ -148,12 +148,12 @@ class Dram:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slots that keep blocks."""
+        """The bytes of all slots that keep blocks."""
         return self.most_rows * self.rows.slot_bytes + self.coded.num_slots * self.coded.slot_bytes
 
     @property
     def in_flight(self) -> int:
-        """Saves and encodings under way."""
+        """The number of saves and encodings under way."""
         return self.saves.in_flight + self.encoder.in_flight
 
     def is_busy(self, name: SessionName) -> bool:
@@ -166,9 +166,9 @@ class Dram:
         self.coded.drop(row)
 
     def trim(self) -> None:
-        """Let blocks leave the slots of rows, in the policy's order, until they are within their bounds. Called once
-        for all that a step has saved, because finding victims means walking past all that is queued. With a codec only
-        rows leave that a coded slot has too; `Encoder.plan` does the rest."""
+        """Let blocks leave the slots of rows, in the policy's order, until the slots are within their bounds. Called
+        once for all that a step has saved, because finding victims means walking past all queued blocks. With a codec,
+        only rows leave that a coded slot has too; `Encoder.plan` does the rest."""
         if self.coded.is_on:
             if (excess := self.rows.resident - self.rows.most_resident) > 0:
                 self.rows.leave_covered(max(excess, self._batch))
@@ -177,7 +177,7 @@ class Dram:
             pass
 
     def shrink(self) -> None:
-        """Bring the slots of rows back within their bounds, encoding blocks for it where that is done."""
+        """Bring the slots of rows back within their bounds, encoding blocks for that where there is a codec."""
         self.trim()
         if self.coded.is_on:
             self.encoder.plan()
@@ -188,6 +188,6 @@ class Dram:
         self.trim()
 
     def quarantine(self) -> None:
-        """Stop using DRAM in this process (`SlotTier.quarantine`)."""
+        """Stop using DRAM in this process, as `SlotTier.quarantine` does for one of its tiers."""
         self.rows.quarantine()
         self.coded.quarantine()

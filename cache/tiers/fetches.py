@@ -16,11 +16,12 @@ from reprise.cache.tiers.redis import RedisLedger
 @dataclass(frozen=True, slots=True)
 class _Fetch:
     order: FetchBlocks | FetchRemote
-    session: SessionName  # for which it was ordered
+    session: SessionName  # session for which it was ordered
 
 
 class Fetches:
-    """Knows every fetch under way. Single-threaded, part of the CacheManager."""
+    """Orders fetches and knows every one under way. LookAhead, Parking and the SessionStore order them and the
+    CacheManager reports their end, all on the engine's thread."""
 
     def __init__(
         self,
@@ -36,13 +37,13 @@ class Fetches:
         self._table, self._dram, self._form = table, dram, form
         self._disk, self._redis = disk, redis
         self._orders, self._stats = orders, stats
-        self._under_way: dict[int, _Fetch] = {}  # by job
+        self._under_way: dict[int, _Fetch] = {}  # fetches under way, by job
         self._coming: dict[BlockKey, str] = {}  # block -> the tier from which it is fetched
         self._coming_coded: set[BlockKey] = set()  # those of them that come coded
 
     @property
     def in_flight(self) -> int:
-        """Number of fetches under way."""
+        """The number of fetches under way."""
         return len(self._under_way)
 
     def is_fetching(self, key: BlockKey) -> bool:
@@ -57,7 +58,7 @@ class Fetches:
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._coming)
 
     def has_room(self, *, coded: bool) -> bool:
-        """Whether DRAM would keep one more block, coded or not, beside those that are being fetched."""
+        """Whether DRAM would keep one more block, coded or not, besides those that are being fetched."""
         return self._room(coded) > 0 and self._dram.slots_for(is_coded=coded).num_free > 0
 
     def _room(self, coded: bool) -> int:
@@ -67,9 +68,9 @@ class Fetches:
         return tier.most_resident - tier.resident - coming
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
-        """Fetch those of these blocks that are only on disk or in Redis, as far as DRAM may keep them: at the expense
-        of blocks that should leave before one of that session, never into slots that `trim` would empty again. Returns
-        whether that was all."""
+        """Fetch those of these blocks that are only on disk or in Redis, as far as DRAM may keep them. Only blocks that
+        should leave before one of that session are evicted for them, and no slot is taken that `trim` would empty
+        again. Returns whether all were fetched."""
         from_disk, from_redis = [], []
         wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
         num_coded = sum(map(self._form.is_coded_below, wanted))
@@ -105,8 +106,8 @@ class Fetches:
         self._orders.add(order)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str], now: float) -> None:
-        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the tier below meanwhile; a
-        bad copy is not looked for there again."""
+        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the tier below meanwhile. A
+        bad copy is forgotten."""
         fetch = self._under_way.pop(job)
         order = fetch.order
         is_remote = isinstance(order, FetchRemote)

@@ -1,4 +1,4 @@
-"""Keeps account of HBM: its pages, what lies in them, and which of them a context gets. Touches no bytes."""
+"""Keeps account of HBM: its pages, the blocks in them, and which pages a context gets. Touches no bytes."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from reprise.cache.policies.eviction_policy import EvictionPolicy, enter
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.pages import PageAllocator
 
-_OFFLOAD_BLOCKS = 64  # at a time, which takes well below a millisecond
-_MORE_PAGES = 2  # spare pages of a run for the answer, at least
-_RUN_CHOICE = 4  # to find pages in a row, so many times the number of blocks that may leave are examined
-_MOST_CHOICE = 512  # blocks that are examined for it at most; this takes a millisecond
+_OFFLOAD_BLOCKS = 64  # blocks evicted at a time, well below a millisecond
+_MORE_PAGES = 2  # least spare pages of a run, for the answer
+_RUN_CHOICE_FACTOR = 4  # blocks examined to find pages in a row: so many times the number that may leave
+_MOST_CHOICE_BLOCKS = 512  # most blocks examined to find pages in a row; this takes a millisecond
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
 @dataclass(slots=True)
 class Placement:
-    """What has to be moved before the pages that a context was given hold its rows."""
+    """The copies and loads that have to be made before a context's new pages hold its rows."""
 
     copies: list[CopyRows] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
@@ -32,8 +32,8 @@ class Placement:
 
 
 class _Pinned:
-    """The blocks that must not leave HBM: those in a pinned page, those with a score above `most`, and with
-    `saved_only` those that are not saved."""
+    """A container of the blocks that must not leave HBM: those in a pinned page, those with a score above `most`, and
+    with `saved_only` those that are not saved."""
 
     def __init__(self, table: CacheTable, pages: PageAllocator, most: int, saved_only: bool) -> None:
         self._row_of, self._pages = table.get, pages
@@ -50,7 +50,8 @@ class _Pinned:
 
 
 class HbmPool:
-    """Single-threaded, part of the CacheManager."""
+    """The ledger of HBM: gives pages to contexts and evicts blocks for them. The Placer, the SchedulerView and the
+    Publisher call it, on the engine's thread."""
 
     def __init__(
         self,
@@ -79,16 +80,18 @@ class HbmPool:
         return row.page is not None and row.position == block * BLOCK_TOKENS
 
     def can_move(self, row: BlockRow) -> bool:
-        """Whether HBM's copy may be rotated anew. It may not if the block is saved: saved keys were never rotated."""
+        """Whether HBM's copy may be rotated anew. It may not if the block is saved, because its saved keys,
+        which were never rotated, are loaded instead."""
         return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
 
     def _group_by_page(self, match: Match) -> list[list[tuple[BlockRow, int]]]:
-        """Split what a match uses by pages of the new context."""
+        """Split the blocks of a match by the pages of the new context that they go to."""
         used, per_page = match.used, self.page_size // BLOCK_TOKENS
         return [used[start : start + per_page] for start in range(0, len(used), per_page)]
 
     def _claim(self, group: list[tuple[BlockRow, int]], first_block: int) -> int | None:
-        """Return the page in which a group can be used where it lies; None if it has to be copied or loaded."""
+        """Return the page in which a group of blocks can be used where it lies; None if it has to be copied or
+        loaded."""
         page = group[0][0].page
         if page is None or any(
             row.page != page or row.offset != place * BLOCK_TOKENS or not self.is_ready(row, first_block + place)
@@ -109,7 +112,7 @@ class HbmPool:
         return [self._claim(group, index * per_page) for index, group in enumerate(groups)]
 
     def usable_in_place(self, match: Match) -> Match:
-        """Return as much of a match as can be used where it lies."""
+        """Return the part of a match that can be used where it lies."""
         claims = self._claims(self._group_by_page(match))
         if None not in claims:
             return match
@@ -125,9 +128,10 @@ class HbmPool:
         num_tokens: int,
         parked: Collection[int] | None = None,
     ) -> Placement | None:
-        """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. None if there
-        is no room, which changes nothing. num_tokens: of the whole context, whose later pages should lie in a row with
-        these. parked: of a context that HBM cannot hold, the numbers of pages that it does without."""
+        """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. Returns None,
+        and changes nothing, if there is no room. num_tokens: length of the whole context, whose later pages should lie
+        in a row with these. parked: for a context that HBM cannot hold, the numbers of the pages that it does
+        without."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
         per_page, num_parked = self.page_size // BLOCK_TOKENS, len(parked or ())
@@ -144,7 +148,7 @@ class HbmPool:
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
-        run = max(pages_needed, self.num_pages(num_tokens))  # so that pages of later steps lie behind it
+        run = max(pages_needed, self.num_pages(num_tokens))  # so that pages of later steps lie after it
         if parked is not None:
             run = pages_needed
         if not held and pages_needed - num_parked <= self.pages.num_free + self.pages.num_cached:
@@ -187,7 +191,7 @@ class HbmPool:
                 placement.loads.append(load)
 
     def grow(self, rows: ContextRows, num_tokens: int) -> bool:
-        """Give a context room for so many more rows. Returns False if there is none, which changes nothing."""
+        """Give a context room for so many more rows. Returns False, and changes nothing, if there is none."""
         missing = self.num_pages(rows.computed + num_tokens) - len(rows.pages)
         if missing <= 0:
             return True
@@ -207,8 +211,8 @@ class HbmPool:
         return pages
 
     def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
-        """Record the page in which a block has arrived as its address in HBM. A request runs on the page. hop: its keys
-        were un-rotated on the way."""
+        """Record that a block has arrived in a page. A request runs on the page. hop: the block's keys were un-rotated
+        on the way."""
         row = self.table.get(key)
         if row is None or (row.page is not None and row.position == position):
             return
@@ -225,7 +229,7 @@ class HbmPool:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. Returns False and evicts nothing if that many cannot be had. The smallest
+        """Evict until `num_pages` are free. Returns False and evicts nothing if that many cannot be freed. The smallest
         score leaves first (CaR §III-B-3); among equals, saved blocks leave before blocks that would be lost."""
         if num_pages > self.pages.num_free + self.pages.num_cached:
             return False
@@ -238,15 +242,17 @@ class HbmPool:
 
     def _make_run(self, num_pages: int, spare: int) -> None:
         """Evict until a context finds `num_pages` pages in a row, and `spare` more if possible: a context in pieces
-        slows every step that attends to it. Only blocks that nobody needs and DRAM has may leave, and no more than the
-        offloader would evict after this context anyway, because free pages hold no history. Of the blocks to leave
-        next, only those in the way do: else a full pool would soon be in pieces too small to make a run."""
+        slows every step that attends to it.
+
+        Only blocks that no request needs and DRAM has may leave. No more of them leave than the offloader would evict
+        after this context anyway, because free pages hold no history. Of the blocks to leave next, only those in the
+        way leave; otherwise a full pool would soon be in pieces too small to make a run."""
         pages = self.pages
         run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
         if not (pages.prefer_contiguous and self._has_slots) or run >= num_pages + spare or budget <= 0:
             return
         sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
-        more = max(budget, min(_RUN_CHOICE * budget, _MOST_CHOICE))
+        more = max(budget, min(_RUN_CHOICE_FACTOR * budget, _MOST_CHOICE_BLOCKS))
         for most, wanted in ((budget, sizes[:2]), (min(2 * budget, more), sizes[:2]), (more, sizes)):
             rows = self._expendable(most)
             for size in wanted:
@@ -258,7 +264,7 @@ class HbmPool:
                     return
 
     def _expendable(self, most: int) -> list[BlockRow]:
-        """Return up to `most` blocks that may leave just for being in the way, the first to leave first."""
+        """Return up to `most` blocks that may be evicted to make a run of pages, the first to leave first."""
         pinned = _Pinned(self.table, self.pages, 0, saved_only=True)
         rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
         return [row for row in rows if row is not None and row.in_dram]
@@ -272,9 +278,9 @@ class HbmPool:
         return []
 
     def offload(self) -> None:
-        """Evict blocks that nobody needs, from the high-water mark down to the low one, a few at a time between steps
-        (CaR's background offloader, §III-C-2). Only saved blocks leave. They need no copy, because they were copied
-        while they were computed."""
+        """Evict blocks that no request needs, from the high-water mark down to the low one, a few at a time between
+        steps (CaR's background offloader, §III-C-2). Only saved blocks leave. They need no copy, because they were
+        copied while they were computed."""
         pages = self.pages
         if pages.num_free >= self.least_free or not pages.num_cached:
             return
@@ -284,7 +290,7 @@ class HbmPool:
             self._stats.offloaded_blocks += 1
 
     def evict(self, key: BlockKey) -> None:
-        """Take a block out of HBM, and out of the table if it is nowhere else."""
+        """Take a block out of HBM, and out of the table if no other tier has it."""
         row = self.table.get(key)
         assert row is not None
         self.leave(row)
@@ -293,7 +299,7 @@ class HbmPool:
             self.table.forget(row)
 
     def leave(self, row: BlockRow) -> None:
-        """Take a block out of HBM. Does not check whether it is anywhere else."""
+        """Take a block out of HBM. Does not check whether another tier has it."""
         if row.page is not None:
             page, row.page = row.page, None
             self.table.moved()
@@ -315,5 +321,5 @@ class HbmPool:
 
 
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:
-    """Yield the keys that are in the table, from tail to head: so what stays of a touched context is a prefix."""
+    """Yield the keys that are in the table, from tail to head, so that what stays of a touched context is a prefix."""
     return (row.key for row in reversed(rows) if row.key in table)

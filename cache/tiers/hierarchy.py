@@ -25,7 +25,7 @@ from reprise.cache.tiers.write_behind import WriteBehind
 
 
 class Hierarchy:
-    """Single-threaded, part of the CacheManager.
+    """Holds the ledgers of all tiers for the CacheManager's parts, which call it on the engine's thread.
 
     hbm                 which blocks lie in pages
     dram, disk, redis   which blocks lie where in a tier below, and what leaves it; `below` has them by name
@@ -90,7 +90,8 @@ class Hierarchy:
             self.policies.append(self.dram.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """Record that a turn arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
+        """Record that a turn has arrived with a prompt of so many tokens. None: it will arrive soon, or did before a
+        restart."""
         self.regulars.used(name, now)
         if num_tokens is not None:
             self.succession.came(name)
@@ -109,7 +110,7 @@ class Hierarchy:
         self.returns.forget(name)
 
     def own(self, row: BlockRow, name: SessionName, place: int) -> None:
-        """Record that a block stands in a session's context, after `place` others."""
+        """Record that a block stands in a session's context, after `place` other blocks."""
         if name not in row.owners:
             row.owners = (*row.owners, name)
         row.place = place
@@ -139,7 +140,7 @@ class Hierarchy:
             self.table.forget(row)
 
     def forget(self, key: BlockKey) -> None:
-        """Let no request find a block again, in any tier."""
+        """Hide a block from all requests, in every tier."""
         self.dram.saves.cancel(key)
         row = self.table.get(key)
         if row is None:
@@ -150,12 +151,12 @@ class Hierarchy:
         self.table.forget(row)
 
     def quarantine(self, tier: str) -> None:
-        """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
-        although it was intact."""
+        """Stop using `dram` or `disk` in this process and trust nothing in it, because wrong results came out of it
+        although the checksums were right."""
         (self.dram if tier == "dram" else self.disk).quarantine()
 
     def condemn_codec(self) -> None:
-        """Use the codec no more in this process."""
+        """Stop using the codec in this process."""
         self.form.is_condemned = True
         self.dram.coded.quarantine()
 
@@ -166,7 +167,7 @@ class Hierarchy:
         return self.writes.is_writing(name) or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
-        """Remove these blocks from DRAM and disk, and the extents they are in; `DiskLedger.ended_deletions` names
+        """Remove these blocks from DRAM and disk, with the extents they are in. `DiskLedger.ended_deletions` names
         `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM
         has them."""
         extent_ids: dict[int, None] = {}
@@ -181,7 +182,8 @@ class Hierarchy:
 
     @property
     def in_flight(self) -> int:
-        """Saves, encodings, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
+        """The number of saves, encodings, fetches, writes and deletions under way and of sessions to be recorded; zero
+        at idle."""
         return (
             self.dram.in_flight
             + self.fetches.in_flight

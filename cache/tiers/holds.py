@@ -9,7 +9,7 @@ from reprise.cache.blocks.table import BlockRow, SessionName
 
 
 class KeysWhere:
-    """Makes a container of the blocks for which a function says true."""
+    """A container of the blocks for which a function returns true."""
 
     def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
         self._contains = contains
@@ -19,18 +19,19 @@ class KeysWhere:
 
 
 class PinnedSessions(set[SessionName]):
-    """The sessions whose saved blocks are not evicted."""
+    """A set of the sessions whose saved blocks are not evicted."""
 
     def own(self, row: BlockRow) -> bool:
-        """Whether one of them owns this block."""
+        """Whether a pinned session owns this block."""
         return bool(self) and any(owner in self for owner in row.owners)
 
 
 class DirtyBlocks:
-    """Blocks in DRAM that are still to be written to disk, by the session they are written with. Single-threaded."""
+    """The blocks in DRAM that are still to be written to disk, by the session they are written with. Saves adds them
+    and WriteBehind takes them, on the engine's thread."""
 
     def __init__(self, *, has_disk: bool) -> None:
-        """has_disk: without a disk nothing is ever dirty."""
+        """has_disk: without a disk no block is ever dirty."""
         self._has_disk = has_disk
         self.changes = 0  # number of events after which there may be something new to write
         self.may_leave = False  # the disk refuses writes: DRAM must go on without these blocks
@@ -40,7 +41,7 @@ class DirtyBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks. One that was noted for two sessions counts twice."""
+        """The number of blocks. A block that was noted for two sessions counts twice."""
         return sum(map(len, self.sessions.values()))
 
     def of(self, name: SessionName) -> list[BlockKey]:
@@ -58,7 +59,7 @@ class DirtyBlocks:
         return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
-        """Forget a block that has left DRAM: there is nothing left to write it from."""
+        """Forget a block that has left DRAM: there is nothing left from which to write it."""
         for owner in row.owners:
             if owner in self.sessions:
                 self.sessions[owner].pop(row.key, None)
@@ -69,7 +70,7 @@ class DirtyBlocks:
             self.sessions.get(name, {}).pop(key, None)
 
     def settle(self, name: SessionName) -> None:
-        """Forget a session of which nothing is left to write."""
+        """Forget a session all of whose blocks are written."""
         if not self.sessions.get(name):
             self.sessions.pop(name, None)
 
@@ -79,7 +80,7 @@ class DirtyBlocks:
 
 
 class Holds:
-    """The reasons for which blocks stay in DRAM, for all its tiers. Single-threaded."""
+    """The reasons for which blocks stay in DRAM. All tiers of slots ask it, on the engine's thread."""
 
     def __init__(self, *, pinned: PinnedSessions, dirty: DirtyBlocks, form: CodedForm) -> None:
         self.pinned, self.dirty = pinned, dirty
@@ -90,6 +91,6 @@ class Holds:
         return ("disk" not in row.copies and self.dirty.hold(row)) or self.pinned.own(row)
 
     def keep_rows(self, row: BlockRow) -> bool:
-        """Whether a block's rows stay in DRAM: for the reasons above, unless it lies there coded too, or until it is
-        coded."""
+        """Whether a block's rows stay in DRAM. They stay if the block has to and is in no coded slot, and until it is
+        coded if it has to be."""
         return "coded" not in row.copies and (self._form.awaits(row) or self.keep(row))

@@ -1,4 +1,5 @@
-"""Counts who holds each HBM page. A page is free, cached (blocks live in it, nobody runs on it) or pinned."""
+"""Counts the claims on each HBM page. A page is free, cached (blocks live in it, but no request runs on it) or
+pinned."""
 
 import re
 from collections.abc import Iterable
@@ -7,8 +8,8 @@ _HOLE = re.compile(rb"\x01+")
 
 
 class PageAllocator:
-    """Counts two kinds of claims on each page: pins (requests that run on it) and residents (published blocks in it).
-    A page without any claim is free. Single-threaded."""
+    """Counts two kinds of claims on each page: pins (requests that run on it) and residents (published blocks in it). A
+    page without any claim is free. HbmPool and the parts that move rows call it, on the engine's thread."""
 
     def __init__(self, *, num_pages: int, prefer_contiguous: bool) -> None:
         self.num_pages = num_pages
@@ -24,12 +25,12 @@ class PageAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Number of pages that could be freed by evicting blocks."""
+        """The number of pages that could be freed by evicting blocks."""
         return self.num_pages - self.num_free - self.num_pinned
 
     def take(self, after: int | None, wanted: int) -> int:
-        """Take a free page, pinned once; the one after page `after` if that is free and runs are preferred. wanted: how
-        many will be taken one after the other, this one included. Raises IndexError when none is free."""
+        """Take a free page, pinned once. If runs are preferred, takes the page after page `after` if that is free.
+        wanted: how many will be taken one after the other, this one included. Raises IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
         self.reached = max(self.reached, page + 1)
@@ -61,7 +62,7 @@ class PageAllocator:
 
     @property
     def longest_run(self) -> int:
-        """Number of free pages in the longest row of them."""
+        """The number of free pages in the longest row of them."""
         return self._largest_hole()[1]
 
     def _largest_hole(self, stop: int | None = None) -> tuple[int, int]:
@@ -72,7 +73,7 @@ class PageAllocator:
         return start, end - start
 
     def window_for_run(self, leaving: Iterable[int], wanted: int, most: int) -> set[int] | None:
-        """Return the pages that have to become free, at most `most`, for `wanted` free pages to lie in a row; None if
+        """Return the pages that have to become free, at most `most`, so that `wanted` free pages lie in a row; None if
         that cannot be. leaving: the pages of residents that may leave, the best to lose first. Of all windows, takes
         the one that is complete soonest, with as many pages in it as possible that are free already."""
         is_free = bytearray(self._is_free)

@@ -1,8 +1,8 @@
 """Keeps account of Redis: which blocks have a copy there, and what is uploaded next. Touches no bytes.
 
 Extents in Redis are immutable, shared with other servers, and may vanish at any time: by their time to live, by Redis'
-own eviction, or because their session was deleted elsewhere. So nothing here is more than a hope. A copy that is not
-there is found out by the load that wants it, and forgotten.
+own eviction, or because their session was deleted elsewhere. So a copy in this ledger may be gone. The load that wants
+it then finds out, and the copy is forgotten.
 """
 
 import math
@@ -19,12 +19,12 @@ from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.stats import CacheStats
 from reprise.cache.tiers.disk import DiskLedger
 
-_MAX_UPLOADS = 2  # under way at once, so that the most valuable is chosen late
-_MAX_WANTED = 1 << 16  # extents that wait to be uploaded; the oldest are left out
-_RENEW_S = 60.0  # between two times that turns of one session keep for longer what they have used
-_RETRY_S = 2.0  # after Redis has refused an upload or a deletion
+_MAX_UPLOADS = 2  # uploads under way at once: few, so that the most valuable is chosen late
+_MAX_WANTED_EXTENTS = 1 << 16  # extents that wait to be uploaded; the oldest are left out
+_RENEW_S = 60.0  # least time between two renewals of what one session uses
+_RETRY_S = 2.0  # wait after Redis has refused an upload or a deletion
 _UNANSWERED = frozenset({"io", "deadline"})
-_UNKNOWN_GAP_S = 3600.0  # until the next use of a session whose rhythm is not known
+_UNKNOWN_GAP_S = 3600.0  # assumed time to the next use of a session whose rhythm is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class _Deletion:
 
 
 class RedisLedger:
-    """Single-threaded, part of the CacheManager. Without Redis everything is a no-op."""
+    """The ledger of the Redis tier: knows the copies there and orders uploads, renewals and deletions. The Hierarchy
+    and the CacheManager's other parts call it, on the engine's thread. Without Redis everything is a no-op."""
 
     name: Final = "redis"
 
@@ -60,20 +61,20 @@ class RedisLedger:
         self._orders, self._stats = orders, stats
         self._bytes_per_token, self._unix_offset_s = options.bytes_per_token, options.unix_offset_s
         self._wanted: dict[int, SessionName] = {}  # extents on disk that are to be uploaded, oldest first
-        self._uploads: dict[int, _Upload] = {}  # under way, by job
-        self._deletions: dict[int, _Deletion] = {}  # likewise
-        self._renewals: dict[int, tuple[SessionName, Collection[BlockKey]]] = {}  # likewise; of blocks of a session
-        self._refused: list[_Deletion] = []  # to be tried again
+        self._uploads: dict[int, _Upload] = {}  # uploads under way, by job
+        self._deletions: dict[int, _Deletion] = {}  # deletions under way, by job
+        self._renewals: dict[int, tuple[SessionName, Collection[BlockKey]]] = {}  # renewals under way, by job
+        self._refused: list[_Deletion] = []  # deletions that will be tried again
         self._undeleted: set[str] = set()  # waiters whose deletion Redis has refused
         self._retry_s = -math.inf
-        self.used_bytes = 0  # of all servers' extents, as Redis had it in its books a few seconds ago
-        self.num_blocks = 0  # that have a copy which counts
+        self.used_bytes = 0  # bytes of all servers' extents, by the books of a few seconds ago
+        self.num_blocks = 0  # blocks that have a copy which counts
         self.uploaded: list[SessionName] = []
-        """Sessions of which an upload has ended. Cleared by whoever tells of it."""
+        """Sessions of which an upload has ended. `SessionStore.take_heads` clears it."""
 
     @property
     def in_flight(self) -> int:
-        """Uploads and deletions under way."""
+        """The number of uploads and deletions under way."""
         return len(self._uploads) + len(self._deletions)
 
     def bytes_of(self, row: BlockRow) -> int:
@@ -90,7 +91,7 @@ class RedisLedger:
                 self._attach(row, extent.name, index)
 
     def adopt(self, extent: RedisExtent, name: SessionName, wanted: Iterable[BlockKey]) -> None:
-        """Record those of these blocks that an extent of another server has, for a session that is taken over."""
+        """Record which of these blocks are in an extent of another server, for a session that is taken over."""
         keys = set(wanted)
         for index, block in enumerate(extent.blocks):
             if block.key not in keys:
@@ -104,7 +105,7 @@ class RedisLedger:
                     token_ids=tokens,
                     size_bytes=len(tokens) * self._bytes_per_token,
                     session_id=extent.session.session_id if block.is_open else None,
-                    kept_raw=True,  # nobody knows whether it begins a context, or holds decoded rows
+                    kept_raw=True,  # not known whether it begins a context, or holds decoded rows
                     owners=(name,),
                 )
                 self._table.publish(row)
@@ -120,7 +121,7 @@ class RedisLedger:
         """Do nothing: Redis judges by what is loaded from it (`settle`, `renew`)."""
 
     def drop(self, row: BlockRow) -> None:
-        """Forget a block's copy. Does not check whether it is anywhere else."""
+        """Forget a block's copy. Does not check whether another tier has it."""
         if row.copies.pop("redis", None) is not None:
             self.num_blocks -= 1
             self._table.moved()
@@ -132,9 +133,9 @@ class RedisLedger:
         name: SessionName,
         now: float,
     ) -> None:
-        """Record that blocks were loaded or fetched for a session from these copies, but for those in `failed`. Redis
-        keeps for another time to live what was of use. An extent of which a block is not what was stored leaves Redis,
-        so that others do not try it either, and none of its blocks are looked for there again."""
+        """Record that blocks were loaded or fetched for a session from these copies, except those in `failed`. Redis
+        keeps the useful extents for another time to live. An extent with a damaged block leaves Redis, so that other
+        servers do not try it either, and none of its blocks are looked for there again."""
         damaged = {extent for key, (extent, _) in copies.items() if failed.get(key, "late") not in NOT_ITS_COPY}
         used: dict[bytes, None] = {}
         for key, copy in copies.items():
@@ -152,9 +153,9 @@ class RedisLedger:
             self._renew(list(used), name, list(copies), now)
 
     def renew(self, name: SessionName, keys: Collection[BlockKey], renewed_s: float, now: float) -> float:
-        """Keep what a turn has used for longer, wherever it was loaded from: one that is always served here would have
-        nothing left in Redis when this server dies. renewed_s: when this was last done for the session, for which one
-        minute is enough. Returns when it was now."""
+        """Keep the extents that a turn has used for longer, whichever tier it was loaded from. Otherwise a session that
+        is always served here would have nothing left in Redis when this server dies. renewed_s: when this was last done
+        for the session; once a minute is enough. Returns when it was last done now."""
         if now - renewed_s < _RENEW_S:
             return renewed_s
         if names := self.names_of(keys):
@@ -168,7 +169,7 @@ class RedisLedger:
 
     def on_renewed(self, job: int, missing: Collection[bytes]) -> None:
         """Record which extents have left Redis before they could be renewed. Their blocks are uploaded again from disk.
-        Those that are nowhere else are left to whoever wants to load them."""
+        Copies of blocks that no other tier has are not forgotten here: a load finds out that they are gone."""
         name, keys = self._renewals.pop(job)
         rows = [self._table.get(key) for key in keys] if missing else []
         for row in rows:
@@ -185,7 +186,7 @@ class RedisLedger:
         return list(dict.fromkeys(row.copies["redis"][0] for row in rows if row is not None and "redis" in row.copies))
 
     def leading_tokens(self, keys: Iterable[BlockKey]) -> int:
-        """Return how many tokens of a context, from the first on, have a copy."""
+        """Return how many tokens of a context, from the first on, have a copy in Redis."""
         tokens = 0
         for key in keys:
             row = self._table.get(key)
@@ -197,14 +198,15 @@ class RedisLedger:
     # --- what is uploaded ---------------------------------------------------------------------------------------------
 
     def want(self, extent: ExtentInfo) -> None:
-        """Have an extent uploaded that was written to disk."""
+        """Ask for the upload of an extent that was written to disk."""
         if self.is_on:
             self._wanted[extent.extent_id] = extent.session.names
-            if len(self._wanted) > _MAX_WANTED:
+            if len(self._wanted) > _MAX_WANTED_EXTENTS:
                 del self._wanted[next(iter(self._wanted))]
 
     def want_session(self, name: SessionName, keys: Iterable[BlockKey]) -> None:
-        """Have a session's extents uploaded that Redis does not have yet, such as those of an earlier process."""
+        """Ask for the upload of a session's extents that Redis does not have yet, such as those of an earlier
+        process."""
         if self.is_on:
             under_way = {upload.extent_id for upload in self._uploads.values()}
             for key in keys:
@@ -214,7 +216,7 @@ class RedisLedger:
                     self._wanted.setdefault(extent[0], name)
 
     def plan(self, now: float) -> None:
-        """Order uploads, those of the sessions first that are most worth keeping, and deletions that were refused."""
+        """Order uploads, those of the sessions most worth keeping first, and deletions that were refused."""
         if now < self._retry_s:
             return
         while self._wanted and len(self._uploads) < _MAX_UPLOADS:
@@ -230,7 +232,7 @@ class RedisLedger:
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` has anything to look at."""
+        """Whether `plan` may have anything to order."""
         return bool(self._wanted or self._refused)
 
     def next_use_s(self, name: SessionName, now: float) -> float:
@@ -241,7 +243,7 @@ class RedisLedger:
         return any(upload.session == name for upload in self._uploads.values())
 
     def on_uploaded(self, job: int, extent: RedisExtent | None, reason: str | None, now: float) -> None:
-        """Record the end of an upload. extent: None if there was none; one that Redis has not answered to is tried
+        """Record the end of an upload. extent: None if nothing was stored; if Redis did not answer, the upload is tried
         again."""
         upload = self._uploads.pop(job)
         if extent is not None:
@@ -256,7 +258,7 @@ class RedisLedger:
     # --- what is adopted ----------------------------------------------------------------------------------------------
 
     def read_headers(self, names: Sequence[bytes]) -> int:
-        """Order the headers of extents to be read. Returns the job that HeadersRead will tell of."""
+        """Order the headers of extents to be read. Returns the job that HeadersRead will name."""
         job = self._orders.next_job()
         self._orders.add(ReadHeaders(job, tuple(names)))
         return job
@@ -264,8 +266,8 @@ class RedisLedger:
     # --- what leaves --------------------------------------------------------------------------------------------------
 
     def delete(self, tenant: str, session_id: str, waiter: str | None) -> None:
-        """Delete all that Redis has of the sessions of an id, which are deleted together, whatever their salts. `waits`
-        says whether that is under way for `waiter`."""
+        """Delete everything that Redis has of the sessions of an id, whatever their salts. `waits` says whether that is
+        under way for `waiter`."""
         if not self.is_on:
             return
         names = (tenant, session_id)
@@ -275,7 +277,7 @@ class RedisLedger:
         self._orders.add(DeleteRemote(job, tenant, session_id))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """Record the end of a deletion. problem: bytes may still be there, and it is tried again."""
+        """Record the end of a deletion. problem: why bytes may still be there; it is then tried again."""
         deletion = self._deletions.pop(job)
         if problem is not None:
             self._refused.append(deletion)
@@ -288,7 +290,7 @@ class RedisLedger:
         return any(deletion.waiter == waiter for deletion in self._deletions.values())
 
     def take_refusal(self, waiter: str) -> bool:
-        """Whether Redis has refused a deletion for this request, which is then forgotten."""
+        """Return whether Redis has refused a deletion for this request, and forget the refusal."""
         found = waiter in self._undeleted
         self._undeleted.discard(waiter)
         return found

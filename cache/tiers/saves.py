@@ -20,8 +20,8 @@ class _Ticket:
 
 
 class Saves:
-    """Orders saves into slots of rows, for the Saver, and hears of their end. Single-threaded, part of the
-    CacheManager."""
+    """Orders saves into slots of rows, for the Saver, and hears of their end from the CacheManager, on the engine's
+    thread."""
 
     def __init__(
         self, *, table: CacheTable, pages: PageAllocator, rows: SlotTier, dirty: DirtyBlocks, orders: Orders
@@ -34,14 +34,14 @@ class Saves:
 
     @property
     def in_flight(self) -> int:
-        """Number of saves under way."""
+        """The number of saves under way."""
         return len(self._tickets)
 
     def is_saving(self, key: BlockKey) -> bool:
         return key in self._saving
 
     def slot_of(self, row: BlockRow) -> int | None:
-        """Return the slot that has a block's rows for every order from now on: they may be on their way to it."""
+        """Return the slot that holds a block's rows for every later order; the rows may still be on their way to it."""
         slot = row.copies.get("dram")
         ticket = self._saving.get(row.key) if slot is None else None
         return slot if ticket is None else self._tickets[ticket].slot
@@ -59,7 +59,7 @@ class Saves:
         self._orders.add(move)
 
     def seal(self, slot: int, row: BlockRow | None, num_rows: int) -> None:
-        """Order a slot to be sealed, after all that fills it. row: for the table, without an address
+        """Order a slot to be sealed, after everything that fills it. row: the row for the table, without an address
         (`BlockRow.unstored`); None: give the slot back."""
         ticket = self._orders.next_job()
         self._tickets[ticket] = _Ticket(row, slot)
@@ -100,12 +100,12 @@ class Saves:
             self._dirty.add(known)
 
     def owners(self) -> set[SessionName]:
-        """Return the sessions of which blocks are being saved."""
+        """Return the sessions whose blocks are being saved."""
         rows = (self._tickets[ticket].row for ticket in self._saving.values())
         return {owner for row in rows if row is not None for owner in row.owners}
 
     def disown(self, name: SessionName) -> None:
-        """Take a session that is gone off the owners of blocks that are being saved."""
+        """Remove a session that is gone from the owners of blocks that are being saved."""
         for ticket in self._tickets.values():
             if ticket.row is not None and name in ticket.row.owners:
                 ticket.row.owners = tuple(owner for owner in ticket.row.owners if owner != name)

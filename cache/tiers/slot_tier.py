@@ -13,11 +13,11 @@ from reprise.cache.tiers.slots import SlotPool
 
 
 class SlotTier:
-    """A part of DRAM: the slots of rows (`dram`) or, with a codec, those of coded blocks (`coded`). Single-threaded,
-    part of the CacheManager. With no slots everything is a no-op.
+    """The ledger of one part of DRAM: the slots of rows (`dram`) or, with a codec, those of coded blocks (`coded`).
+    Dram and the CacheManager's other parts call it, on the engine's thread. With no slots everything is a no-op.
 
-    A block may be in both. Then its rows, which are exact, are loaded, and leave without a loss when their slot is
-    wanted: for `dram`, the coded slots are the cover.
+    A block may be in both. Then its rows, which are exact, are the ones that are loaded. They leave without a loss when
+    their slot is wanted, because the coded slots cover them.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SlotTier:
         holds: Holds,
         stats: CacheStats,
     ) -> None:
-        """most_resident: blocks that stay when others are done with the slots that pass blocks on. covered_by: the tier
+        """most_resident: most blocks that stay when the slots for blocks in passing are empty. covered_by: the tier
         that may have the same blocks, so that they leave from here first; None: there is none."""
         self.name: Literal["dram", "coded"] = name
         self._slots = slots
@@ -51,28 +51,28 @@ class SlotTier:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that can be taken without anything leaving."""
+        """The number of slots that can be taken without evicting a block."""
         return 0 if self._is_quarantined else self._slots.num_free
 
     @property
     def num_usable(self) -> int:
-        """Number of slots that blocks may lie in."""
+        """The number of slots in which blocks may lie."""
         return 0 if self._is_quarantined else self.num_slots
 
     @property
     def reached(self) -> int:
-        """Number of leading slots that may have been filled; the others never were."""
+        """The number of leading slots that may have been filled; the others never were."""
         return self._slots.reached
 
     def bytes_of(self, row: BlockRow) -> int:
-        """Return what a block takes here."""
+        """Return the bytes that a block takes in this tier."""
         return row.size_bytes if self.name == "dram" else self.slot_bytes
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def take_slot(self, newcomer: SessionName | None) -> int | None:
-        """Take a slot to fill; None if there is none. If none is free, a block leaves for it: with a newcomer, only one
-        that should leave before a block of that session."""
+        """Take a slot to fill; None if there is none. If none is free, a block leaves for it. With a newcomer, only a
+        block leaves that should leave before a block of that session."""
         if self._is_quarantined:
             return None
         if not self._slots.num_free and self.resident:
@@ -80,7 +80,7 @@ class SlotTier:
         return self._slots.take()
 
     def give_back(self, slot: int) -> None:
-        """Give back a slot that is not needed for what it was taken for."""
+        """Give back a slot that is not needed any more for what it was taken for."""
         self._slots.give_back(slot)
 
     def pin(self, slot: int) -> None:
@@ -106,7 +106,7 @@ class SlotTier:
         return True
 
     def keep(self, key: BlockKey, slot: int) -> None:
-        """Keep a block that passed through this slot on its way from below, if it is still wanted."""
+        """Keep a block that came from below and passed through this slot, if it is still wanted."""
         row = self._table.get(key)
         if row is not None and self.name not in row.copies and row.is_below_dram:
             self.attach(row, slot)
@@ -118,7 +118,7 @@ class SlotTier:
         self.policy.touch(row.key)
 
     def drop(self, row: BlockRow) -> None:
-        """Take a block out of its slot. Does not check whether it is anywhere else."""
+        """Take a block out of its slot. Does not check whether another tier has it."""
         slot = row.copies.pop(self.name, None)
         if slot is None:
             return
@@ -148,8 +148,8 @@ class SlotTier:
         return row is None or not self._is_covered(row) or self._is_immovable(key)
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
-        """Let `count` blocks leave, or as many as may: with a newcomer, only those that should leave before a block of
-        that session. Returns False if none may."""
+        """Let `count` blocks leave, or as many as may. With a newcomer, only blocks leave that should leave before a
+        block of that session. Returns False if none may."""
         covered = self.leave_covered(count)
         if covered >= count:
             return True
@@ -158,7 +158,8 @@ class SlotTier:
         return bool(covered or victims)
 
     def leave_covered(self, count: int) -> int:
-        """Let up to `count` blocks leave that the covering tier has too: nothing leaves DRAM. Returns how many."""
+        """Let up to `count` blocks leave that the covering tier has too, so that no block leaves DRAM. Returns how many
+        left."""
         if self._covered_by is None or count <= 0:
             return 0
         victims = self.policy.victims(count, self._not_covered)
@@ -177,8 +178,8 @@ class SlotTier:
                 self._table.forget(row)
 
     def quarantine(self) -> None:
-        """Stop using the tier in this process and believe nothing in it, because what came out of it was wrong although
-        it was intact."""
+        """Stop using the tier in this process and trust nothing in it, because wrong results came out of it although
+        the checksums were right."""
         for row in list(self._table):
             self.drop(row)
             if row.is_nowhere:

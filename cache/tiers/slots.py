@@ -2,15 +2,15 @@
 
 
 class SlotPool:
-    """Slots of one size. A slot is free again only when the last copy out of it is done. Single-threaded, part of a
-    SlotTier."""
+    """The slots of one size, for one SlotTier, on the engine's thread. A slot is free again only when the last copy out
+    of it is done."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.reached = 0  # number of leading slots that may have been filled; the others never were
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins = [0] * num_slots
-        self._doomed: set[int] = set()  # to be freed by their last unpin
+        self._doomed: set[int] = set()  # slots that their last unpin frees
 
     @property
     def num_free(self) -> int:
@@ -39,7 +39,7 @@ class SlotPool:
             self._free.append(slot)
 
     def give_back(self, slot: int) -> None:
-        """Free a slot, once nobody reads it any more."""
+        """Free a slot, once it is not being read any more."""
         if self._pins[slot]:
             self._doomed.add(slot)
         else:

@@ -1,4 +1,4 @@
-"""The interface by which the cache speaks to a tier below HBM, whatever lies in it."""
+"""Defines the interface by which the cache speaks to any tier below HBM."""
 
 from typing import Protocol
 
@@ -6,17 +6,17 @@ from reprise.cache.blocks.table import BlockRow, TierName
 
 
 class Tier(Protocol):
-    """A place below HBM that keeps copies of blocks, and writes its own entry of `BlockRow.copies` alone. Which blocks
-    come and leave is the tier's own affair. Single-threaded, part of the CacheManager; holds no bytes.
+    """A place below HBM that keeps copies of blocks, and writes only its own entry of `BlockRow.copies`. Each tier
+    decides which blocks come and leave. The Hierarchy calls it, on the engine's thread; it holds no bytes.
 
-    Only sizes and addresses of copies are known here. Another kind of content, such as the state of a layer that has no
-    KV, is one more tier of each medium, with slots of its own size."""
+    The interface knows only sizes and addresses of copies. Another kind of content, such as the state of a layer that
+    has no KV, is one more tier of each medium, with slots of its own size."""
 
     @property
     def name(self) -> TierName: ...
 
     def bytes_of(self, row: BlockRow) -> int:
-        """Return the bytes that a block takes here, which it is in."""
+        """Return the bytes of a block's copy in this tier, which must have one."""
         ...
 
     def touch(self, row: BlockRow) -> None:
@@ -24,5 +24,5 @@ class Tier(Protocol):
         ...
 
     def drop(self, row: BlockRow) -> None:
-        """Forget the copy of a block, if there is one. Does not check whether it is anywhere else."""
+        """Forget the copy of a block, if there is one. Does not check whether another tier has one."""
         ...

@@ -1,4 +1,5 @@
-"""Writes to disk what turns have left in DRAM, after their end, and records their sessions there."""
+"""Writes the blocks that turns have left in DRAM to disk, after the turns have ended, and records their sessions
+there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,19 +18,19 @@ from reprise.cache.tiers.holds import DirtyBlocks
 from reprise.cache.tiers.slot_tier import SlotTier
 
 MAX_EXTENT_BLOCKS = 512
-_MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless
-_RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
-_EXTENT_OVERHEAD = 3 * 4096
+_MAX_WRITES = 2  # most writes under way at once: disks like a short queue, and waiting blocks may become needless
+_RETRY_S = 5.0  # wait after a failed write; the blocks stay in DRAM meanwhile
+_EXTENT_OVERHEAD_BYTES = 3 * 4096
 IsRunning = Callable[[SessionName], bool]
 RecordOf = Callable[[SessionName], SessionRecord | None]
 """Returns what is to be recorded of a session; None if there is no session by this name."""
 
 
 class _Kind(IntEnum):
-    """How a block is written."""
+    """The form in which a block is written."""
 
     RAW = 0  # as its rows are
-    ENCODED = 1  # coded, by whoever writes it: there is no coded slot for it
+    ENCODED = 1  # coded by the thread that writes it: there is no coded slot for it
     CODED = 2  # out of its coded slot
 
 
@@ -38,12 +39,13 @@ class _Write:
     session: SessionName
     keys: list[BlockKey]
     slots: list[int]
-    tier: SlotTier  # whose slots these are
+    tier: SlotTier  # the tier of these slots
     size_bytes: int
 
 
 class WriteBehind:
-    """Single-threaded, part of the CacheManager. Without a disk everything is a no-op."""
+    """Decides which blocks and sessions are written to disk, and when. The CacheManager calls `plan` before every step
+    on the engine's thread. Without a disk everything is a no-op."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class WriteBehind:
         self._writing: set[SessionName] = set()
         self.unrecorded: dict[SessionName, None] = {}
         """Sessions that have changed since the disk was told of them. Read only."""
-        self._retry_s = 0.0  # when the disk is asked again; 0: it has not refused
+        self._retry_s = 0.0  # time at which the disk is asked again; 0: it has not refused
         self.seen = (-1, -1)
         """`DirtyBlocks.changes` and `runners` when `plan` looked for blocks last. Read only."""
         self._run: set[SessionName] = set()  # dirty sessions that were seen to run
@@ -71,20 +73,20 @@ class WriteBehind:
 
     @property
     def in_flight(self) -> int:
-        """Writes under way, and sessions to be recorded; zero at idle."""
+        """The number of writes under way and of sessions to be recorded; zero at idle."""
         return len(self._writes) + len(self.unrecorded)
 
     def is_writing(self, name: SessionName) -> bool:
         return name in self._writing
 
     def session_changed(self, name: SessionName) -> None:
-        """Have a session recorded on disk: by its next extent, which says the same, or by a record of its own."""
+        """Note that a session has to be recorded on disk: with its next extent, which records it too, or alone."""
         if self._disk.capacity_bytes:
             self.unrecorded[name] = None
             self._disk.reborn(name)
 
     def forget(self, name: SessionName) -> None:
-        """Forget a session that is gone. Blocks that others own too go to disk with theirs."""
+        """Forget a session that is gone. Blocks that other sessions own too are written with those."""
         for key in self._dirty.forget(name):
             left = self._table.get(key)
             if left is not None and left.in_dram and left.owners:
@@ -92,8 +94,8 @@ class WriteBehind:
         self.unrecorded.pop(name, None)
 
     def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Order what can be written now: blocks, then records of sessions. runners: a number that changes whenever a
-        request ceases to run."""
+        """Order the writes that are possible now: blocks, then records of sessions. runners: a number that changes
+        whenever a request ceases to run."""
         changes = (self._dirty.changes, runners)
         # Without a change there is nothing new to write: while a turn runs, what is dirty is mostly its own.
         if changes != self.seen and self._may_write(now):
@@ -109,7 +111,7 @@ class WriteBehind:
         return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 
     def _write_blocks(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Write what turns have left in DRAM, and that of running turns too when slots are scarce."""
+        """Write blocks that turns have left in DRAM, and those of running turns too when slots are scarce."""
         self._refused_until(0.0)
         pressed = self._dram.is_pressed
         if runners != self._runners:
@@ -120,7 +122,7 @@ class WriteBehind:
             if len(self._writes) >= _MAX_WRITES:
                 return
             if self._form.is_condemned and not is_exact(name[1]):
-                self._dirty.forget(name)  # nobody will find it again
+                self._dirty.forget(name)  # no request will find it again
                 continue
             if runs := is_running(name):
                 self._run.add(name)
@@ -142,7 +144,7 @@ class WriteBehind:
                 kind = max(map(self._kind, rows))
                 rows = [row for row in rows if self._kind(row) == kind]
                 known = record(name) or SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
-                # What is encoded for an extent lies in memory until that is written.
+                # Blocks that are encoded for an extent stay in memory until it is written.
                 most = AT_ONCE if kind == _Kind.ENCODED else MAX_EXTENT_BLOCKS
                 self._write(name, rows[:most], kind, known, now)
             else:
@@ -156,7 +158,7 @@ class WriteBehind:
     def _write(self, name: SessionName, rows: list[BlockRow], kind: _Kind, record: SessionRecord, now: float) -> None:
         is_coded, from_coded = kind != _Kind.RAW, kind == _Kind.CODED
         block_bytes = self._form.block_bytes if is_coded else self._dram.rows.slot_bytes
-        size = len(rows) * block_bytes + _EXTENT_OVERHEAD + len(record.context)
+        size = len(rows) * block_bytes + _EXTENT_OVERHEAD_BYTES + len(record.context)
         if not self._disk.reserve(size):
             self._stats.refused["disk"] += len(rows)
             self._refused_until(now + _RETRY_S)
@@ -175,12 +177,12 @@ class WriteBehind:
 
     def on_written(self, job: int, extent: ExtentInfo | None, refused: Sequence[BlockKey], now: float) -> None:
         """Record the end of a write. extent: None if the disk has refused; it is asked again later. refused: blocks
-        that the codec has refused; if there are any, extent None means that no block was left."""
+        that the codec could not encode. If there are any, extent None means that they were all of the blocks."""
         self._dirty.changes += 1
         write = self._writes.pop(job)
         for key in refused:
             if (row := self._table.get(key)) is not None:
-                row.kept_raw = True  # and is written as it is, with the next extent
+                row.kept_raw = True  # so it is written as it is, with the next extent
         self._writing.discard(write.session)
         self._disk.give_back(write.size_bytes)
         if extent is None and refused:
@@ -200,14 +202,14 @@ class WriteBehind:
         self._dram.trim()
 
     def _refused_until(self, retry_s: float) -> None:
-        """Ask the disk again only at this time, because it has refused a write; until then blocks may leave DRAM
+        """Ask the disk again only at this time, because it has refused a write. Until then blocks may leave DRAM
         without having been written. 0: ask now."""
         self._retry_s = retry_s
         self._dirty.may_leave = retry_s > 0
 
     def _record_sessions(self, is_running: IsRunning, record: RecordOf) -> None:
-        """Record the changed sessions of which no extent is about to be written, since a record of its own costs as
-        much as half a small extent."""
+        """Record the changed sessions of which no extent is about to be written. An extent records its session too, and
+        a record alone costs as much as half a small extent."""
         coming: set[SessionName] = set()
         if not self._retry_s and not self._disk.is_quarantined:
             coming = self._writing.union(self._dirty.sessions, self._saves.owners())

@@ -1,1 +1,1 @@
-"""The threads that move KV between the tiers."""
+"""Moves KV between the tiers, in threads."""

@@ -1,4 +1,4 @@
-"""Holds the KV of steps, or the activations it is made of, on its way into DRAM."""
+"""Holds the KV of steps, or the activations from which it is made, on its way into DRAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from reprise.cache.transfer.device_streams import Fence
 
 @dataclass(slots=True)
 class Captured:
-    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; or what its layers' attention has begun
-    with, [tokens, 1, width]. The step's own tensors, not copies. layers: which layers these are; the others have saved
-    their rows themselves."""
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; or the input of its layers' attention,
+    [tokens, 1, width]. These are the step's own tensors, not copies. layers: the layers held here; the others have
+    saved their rows themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Captured:
 
     @property
     def parts(self) -> list[Tensor]:
-        """What there is to save, in the order of `Slab.parts`."""
+        """The tensors to save, in the order of `Slab.parts`."""
         return self.inputs or [*self.keys, *self.values]
 
     @property
@@ -37,9 +37,9 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """Tells layers where to save the rows of a step themselves, while they compute them. blocks: by layer, the DRAM
-    slots as uint16 [slots, K of a block's rows, then V]; spots int64 [rows, 2]: for each row of the batch, the slot and
-    the row in it, slot -1 where it is not to be saved."""
+    """The places at which layers save the rows of a step themselves, while they compute them. blocks: by layer, the
+    DRAM slots as uint16 [slots, K of a block's rows, then V]. spots int64 [rows, 2]: for each row of the batch, the
+    slot and the row in it; slot -1 where it is not to be saved."""
 
     blocks: Sequence[np.ndarray]
     spots: np.ndarray
@@ -55,14 +55,14 @@ class CaptureSink:
         saves what layers write, as while the model is tried out."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """See KvSink."""
+        """Keep a layer's K and V of a step, as `KvSink.write` demands."""
         if self.step is not None:
             self.step.keys.append(k_plain)
             self.step.values.append(v)
             self.step.layers.append(layer)
 
     def write_input(self, layer: int, x: Tensor) -> None:
-        """Keep what a layer's attention begins with, [tokens, width], where that is saved instead of KV."""
+        """Keep the input of a layer's attention, [tokens, width], where that is saved instead of KV."""
         if self.step is not None:
             self.step.inputs.append(x[:, None])
             self.step.layers.append(layer)
@@ -70,7 +70,7 @@ class CaptureSink:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """The rows of a step that are to be saved. ready: behind the computation of them."""
+    """The rows of a step that are to be saved. ready: a fence after their computation."""
 
     step: Captured
     pieces: list[CapturePiece]

@@ -11,13 +11,14 @@ from reprise.cache.storage.slab import CodedSlab, Slab
 from reprise.kernels.checksums import Sums, checksums
 from reprise.kernels.codecs.codec import Codec, Decodes
 
-PART_BYTES = 64 << 20  # of rows that a device decodes at once
-DECODING_FACTOR = 6  # at most so many times that are in use meanwhile
+PART_BYTES = 64 << 20  # most bytes of rows that a device decodes at once
+DECODING_FACTOR = 6  # decoding takes at most so many times PART_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlocks:
-    """What a codec has made of blocks. taken: for each, whether it could be encoded; the rest is of those alone."""
+    """The blocks that a codec has encoded. taken: for each block given, whether it could be encoded. The other fields
+    hold only the encoded ones."""
 
     taken: list[bool]
     layers: list[Tensor]  # uint8 [blocks, segment bytes], by layer
@@ -29,8 +30,9 @@ class EncodedBlocks:
 
 
 def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlocks:
-    """Encode sealed slots, which stay as they are. What is not as it was sealed is not taken: coded, it would get a
-    checksum that vouches for it. Any thread; as long as it takes, nobody may write to the slots."""
+    """Encode sealed slots, which stay as they are. A slot whose bytes have changed since they were sealed is not taken:
+    its coded form would get a checksum that is right for wrong bytes. May be called by any thread; no thread may write
+    to the slots meanwhile."""
     taken = np.ones(len(slots), np.bool_)
     layers, sealed = [], slab.sums(slots)
     for layer in range(slab.num_layers):
@@ -44,8 +46,9 @@ def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlock
 
 
 def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Sequence[int]) -> list[bool]:
-    """Encode sealed slots into coded ones, and seal those. Returns for each whether it could be encoded; the slot of
-    one that could not stays unsealed. Any thread; nobody may write to the slots, nor use the targets."""
+    """Encode sealed slots into coded ones, and seal those. Returns for each whether it could be encoded; the target of
+    one that could not stays unsealed. May be called by any thread; no other may write to the slots or use the targets
+    meanwhile."""
     for target in targets:
         coded.unseal(target)
     encoded = encode_slots(coded.codec, slab, slots)
@@ -57,7 +60,8 @@ def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Seq
 
 
 class Decoder:
-    """Decodes the layers of one load, one after the other, into memory of its own."""
+    """A decoder of the layers of one load, one after the other, into memory of its own. Used by the thread that places
+    the load."""
 
     def __init__(self, decodes: Decodes, slab: Slab, num_blocks: int) -> None:
         self._decodes, self._slab, self._num_blocks = decodes, slab, num_blocks
@@ -67,12 +71,12 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where `raw` is. Segments may lie there too."""
+        """The device on which `raw` lies. Segments may lie there too."""
         return self._device
 
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
         """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
-        torch's team of threads. Raises RuntimeError if a device has no memory: see `reprise.kernels.device_errors`."""
+        torch's team of threads. Raises RuntimeError if a device has no memory (`reprise.kernels.device_errors`)."""
         shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
             pinned = self._device.type == "cpu" and self._slab.segments(layer).is_pinned()
@@ -86,8 +90,8 @@ class Decoder:
 
 
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:
-    """Return what makes rows of a load's blocks. coded: where such blocks are kept, if all of these are coded. None:
-    they are rows."""
+    """Return the decoder that makes rows of a load's blocks; None: they are rows. coded: the slots of coded blocks, if
+    all of these are coded."""
     decodes: Decodes | None = slab.projection if coded is None else coded.decodes
     return None if decodes is None else Decoder(decodes, slab, num_blocks)
 

@@ -1,8 +1,8 @@
 """Orders what the device does for the step and for the transfer threads: streams, and fences between them.
 
 When a forward pass or a copy returns, it was launched, and the host goes on while the device works. The host decides
-who gets which pages, so whoever gets some has its stream follow a fence of the stream that used them before. Nothing
-else orders pages between streams.
+which computation or copy gets which pages. Its stream has to follow a fence of the stream that used them before;
+nothing else orders the uses of a page by different streams.
 """
 
 import time
@@ -14,36 +14,37 @@ import torch
 
 
 class Fence(Protocol):
-    """Marks what was launched on a stream until then. May be used by any thread."""
+    """A mark in a stream, after everything that was launched on it until then. May be used by any thread."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has done all of it. Never waits."""
+        """Whether the device has done everything before the mark. Never waits."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has done all of it. Raises torch.AcceleratorError where that has failed."""
+        """Return when the device has done everything before the mark. Raises torch.AcceleratorError where that has
+        failed."""
         ...
 
     def seconds_since(self, earlier: "Fence") -> float:
-        """Return the time between the moments at which two fences of one stream were done, as they both are now."""
+        """Return the time between the moments at which two fences of one stream were done. Both must be done."""
         ...
 
 
 class DeviceStream(Protocol):
-    """Does what is launched on it in order, and beside other streams. Belongs to one thread."""
+    """A queue of work for the device, which is done in order and beside other streams. Belongs to one thread."""
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Have the device do something. It may not have begun on return, and what it reads has to stay as it is until a
-        fence behind it is done. On the host `work` runs once, at the latest while such a fence is waited for."""
+        """Have the device do some work. It may not have begun on return, and what it reads must not change until a
+        later fence is done. On the host `work` runs once, at the latest while such a fence is waited for."""
         ...
 
     def fence(self) -> Fence:
-        """Return a fence behind everything that was launched until now."""
+        """Return a fence after everything that was launched until now."""
         ...
 
     def follow(self, fence: Fence) -> None:
-        """Begin nothing that is launched from now on before another stream's fence is done. Does not wait."""
+        """Have everything that is launched from now on begin after another stream's fence. Does not wait."""
         ...
 
 
@@ -52,11 +53,11 @@ class DeviceStreams(Protocol):
 
     @property
     def compute(self) -> DeviceStream:
-        """The one that steps are computed on. The engine's thread."""
+        """The stream on which steps are computed, for the engine's thread."""
         ...
 
     def own(self) -> AbstractContextManager[DeviceStream]:
-        """Make a stream for the calling thread, which is its current one meanwhile."""
+        """Make a stream for the calling thread. It is the thread's current stream until the context ends."""
         ...
 
 
@@ -66,7 +67,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 class HostFence:
-    """Processors are done with everything when a call returns."""
+    """A fence on the host, where everything is done when a call returns."""
 
     is_done = True
 
@@ -74,85 +75,86 @@ class HostFence:
         self._made_s = time.perf_counter()
 
     def wait(self) -> None:
-        """See Fence."""
+        """Return at once: everything is done."""
 
     def seconds_since(self, earlier: Fence) -> float:
-        """See Fence."""
+        """Return the seconds between the moments at which two fences were made."""
         assert isinstance(earlier, HostFence)
         return self._made_s - earlier._made_s
 
 
 class HostStream:
-    """Does everything at once."""
+    """A stream on the host, which does everything at once."""
 
     def launch(self, work: Callable[[], object]) -> None:
-        """See DeviceStream."""
+        """Do the work now."""
         work()
 
     def fence(self) -> HostFence:
-        """See DeviceStream."""
+        """Return a fence, which is done already."""
         return HostFence()
 
     def follow(self, fence: Fence) -> None:
-        """See DeviceStream."""
+        """Do nothing: everything before the fence is done."""
 
 
 class HostStreams:
-    """Stands in where there is no device: threads do everything themselves."""
+    """The streams where there is no device: threads do everything themselves."""
 
     def __init__(self) -> None:
         self.compute = HostStream()
 
     def own(self) -> AbstractContextManager[HostStream]:
-        """See DeviceStreams."""
+        """Yield a stream that works at once, for the calling thread."""
         return nullcontext(HostStream())
 
 
 class CudaFence:
-    """An event."""
+    """A fence of a CUDA device: an event recorded on a stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     @property
     def is_done(self) -> bool:
-        """See Fence."""
+        """Whether the device has passed the event. Never waits."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """See Fence."""
+        """Return when the device has passed the event. Raises torch.AcceleratorError where that has failed."""
         self.event.synchronize()
 
     def seconds_since(self, earlier: Fence) -> float:
-        """See Fence."""
+        """Return the seconds between two events of one stream, which must both have passed."""
         assert isinstance(earlier, CudaFence)
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaStream:
-    """The current stream of the thread that it belongs to."""
+    """A stream of a CUDA device: the current stream of the thread that it belongs to."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def launch(self, work: Callable[[], object]) -> None:
-        """See DeviceStream."""
+        """Launch `work` on this stream."""
         work()
 
     def fence(self) -> CudaFence:
-        """See DeviceStream."""
+        """Record an event after everything that was launched until now, and return it as a fence."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return CudaFence(event)
 
     def follow(self, fence: Fence) -> None:
-        """See DeviceStream."""
+        """Have this stream wait for another stream's event before all that is launched from now on. The host does not
+        wait."""
         if isinstance(fence, CudaFence):
             torch.cuda.current_stream(self._device).wait_event(fence.event)
 
 
 class CudaStreams:
-    """Streams of a CUDA device."""
+    """The streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -160,6 +162,6 @@ class CudaStreams:
 
     @contextmanager
     def own(self) -> Iterator[CudaStream]:
-        """See DeviceStreams."""
+        """Make a stream for the calling thread. It is the thread's current stream until the context ends."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield CudaStream(self._device)

@@ -1,4 +1,4 @@
-"""Encodes blocks in DRAM, on a thread of its own whose priority is low: nobody waits for it."""
+"""Encodes blocks in DRAM, on a thread of its own whose priority is low: no request waits for it."""
 
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -14,8 +14,8 @@ _AT_ONCE = 8  # blocks, so that copies of their rows stay small
 
 
 class EncodeStream:
-    """`run` is the work of a thread; the engine's thread calls the other methods. Not the thread that saves: pages wait
-    for that one, and encoding takes fifty times as long."""
+    """Encodes blocks for a Transfer. `run` is the work of a thread; the engine's thread calls the other methods. The
+    thread that saves could not do this too: pages wait for that one, and encoding takes fifty times as long."""
 
     def __init__(self, *, slab: Slab, coded: CodedSlab, completions: Events) -> None:
         self._slab, self._coded, self._completions = slab, coded, completions
@@ -40,7 +40,7 @@ class EncodeStream:
             self._completions.tell(Encoded(order.job_id, tuple(taken)))
 
     def _encode(self, targets: Sequence[int], slots: Sequence[int]) -> list[bool]:
-        """Return which blocks were encoded; none if there was no memory: they are kept as they are."""
+        """Encode blocks. Returns which could be encoded; none if there was no memory: they are kept as they are."""
         try:
             return encode_into(self._coded, targets, self._slab, slots)
         except MEMORY_ERRORS as error:

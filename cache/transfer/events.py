@@ -9,8 +9,9 @@ from reprise.cache.moves import Event
 
 
 class Events:
-    """Queues events. Thread-safe, but for `bell` and `take`, which are the engine's thread's. `changed` guards what
-    threads and engine share; whoever changes that notifies it."""
+    """A queue of events from the transfer threads to the engine's thread. Thread-safe, but `bell` and `take` are for
+    the engine's thread alone. `changed` guards what threads and engine share; a thread that changes any of that
+    notifies it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -23,7 +24,7 @@ class Events:
 
     @property
     def bell(self) -> int:
-        """A file descriptor that can be read when there is news, for whoever waits for other things too."""
+        """A file descriptor that can be read when there is news, for a loop that waits for other things too."""
         if self._bell is None:
             made = os.pipe()
             for end in made:
@@ -36,7 +37,7 @@ class Events:
         return self._bell[0]
 
     def tell(self, *events: Event) -> None:
-        """Report events; their bytes are where they belong."""
+        """Report events. The bytes that they tell of must be in place already."""
         with self.changed:
             self._events.extend(events)
             self._note_news()
@@ -44,19 +45,19 @@ class Events:
                 self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Report that a thread has broken."""
+        """Report that a thread has failed."""
         with self.changed:
             self._failure = error
             self._note_news()
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise RuntimeError if a thread has broken."""
+        """Raise RuntimeError if a thread has failed."""
         if self._failure is not None:
             raise RuntimeError("a transfer thread has ended") from self._failure
 
     def take(self) -> list[Event]:
-        """Return the events since the last call. Raises like `check`."""
+        """Return the events since the last call. Raises RuntimeError if a thread has failed."""
         with self.changed:  # so that the bell rings if and only if there is news
             self.check()
             self._silence()
@@ -75,7 +76,7 @@ class Events:
                 self._awaited = False
 
     def _note_news(self) -> None:
-        """Ring once for all that comes before the next `take`, so that the pipe never fills."""
+        """Ring once for all events before the next `take`, so that the pipe never fills."""
         if not self.has_news:
             self.has_news = True
             self._ring()

@@ -22,12 +22,13 @@ Found = Sequence[tuple[BlockKey, int, int]]
 
 
 class FetchStream(ABC):
-    """`run` is the work of a thread; the engine's thread calls the other methods."""
+    """Fetches blocks for a Transfer out of one tier. `run` is the work of a thread; the engine's thread calls the other
+    methods."""
 
     direction: ClassVar[str]
 
     def __init__(self, *, slab: Slab, completions: Events, coded: CodedSlab | None = None) -> None:
-        """coded: where extents that are coded go."""
+        """coded: the slots for coded extents."""
         self._slab, self._coded, self._completions = slab, coded, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
         self._log = RareLog()
@@ -65,7 +66,8 @@ class FetchStream(ABC):
         self._completions.tell(Fetched(order.job_id, failed))
 
     def _fetch_what_can_be(self, extent: int | bytes, found: Found) -> dict[BlockKey, str]:
-        """Returns the blocks that did not come, and why. One that is damaged keeps back no other of its extent."""
+        """Fetch the blocks of an order that can be read. Returns the others, and why. A damaged block does not keep
+        back the others of its extent."""
         failed: dict[BlockKey, str] = {}
         while found:
             try:
@@ -90,11 +92,10 @@ class FetchStream(ABC):
 
     @abstractmethod
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
-        """Fill the slots with verified bytes. Returns the checksums of what is in them, by layer. Raises
-        BlockMissing."""
+        """Fill the slots with verified bytes. Returns the checksums of these bytes, by layer. Raises BlockMissing."""
 
     def _read(self, extent: int | bytes, found: Found, read: Callable[[int, list[memoryview]], None]) -> None:
-        """Have all layers read into the slots. read(layer, one buffer for each block) fills these with verified
+        """Read all layers into the slots. read(layer, one buffer for each block) fills the buffers with verified
         bytes."""
         slots = self._slots_for(extent)
         for layer in range(slots.num_layers):
@@ -102,7 +103,7 @@ class FetchStream(ABC):
 
 
 class DiskFetches(FetchStream):
-    """Fetches from disk."""
+    """A FetchStream whose blocks come from disk."""
 
     direction = "disk_to_dram"
 

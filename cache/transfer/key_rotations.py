@@ -1,4 +1,4 @@
-"""Rotates keys for positions and back, as the transfer threads need it."""
+"""Defines how the transfer threads rotate keys for positions and back."""
 
 from typing import Protocol
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class KeyRotations(Protocol):
-    """Implemented by `reprise.engine.model.rotations.ModelRotations`. One per thread."""
+    """Rotates keys for positions and back, for one transfer thread. `reprise.engine.model.rotations.ModelRotations`
+    implements it."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...

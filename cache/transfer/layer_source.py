@@ -22,17 +22,18 @@ from reprise.cache.storage.extent_store import ExtentStore
 from reprise.cache.storage.slab import CodedSlab, Segments, Slab
 from reprise.cache.transfer.coding import Decoder, decoder_of, sums_of
 
-LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
-LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
+LAYERS_LANDED = 4  # layers in memory per load: one being placed, one being read, two spare for a device that stutters
+LANDING_BYTES = 32 << 20  # memory of a load; more layers may be there at once if they fit
 KEPT_BYTES = 64 << 20  # landing memory kept for the next load: touching fresh memory costs more than filling it
 _PIECE_BYTES = 2 << 20
-_MOST_COPIES = 64  # of a layer of a load
+_MOST_COPIES = 64  # most copies for a layer of a load
 Sums = np.ndarray  # checksums as numbers, uint64
 _NO_SUMS, _COMPARED = np.zeros((0, 0), np.uint64), np.zeros(0, np.uint64)
 
 
 class LayerSource(Protocol):
-    """Gives `Loader` its blocks. One thread at a time, unless a class says otherwise."""
+    """The bytes of a load's blocks, layer by layer, for a `Loader`. Used by one thread at a time, unless a class says
+    otherwise."""
 
     @property
     def blocks(self) -> Sequence[BlockLoad]:
@@ -40,27 +41,28 @@ class LayerSource(Protocol):
         ...
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """Make a layer what `segments`, `sums` and `altered` tell of, if it is not that yet. together: with torch's
-        team of threads. Returns blocks that are not what was stored; if there is one, the layer must not be placed."""
+        """Make a layer ready for `segments`, `sums` and `altered`, if it is not yet. together: with torch's team of
+        threads. Returns blocks that are not what was stored; if there is one, the layer must not be placed."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return where a layer lies: memory [segments, elements], and which of its segments are the blocks', int64."""
+        """Return where a layer lies: memory [segments, elements], and the indices of the blocks' segments in it,
+        int64."""
         ...
 
     def sums(self, layer: int) -> Sums:
         """Return the checksums that a layer's segments must have: uint64 [blocks], or [0] if `prepare` has compared
-        them."""
+        them already."""
         ...
 
     def altered(self, layer: int) -> list[BlockKey]:
-        """Return the blocks whose segments have another checksum."""
+        """Return the blocks whose segments do not match their checksums."""
         ...
 
 
 class SlotSource:
-    """Blocks in DRAM. unsealed: those whose slots are not sealed, so that nobody vouches for them; if there is one,
-    nothing else may be asked for."""
+    """A source of blocks in DRAM. unsealed: the blocks whose slots are not sealed, so that no checksum vouches for
+    them. If there is one, nothing else may be asked for."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Segments) -> None:
         self.blocks, self._slab = blocks, slab
@@ -85,7 +87,7 @@ class SlotSource:
 
 
 class DecodedSource(SlotSource):
-    """Blocks in slots of something else than rows: checked and decoded by `prepare`."""
+    """A source of blocks in DRAM that are not rows: `prepare` checks and decodes them."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slots: Segments, decoder: Decoder) -> None:
         super().__init__(blocks, slots)
@@ -95,7 +97,7 @@ class DecodedSource(SlotSource):
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
         memory = self._slab.segments(layer).view(torch.uint8)
         stored = brought(memory, self._slots, self._decoder.device)
-        # What is on its way to a device is compared in its slots meanwhile.
+        # While segments are copied to a device, they are compared in their slots.
         on_host = stored.device.type == "cpu"
         now = sums_of(stored) if on_host else self._slab.sums_now(layer, self._slots.numpy())
         wrong = now != self._sums[layer]
@@ -115,9 +117,9 @@ class DecodedSource(SlotSource):
 
 
 def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
-    """Return the chosen segments on a device, [chosen, elements]. What lies side by side in the host's memory goes to
-    CUDA in one copy, right out of the slots, which are page-locked: no processor touches it. What is scattered is
-    gathered first, as every copy costs a call."""
+    """Return the chosen segments on a device, [chosen, elements]. Segments that lie side by side in the host's memory
+    go to CUDA in one copy, right out of the page-locked slots, so that no processor touches them. Scattered segments
+    are gathered first, because every copy costs a call."""
     if device.type == "cpu" or memory.is_cuda:
         return memory.index_select(0, chosen.to(memory.device)).to(device)
     numbers = chosen.numpy()
@@ -134,7 +136,7 @@ def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
 
 
 def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None) -> SlotSource:
-    """Return the source of blocks in DRAM. coded: where such blocks lie, if all of these are coded."""
+    """Return the source of blocks in DRAM. coded: the slots of coded blocks, if all of these are coded."""
     decoder = decoder_of(slab, coded, len(blocks))
     return (
         SlotSource(blocks, slab)
@@ -144,18 +146,18 @@ def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return how many layers of a load of so many blocks may have come off the disk before they are placed. sizes: of
-    segments, by layer."""
+    """Return how many layers of a load may have come off the disk before they are placed. sizes: of segments, by
+    layer."""
     return min(len(sizes), max(LAYERS_LANDED, LANDING_BYTES // _room(sizes, num_blocks)))
 
 
 def _room(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return the bytes of memory in which any layer of a load may land."""
+    """Return the bytes of memory that any one layer of a load needs."""
     return -(-num_blocks * max(sizes) // ALIGNMENT) * ALIGNMENT
 
 
 class Landings:
-    """Keeps memory for what is read from one load to the next. Thread-safe."""
+    """Keeps the memory for reads from one load to the next. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: deque[mmap] = deque()
@@ -171,10 +173,10 @@ class Landings:
         return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
 
     def give_back(self, memory: mmap) -> None:
-        """Keep memory to which nobody writes any more."""
+        """Keep memory for the next load. Nothing may write to it any more."""
         if len(memory) > KEPT_BYTES:
             return  # it would only drive out the others
-        dropped = []  # unmapped when nobody waits for the lock
+        dropped = []  # unmapped after the lock was released
         with self._lock:
             self._kept.append(memory)
             while sum(map(len, self._kept)) > KEPT_BYTES:
@@ -182,17 +184,19 @@ class Landings:
 
 
 class LandedSource(ABC):
-    """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
-    copied from there into slots if DRAM is to have it too. Making one raises MemoryError if there is no room to land
-    in; end with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
-    all. coded: where such blocks are kept, if all of these are coded. What is not rows is checked and decoded by
-    `prepare`."""
+    """A source of blocks on disk or in Redis. A layer is read into landing memory as it is, checked by the thread that
+    places it, and copied from there into slots if DRAM is to have it too. Coded blocks and activations are checked and
+    decoded by `prepare`.
+
+    Making one raises MemoryError if there is no room to read into; end with `close`. One thread may call `read` while
+    another places layers that were read; up to `layers_landed` layers may be in memory. coded: the slots of coded
+    blocks, if all of these are coded."""
 
     def __init__(
         self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, coded: CodedSlab | None = None
     ) -> None:
         self._slab, self._landings = slab, landings
-        self._keeping: Segments = slab if coded is None else coded  # whose slots the blocks pass through
+        self._keeping: Segments = slab if coded is None else coded  # memory whose slots the blocks pass through
         self._decoder = decoder_of(slab, coded, len(blocks))
         self._sizes = self._keeping.segment_bytes
         by_extent: dict[int | bytes, list[tuple[int, BlockLoad]]] = {}  # extent -> places in it, and their blocks
@@ -208,8 +212,8 @@ class LandedSource(ABC):
         self.blocks = [block for found in by_extent.values() for _, block in found]
         kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
         self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
-        self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
-        self._sums: Sums = _NO_SUMS  # until the first layer is there
+        self._checksums: list[tuple[bytes, ...]] = []  # checksums of each block, by layer
+        self._sums: Sums = _NO_SUMS  # empty until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
         self._room = _room(self._sizes, len(blocks))
         self._num_landed = layers_landed(self._sizes, len(blocks))
@@ -226,8 +230,8 @@ class LandedSource(ABC):
             self._landings.give_back(self._memory)
 
     def read(self, layer: int, count: int, landed: Landed) -> int:
-        """Read `count` layers from `layer` on, unchecked. Returns how many have come. See `ExtentReader.land`. Raises
-        BlockMissing."""
+        """Read `count` layers from `layer` on, unchecked, calling `landed` as `ExtentReader.land` does. Returns how
+        many have come. Raises BlockMissing."""
         if not self._checksums:
             checksums = self._open()
             numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in checksums), ">u8")
@@ -249,7 +253,7 @@ class LandedSource(ABC):
         return self._view[start : start + len(self.blocks) * self._sizes[layer]]
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """See LayerSource."""
+        """Check and decode a layer that is not rows. Returns blocks that are not what was stored."""
         if self._decoder is None:
             return []
         altered = self._altered(layer)
@@ -263,7 +267,7 @@ class LandedSource(ABC):
         return self._as_stored(layer).view(self._slab.dtype), self._chosen
 
     def _as_stored(self, layer: int) -> Tensor:
-        """uint8 [blocks, segment bytes]."""
+        """Return a layer as it was read: uint8 [blocks, segment bytes]."""
         start = layer % self._num_landed * self._room
         return self._tensor[start : start + len(self.blocks) * self._sizes[layer]].view(len(self.blocks), -1)
 
@@ -274,7 +278,7 @@ class LandedSource(ABC):
         return sums
 
     def altered(self, layer: int) -> list[BlockKey]:
-        """See LayerSource. What was decoded has been compared before."""
+        """Return the blocks whose segments do not match their checksums. Decoded blocks were compared before."""
         return self._altered(layer) if self._decoder is None else []
 
     def _altered(self, layer: int) -> list[BlockKey]:
@@ -296,11 +300,11 @@ class LandedSource(ABC):
 
     @abstractmethod
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
-        """Report blocks that are not what was stored."""
+        """Report damaged blocks to the tier they come from."""
 
 
 class ExtentSource(LandedSource):
-    """Blocks on disk."""
+    """A source of blocks on disk."""
 
     def __init__(
         self,

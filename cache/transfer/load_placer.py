@@ -1,4 +1,4 @@
-"""Places the layers of loads in HBM, and tells when a load has ended."""
+"""Places the layers of loads in HBM, and reports when a load has ended."""
 
 import time
 from functools import partial
@@ -18,8 +18,8 @@ from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class LoadPlacer:
-    """`run` is a thread. `place` and `end` are called by it and by the engine's, each for the parts that are its own
-    (`LoadPart.in_step`)."""
+    """Places layers for a LoadStream. `run` is the work of a thread. That thread and the engine's call `place` and
+    `end`, each for its own parts (`LoadPart.in_step`)."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LoadPlacer:
             pass
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
-        """Wait for a layer to place, and do that. Returns False if there will be none."""
+        """Wait for a layer and place it. Returns False if no more will come."""
         with self._changed:
             part = self._queue.wait_next(self._queue.next_to_place)
         if part is None:
@@ -91,14 +91,13 @@ class LoadPlacer:
                 part.load.failed.update(failed)
                 return
             part.placed += 1
-            # The last one counts when the event is out: whoever waits for it may then believe the event.
+            # The last one counts only once the event is out, so that a thread that waits for it can rely on the event.
             part.layers = min(part.placed, self._slab.num_layers - 1)
             if not together:
                 self._changed.notify_all()
 
     def end(self, part: LoadPart) -> None:
-        """End a part, whether it was placed or has failed. With the last part of a load, tell that the load has
-        ended."""
+        """End a part that was placed or has failed. After the last part of a load, report that the load has ended."""
         failed = part.load.failed
         if part.placed == self._slab.num_layers:
             part.load.whole.update(block.key for block in part.blocks)

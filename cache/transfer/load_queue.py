@@ -14,28 +14,27 @@ from reprise.cache.transfer.loader import Loader
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load under way, in a part for each tier and form (rows or coded) that its blocks lie in: one to six."""
+    """A load under way. It has one part for each tier and form (rows or coded) in which its blocks lie: one to six."""
 
     job_id: int
-    after: Fence  # behind all that has used its pages before
-    started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
+    after: Fence  # after everything that has used its pages before
+    started: bool  # its request runs or has given its pages back, so layers beyond the read buffer may come
     parts: list["LoadPart"] = field(default_factory=list)
-    failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
-    is_abandoned: bool = False  # so nobody waits for a read of it to end
-    whole: set[BlockKey] = field(default_factory=set)  # blocks of which all layers are in place
+    failed: dict[BlockKey, str] = field(default_factory=dict)  # blocks that failed; no more layers come then
+    is_abandoned: bool = False  # so its end does not wait for the end of a read
+    whole: set[BlockKey] = field(default_factory=set)  # blocks whose layers are all in place
     left: int = 0  # number of parts that have not ended
 
     @property
     def arrived(self) -> int:
-        """Number of leading layers that have arrived of all parts."""
+        """The number of leading layers of which all parts have arrived."""
         return min([part.layers for part in self.parts])
 
 
 @dataclass(slots=True, eq=False)
 class LoadPart:
-    """The blocks of a load that lie in one tier. Its layers are placed, and it is ended, by the step that
-    stands on them if `in_step`, else by the thread that places. The engine's thread alone changes that, and only to
-    false."""
+    """The blocks of a load that lie in one tier and form. If `in_step`, the step that uses them places its layers and
+    ends it; otherwise the thread that places does. Only the engine's thread changes `in_step`, and only to false."""
 
     blocks: tuple[BlockLoad, ...]
     load: LoadJob
@@ -44,28 +43,28 @@ class LoadPart:
     in_step: bool
     is_coded: bool = False  # its layers are decoded when they are placed
     landed: int = 0  # leading layers that may be placed
-    reading: int = 0  # how many a thread has set out to read, until it has ended
+    reading: int = 0  # number of layers in the present read; 0: there is none
     has_ended: bool = False  # if it ended while it was read, the thread that reads closes its source
-    ahead: int = 0  # how many may have landed without having been placed
-    layers: int = 0  # leading ones that have arrived
-    placed: int = 0  # leading ones that were placed; `layers` counts the last one only after the end was told
+    ahead: int = 0  # most layers that may have landed without having been placed
+    layers: int = 0  # leading layers that have arrived
+    placed: int = 0  # leading layers that were placed; `layers` counts the last only after the end was told
     source: SlotSource | LandedSource | None = None
     loader: Loader | None = None
     reading_s: float = 0.0
     placing_s: float = 0.0
-    asked_s: float = 0.0  # when a thread set out to read what is being read
+    asked_s: float = 0.0  # time at which the present read began
     landed_s: float = 0.0  # the part of reading_s until the last layer has landed, that of the present read too
 
     @property
     def is_far(self) -> bool:
-        """Whether its layers are read into memory before they are placed."""
+        """Whether its layers have to be read into memory before they are placed."""
         return self.tier != "dram"
 
     @property
     def has_come(self) -> bool:
-        """Whether there is a layer to place, or the part is to be ended."""
+        """Whether there is a layer to place, or the part has to be ended."""
         if self.load.failed:
-            # What is being read must not be taken away from the thread that reads it.
+            # A source must not be closed while its thread reads it.
             return not self.reading or self.load.is_abandoned
         return self.landed > self.placed
 
@@ -75,8 +74,8 @@ class LoadPart:
         return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
 
     def progress(self, now_s: float) -> LoadProgress | None:
-        """Return how far the disk has come; None if the load does not wait for it: all has landed, the load was given
-        up, or it has failed and nothing is being read."""
+        """Return how far the disk has come; None if the load does not wait for it, because all layers have come, the
+        load was given up, or it has failed and nothing is being read."""
         is_awaited = not self.load.is_abandoned and (self.reading or not self.load.failed)
         if not is_awaited or self.landed == self.num_layers:
             return None
@@ -85,16 +84,17 @@ class LoadPart:
 
 
 class LoadQueue:
-    """The parts that are not at their end, in the order in which they were given. A part whose request runs goes first;
-    any other comes no further than the read buffer reaches. Whoever calls a method, or changes a part, holds
-    `changed`."""
+    """A queue of the parts that have not ended, in the order in which they were given. A part whose request runs goes
+    first; any other comes no further than the read buffer reaches. The engine's thread and the transfer threads use it;
+    a caller holds `changed` while it calls a method or changes a part."""
 
     def __init__(self, *, num_layers: int, read_buffer_layers: int, changed: threading.Condition) -> None:
-        """read_buffer_layers: how many may come before the request runs."""
+        """read_buffer_layers: how many layers may come before the request runs."""
         self._num_layers, self._read_buffer_layers = num_layers, read_buffer_layers
         self.changed = changed
         self.parts: list[LoadPart] = []
-        self.step_waits = False  # the engine's thread, for a layer: otherwise nobody need wake for those it places
+        # Whether the engine's thread waits for a layer. If not, it need not be woken for the layers that it places.
+        self.step_waits = False
         self.closing = False
 
     def far_parts(self, load: LoadJob | None) -> list[LoadPart]:
@@ -102,7 +102,7 @@ class LoadQueue:
         return [part for part in self.parts if part.load is load and part.is_far]
 
     def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:
-        """Wait for a part that `choose` returns. None at the end: when nothing is left and nothing more will come."""
+        """Wait for a part that `choose` returns. Returns None when the queue is closed and empty."""
         while self.parts or not self.closing:
             if (part := choose()) is not None:
                 return part
@@ -133,7 +133,7 @@ class LoadQueue:
         return next((part for part in wanted if self._may_come(part)), wanted[0] if wanted else None)
 
     def _may_come(self, part: LoadPart) -> bool:
-        """Whether the read buffer does not matter any more."""
+        """Whether a part may come further than the read buffer reaches."""
         return part.load.started or bool(part.load.failed) or self.closing
 
     def _may_be_read(self, part: LoadPart) -> bool:

@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 
 
 class LoadStream:
-    """The `readers` and `place` are threads; the other methods are called by the engine's. Disk and Redis may not
-    answer: nobody but their readers waits for their bytes. Descriptors are closed by whoever ends a load.
+    """Carries out the loads of a Transfer. The `run` of each reader and `place` are the work of threads; the engine's
+    thread calls the other methods. Disk and Redis may not answer, so only their readers wait for their bytes. The
+    thread that ends a load closes its files.
 
     Where processors do the copying, a load beside a computation takes from it: a product that is split evenly over all
-    cores is as slow as the core that copies too. 142 tokens behind 1,600 in DRAM, 125 M model, two cores: layers took
-    up to 10 ms instead of 4. So there a step places by itself what it stands on, each layer just before it attends,
-    with all its threads and at the speed of memory; attention then finds it in the caches. What is left to a thread is
-    to ask the disk, which brings bytes to memory by itself.
+    cores is as slow as the core that copies too. With 142 tokens after 1,600 in DRAM (125 M model, two cores), layers
+    took up to 10 ms instead of 4. So there a step places its own blocks, each layer just before it attends, with all
+    its threads and at the speed of memory; attention then finds them in the caches. A thread only has to ask the disk,
+    which brings bytes to memory by itself.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class LoadStream:
         compute: DeviceStream,
         completions: Events,
     ) -> None:
-        """rotations, compute: the engine's thread's. read_buffer_layers: how many may come before the request runs;
-        negative: all."""
+        """rotations, compute: the engine thread's. read_buffer_layers: how many layers may come before the request
+        runs; negative: all."""
         slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
@@ -70,7 +71,7 @@ class LoadStream:
             num_layers=slab.num_layers, read_buffer_layers=self._read_buffer_layers, changed=self._changed
         )
         self.readers: dict[str, LoadReader] = {}
-        """By tier. The `run` of each is a thread."""
+        """The readers, by tier. The `run` of each is the work of a thread."""
         if disk is not None:
             self.readers["disk"] = LoadReader(
                 queue=self._queue,
@@ -102,7 +103,8 @@ class LoadStream:
         self._placer.run(rotations, stream)
 
     def _decode_once(self, *, together: bool) -> None:
-        """Decode a block of nothing, so that what is compiled, or set up on a device, is there before it is needed."""
+        """Decode an empty block once, so that compiling and setting up a device are done before the first real
+        block."""
         if self._coded is None or not self._slab.num_slots:
             return
         nothing = torch.zeros(1, self._coded.segment_bytes[0], dtype=torch.uint8)
@@ -114,17 +116,17 @@ class LoadStream:
             log.warning("the device has no memory to decode a block: what is coded is computed as long as that is so")
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
-        """See `LoadPlacer.place_next`."""
+        """Wait for a layer and place it. Returns False if no more will come."""
         return self._placer.place_next(rotations, stream)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """Return what brings blocks of pinned slots to pages whenever a step asks for it, without being a load."""
+        """Return a reader that brings blocks of pinned slots to pages whenever a step asks for it, without a load."""
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Take a load, which comes after those before it, as far as the read buffer lets it, and writes to its pages
-        after all that was launched to compute before. in_step: the next step
-        stands on it, and places it by itself if it can."""
+        """Take a load. It comes after earlier loads, and only as far as the read buffer lets it; it writes to its pages
+        after everything that was launched to compute before. in_step: the next step uses it, and places it by itself if
+        it can."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
@@ -135,7 +137,7 @@ class LoadStream:
                 continue
             part = LoadPart(blocks, load, num_layers, tier=tier, in_step=in_step, is_coded=is_coded)
             if tier == "dram":
-                # Who waits for a link that is made slower does so on a thread.
+                # Waiting for a link that is made slower is left to a thread.
                 part.in_step, part.landed = in_step and not self._throttle.is_capped, num_layers
             else:
                 part.ahead = layers_landed((self._slab if coded is None else coded).segment_bytes, len(blocks))
@@ -151,7 +153,8 @@ class LoadStream:
         return self._coded if part.is_coded else None
 
     def start(self, job_id: int) -> None:
-        """Let the layers beyond the read buffer come: the request of a load runs now, or waits for it no longer."""
+        """Let the layers beyond the read buffer come, because the request of a load runs now or does not wait for it
+        any more."""
         load = self._loads.get(job_id)
         if load is not None and not load.started:
             with self._changed:
@@ -159,8 +162,8 @@ class LoadStream:
                 self._changed.notify_all()
 
     def abandon(self, job_id: int) -> None:
-        """Give up a load (see AbandonLoad). Pages are written only when a layer is placed, and nothing is placed of a
-        load that has failed, so a read that hangs holds up neither the load's end nor its pages."""
+        """Give up a load, as AbandonLoad orders. Pages are written only when a layer is placed, and nothing of a failed
+        load is placed. So a read that hangs delays neither the load's end nor its pages."""
         load = self._loads.get(job_id)
         with self._changed:
             now_s = time.perf_counter()
@@ -175,7 +178,7 @@ class LoadStream:
 
     def progress(self, job_id: int) -> LoadProgress | None:
         """Return how far disk and Redis have come with a load: the slower of the two. None if it does not wait for
-        them: they bring none of it, have brought all, or have failed."""
+        them, because they bring none of it, have brought all, or have failed."""
         with self._changed:
             now_s = time.perf_counter()
             parts = self._queue.far_parts(self._loads.get(job_id))
@@ -183,8 +186,8 @@ class LoadStream:
         return max(found, key=lambda progress: progress.left_s(self._slab.num_layers), default=None)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step places by
-        itself is there when this returns."""
+        """Wait until layer `layer` of a load has arrived or failed, for at most that long. Returns whether it has.
+        Places layers itself that the step has to place."""
         load = self._loads.get(job_id)
         if load is None or load.arrived > layer:
             return True
@@ -227,7 +230,7 @@ class LoadStream:
                 self._changed.notify_all()  # there is room for another layer
 
     def leave_to_threads(self) -> None:
-        """Leave to the thread what steps have not placed by themselves, because no step waits for loads any more."""
+        """Leave the layers that steps have not placed to the thread, because no step waits for loads any more."""
         if not self._queue.parts:
             return
         with self._changed:
@@ -236,7 +239,8 @@ class LoadStream:
                 self._changed.notify_all()
 
     def layers_arrived(self, job_id: int) -> int:
-        """Count the leading layers that have arrived of a load whose end was not heard yet; 0 if it was not ordered."""
+        """Count the leading layers that have arrived of a load. Returns 0 for a load that was not ordered, or whose end
+        the engine has heard of."""
         load = self._loads.get(job_id)
         return 0 if load is None else load.arrived
 
@@ -245,7 +249,7 @@ class LoadStream:
         del self._loads[job_id]
 
     def close(self) -> None:
-        """Let the threads bring what they were given, and end."""
+        """Let the threads bring the loads that they were given, and end."""
         self.leave_to_threads()
         with self._changed:
             self._queue.closing = True

@@ -16,8 +16,8 @@ from reprise.kernels.kv_copy import write_rows
 
 
 class PagePool:
-    """The pages of all layers, and the compiled writers into them where there are any. Made once, before the threads
-    begin, because it may compile."""
+    """The pages of all layers, with the compiled functions that write into them where there are any. Made once, before
+    the threads begin, because it may compile."""
 
     def __init__(self, pages: Sequence[KvPages]) -> None:
         self.pages = pages
@@ -26,7 +26,7 @@ class PagePool:
         self.has_team = all(writer is not None and writer.has_team for writer in self.writers)
 
     def compile_for(self, slab: Slab, rotations: KeyRotations) -> None:
-        """Compile what is compiled at its first call on CUDA, so that no request waits for it. Writes no row."""
+        """Compile now what CUDA would compile at its first call, so that no request waits for it. Writes no row."""
         nothing = np.zeros((1, 4), np.int64)
         for layer, writer in enumerate(self.writers):
             tables = rotations.halves(layer, 1, self.device) if writer is not None else None
@@ -35,7 +35,7 @@ class PagePool:
 
 
 class Loader:
-    """Places one load, or a part of one. One thread at a time."""
+    """Places one load, or a part of one, for a LoadPlacer or a SlotReader. Used by one thread at a time."""
 
     def __init__(self, *, source: LayerSource, pool: PagePool) -> None:
         self._source, self._pool = source, pool
@@ -50,14 +50,14 @@ class Loader:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def place(self, layer: int, failed: dict[BlockKey, str], rotations: KeyRotations, *, together: bool) -> None:
-        """Write the layer that the source has brought, with its keys rotated; done on return, or on CUDA when the
-        current stream is. Blocks that are not what they were when they were sealed are noted in `failed` and not
-        written, or on CUDA as they are. rotations: the calling thread's. together: with torch's team of threads, which
-        only the thread that computes has (`reprise.cache.transfer.transfer`)."""
+        """Write the layer that the source has brought, with its keys rotated. The layer is in place on return, or on
+        CUDA when the current stream is done. Altered blocks are noted in `failed`; they are not written, or on CUDA
+        written as they are. rotations: the calling thread's. together: with torch's team of threads, which only the
+        thread that computes has (`reprise.cache.transfer.transfer`)."""
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop, self._pool.device) if writer is not None else None
         if writer is None or tables is None:
-            segments = brought(*self._source.segments(layer), self._pool.device)  # to CUDA while they are compared
+            segments = brought(*self._source.segments(layer), self._pool.device)  # copied while they are compared
             failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))
             if not failed:
                 self._place_by_torch(layer, segments, rotations)
@@ -70,7 +70,7 @@ class Loader:
             failed.update((self._keys[place], "checksum") for place in np.flatnonzero(wrong).tolist())
 
     def _place_by_torch(self, layer: int, segments: Tensor, rotations: KeyRotations) -> None:
-        """segments: the blocks' rows of this layer, on the pages' device."""
+        """Write a layer with torch alone. segments: the blocks' rows of this layer, on the pages' device."""
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2], pages.k_dim
         split = BLOCK_TOKENS * heads * k_dim

@@ -32,8 +32,8 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
 
 
 def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return rows in memory that kernels for processors can read: the same, or copies out of CUDA's that are there on
-    return. These are made together, in page-locked memory, as fast as the link is."""
+    """Return rows in memory that kernels for processors can read: the rows themselves, or copies of CUDA's, which are
+    complete on return. The copies are made together, in page-locked memory, as fast as the link is."""
     if not parts[0].is_cuda:
         return parts
     memories: dict[int, Tensor] = {}  # what parts share is copied once
@@ -65,7 +65,7 @@ def _place_by_index(
 
 
 def _wanted_rows(capture: CapturedRows) -> Tensor | None:
-    """Indices of the rows of a step that are to be saved; None for all of them."""
+    """Return the indices of the rows of a step that are to be saved; None for all of them."""
     rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
     return None if len(rows) == capture.step.num_rows else rows
 

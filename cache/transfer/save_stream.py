@@ -33,7 +33,8 @@ _FEW_ROWS = 64
 
 
 class SaveStream:
-    """`run` is the work of a thread; the engine's thread calls the other methods, and `rotations` is its own."""
+    """Saves rows for a Transfer. `run` is the work of a thread; the engine's thread calls the other methods and owns
+    `rotations`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class SaveStream:
         self._blocks: list[np.ndarray] | None = None
         if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
             self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
-        spot = np.zeros((1, 2), np.int64)  # for steps of one row, each over before the next begins
+        spot = np.zeros((1, 2), np.int64)  # reused by steps of one row, each of which ends before the next begins
         self._one_row = SavedRows(self._blocks or (), spot)
         self._spot = memoryview(spot.reshape(-1).data)  # half the time of writing to an array
         self._orders: SimpleQueue[tuple[Sequence[Save], Fence] | list[CapturedRows] | None] = SimpleQueue()
@@ -73,7 +74,7 @@ class SaveStream:
         engine's thread saves by itself: within the step, its first token would wait for that."""
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
         self.placed_bytes = 0  # saved by layers themselves, which no event reports
-        # What saves is compiled before it is needed.
+        # Compile the kernels that save before they are needed.
         if self._device.type == "cpu":
             save_kernels()
         elif self._device.type == "cuda" and slab.num_slots:
@@ -81,7 +82,7 @@ class SaveStream:
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """Return where kernels may save the rows of a step while they compute them; None: only `save` can. The rows
-        must not depend on a load under way. Call `save` after the step all the same."""
+        must not depend on a load under way. Call `save` after the step in both cases."""
         if self._blocks is None:
             return None
         if num_rows == 1 and pieces:  # most steps while one client is served, where microseconds count
@@ -105,8 +106,8 @@ class SaveStream:
         return SavedRows(self._blocks, spots)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, as far as its layers have not done so themselves. Waits if too much waits to be
-        saved already, or always if saving is synchronous."""
+        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps wait
+        to be saved already, and always if saving is synchronous."""
         if step is None or not pieces:
             return
         if step.num_layers < self._slab.num_layers:
@@ -120,8 +121,8 @@ class SaveStream:
             self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
-        """Order saves, after all that was given to `save` and launched to compute before. They go together, because
-        waking a thread costs both threads as much as some saves take."""
+        """Order saves, to be made after all that was given to `save` and launched to compute before. They are given
+        together, because waking a thread costs both threads as much as some saves take."""
         if not orders:
             return
         self.flush()
@@ -131,7 +132,7 @@ class SaveStream:
             self._save_orders(orders, self._rotations, self._compute)
 
     def flush(self) -> None:
-        """Hand over the steps that were held back. Every order about a slot has to come after them."""
+        """Hand the steps that were held back to the thread. Every order about a slot has to come after them."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -151,7 +152,8 @@ class SaveStream:
                 self._drained.wait(1.0)
 
     def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
-        """Return the size of all rows of these steps, to be saved or not: they are kept alive together."""
+        """Return the size of all rows of these steps, even those that are not saved: all are kept in memory
+        together."""
         rows = sum(capture.step.num_rows for capture in captures)
         return rows * self._slab.slot_bytes // BLOCK_TOKENS
 
@@ -184,7 +186,9 @@ class SaveStream:
         sealed, events = [], []
         is_under_way = False
         for order in orders:
-            if is_under_way and not isinstance(order, FillFromPage):  # which reads or seals what they write
+            if is_under_way and not isinstance(
+                order, FillFromPage
+            ):  # such an order reads or seals what the steps write
                 stream.fence().wait()
                 is_under_way = False
             match order:

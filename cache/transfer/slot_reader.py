@@ -1,4 +1,4 @@
-"""Brings blocks of sealed slots to pages of HBM for the step that reads them there, again in every layer."""
+"""Brings blocks of sealed slots to pages of HBM for a step that reads parked blocks, again in every layer."""
 
 from collections.abc import Sequence
 
@@ -23,15 +23,16 @@ class SlotReader:
         rotations: KeyRotations,
         throttle: Throttle,
     ) -> None:
-        """blocks: with the pages that they are brought to. rotations: the engine thread's. throttle: of the link."""
+        """blocks: the blocks, with the pages that they are brought to. rotations: the engine thread's. throttle: cap of
+        the link."""
         self._num_blocks, self._slab, self._pool = len(blocks), slab, pool
         self._rotations, self._throttle = rotations, throttle
         self._source = SlotSource(blocks, slab)
         self._loader = Loader(source=self._source, pool=pool)
 
     def bring(self, layer: int) -> list[BlockKey]:
-        """Write a layer of the blocks to their pages. Returns those that are not what they were when their slots were
-        sealed; if there is one, what the pages hold is worth nothing."""
+        """Write a layer of the blocks to their pages. Returns the blocks that have changed since their slots were
+        sealed. If there is one, the contents of the pages must not be used."""
         if self._source.unsealed:
             return self._source.unsealed
         failed: dict[BlockKey, str] = {}

@@ -1,4 +1,4 @@
-"""Values that the streams of a Transfer share: the memory below HBM, and the links to it."""
+"""Defines values that the streams of a Transfer share: the memory below HBM, and the links to it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class Links:
 
 
 class RemoteStreams(Protocol):
-    """What moves bytes to and from a tier that other servers share. A Transfer owns it; the engine's thread calls the
+    """The streams to and from a tier that other servers share. A Transfer owns them; the engine's thread calls the
     methods."""
 
     work: Work
 
     def source(self, blocks: Sequence[BlockLoad], landings: Landings, *, is_coded: bool) -> LandedSource:
-        """Return what gives a load the bytes of these blocks."""
+        """Return the source from which a load gets these blocks."""
         ...
 
     def put(self, move: Remote) -> None:

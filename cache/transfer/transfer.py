@@ -1,12 +1,13 @@
 """Carries out the cache's moves. In cache/, only this folder and `storage/` touch bytes.
 
 The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
-`load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from
-disk into DRAM, `encode_stream` encodes in DRAM where KV is coded, `write_stream` writes to
-disk. What moves bytes to and from Redis is a wing, `cache/transfer/redis/`.
-So a load, for which a request waits, never queues behind a fetch or a write. Torch and the kernels release the GIL
-while they copy. The threads report what has ended by events, which the engine's thread takes with `poll`. On CUDA the
-copies run on streams of their own over pinned memory, and a thread reports a copy only when the bytes are there.
+`load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from disk
+into DRAM, `encode_stream` encodes in DRAM where KV is coded, and `write_stream` writes to disk. So a load, for which a
+request waits, never waits for a fetch or a write. The streams to and from Redis are a wing, `cache/transfer/redis/`.
+
+Torch and the kernels release the GIL while they copy. The threads report what has ended by events, which the engine's
+thread takes with `poll`. On CUDA the copies run on streams of their own over pinned memory, and a thread reports a copy
+only when the bytes are there.
 """
 
 import logging
@@ -72,7 +73,7 @@ class Transfer:
         max_backlog_bytes: int,
         streams: DeviceStreams | None = None,
     ) -> None:
-        """streams: None: those of the pages' device."""
+        """streams: the device's streams; None: those of the pages' device."""
         slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._pages = pages
         self._slab = slab
@@ -161,45 +162,47 @@ class Transfer:
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """See `SaveStream.save`."""
+        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps wait
+        to be saved already."""
         self._saves.save(step, pieces)
 
     @property
     def placed_bytes(self) -> int:
-        """Bytes that the kernels of layers have saved from HBM to DRAM themselves; no event reports these."""
+        """The bytes that the kernels of layers have saved from HBM to DRAM themselves; no event reports these."""
         return self._saves.placed_bytes
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """See `SaveStream.places`."""
+        """Return where kernels may save the rows of a step while they compute them; None: only `save` can."""
         return self._saves.places(pieces, num_rows)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """See `LoadStream.reader_of`."""
+        """Return a reader that brings blocks of pinned slots to pages whenever a step asks for it, without a load."""
         return self._loads.reader_of(blocks)
 
     def start(self, job_id: int) -> None:
-        """See `LoadStream.start`."""
+        """Let the layers beyond the read buffer come, because the request of a load runs now or does not wait for it
+        any more."""
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """See `LoadStream.wait_layer`."""
+        """Wait until a layer of a load has arrived or failed, for at most that long. Returns whether it has."""
         return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
-        """See `LoadStream.layers_arrived`."""
+        """Count the leading layers that have arrived of a load."""
         return self._loads.layers_arrived(job_id)
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """See `LoadStream.progress`."""
+        """Return how far disk and Redis have come with a load; None if it does not wait for them."""
         return self._loads.progress(job_id)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that steps have waited for loads."""
+        """The seconds that steps have waited for loads."""
         return self._loads.waited_s
 
     def poll(self) -> list[Event]:
-        """Return what has ended since the last call. Raises RuntimeError if a thread has broken."""
+        """Return the events since the last call. Raises RuntimeError if a thread has failed."""
         if self._saves.is_due:
             self._saves.flush()
         if self._loads.parts:

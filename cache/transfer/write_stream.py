@@ -1,4 +1,4 @@
-"""Writes from DRAM to disk and deletes there, on a thread of its own: nobody waits for either."""
+"""Writes from DRAM to disk and deletes there, on a thread of its own: no request waits for writes."""
 
 import time
 from collections import deque
@@ -18,12 +18,13 @@ from reprise.cache.transfer.coding import encode_slots
 from reprise.cache.transfer.events import Events
 from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
-_TOGETHER = 64  # deletions made together; the orders after them wait for as long
+_DELETIONS_TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
 
 
 class WriteStream:
-    """`run` is the work of a thread; the engine's thread calls the other methods."""
+    """Writes and deletes extents for a Transfer. `run` is the work of a thread; the engine's thread calls the other
+    methods."""
 
     def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, coded: CodedSlab | None = None) -> None:
         self._slab, self._disk, self._coded, self._completions = slab, disk, coded, completions
@@ -106,9 +107,10 @@ class WriteStream:
 
     def _with_later_ones(self, order: DeleteExtents) -> list[DeleteExtents]:
         """Return a deletion and those that follow it directly, to be made together: a deletion waits for the device
-        some five times, whatever it deletes. A hundred sessions one by one held up a turn's KV for seconds."""
+        some five times, however much it deletes. A hundred sessions deleted one by one held up a turn's KV for
+        seconds."""
         orders = [order]
-        while len(orders) < _TOGETHER:
+        while len(orders) < _DELETIONS_TOGETHER:
             try:
                 following = self._orders.get_nowait()
             except Empty:

@@ -1,1 +1,1 @@
-"""Composition: an engine made of its configuration and the machine."""
+"""Composes an engine from its configuration and the machine."""

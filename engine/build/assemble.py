@@ -34,7 +34,7 @@ from reprise.engine.step.restarts import Restarts
 from reprise.engine.step.verify import Verifier
 from reprise.scheduler.scheduler import Scheduler
 
-_MAX_PINNED_SHARE = 0.5  # of disk (or DRAM, without disk) that a tenant's pinned sessions may hold
+_MAX_PINNED_SHARE = 0.5  # share of the disk (or DRAM, without one) that a tenant's pinned sessions may hold
 
 
 def assemble(
@@ -49,7 +49,7 @@ def assemble(
     scheduler: Scheduler,
     unix_offset_s: float,
 ) -> Engine:
-    """unix_offset_s: from the monotonic clock to that of the calendar."""
+    """Put the parts of an engine together. unix_offset_s: seconds from the monotonic clock to Unix time."""
     choices = RunningChoices()
     tables = BlockTables(max_seqs=config.scheduler.max_seqs, max_pages=-(-room.max_context // probed.page_size))
     drafter = _drafter(config.scheduler.draft_tokens, loaded, room, warm)
@@ -152,8 +152,9 @@ def _drafter(most_tokens: int, loaded: LoadedModel, room: Room, warm: WarmModel)
 
 
 def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:
-    """Whether a few rows cost little more than one and have the bits of one, but for the last of fp32, and all of a
-    context is read. On CUDA a step of single rows is a graph, beside which any other takes five times as long."""
+    """Whether drafts pay: a few rows cost little more than one, give the same bits as one by one (in fp32 the last bits
+    may differ), and all of a context is read. Never on CUDA, where a step of single rows is a graph and any other step
+    takes five times as long."""
     runner = warm.runner
     is_alike = warm.rows_agree or loaded.dtype == torch.float32
     reads_all = not room.most_pages and runner.selecting is None and runner.watch is None

@@ -1,4 +1,4 @@
-"""Chooses what KV below HBM or DRAM becomes."""
+"""Chooses the codec of KV below HBM or DRAM."""
 
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -27,16 +27,17 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def coded_fingerprint(model: bytes, codec: str) -> bytes:
-    """Return what names KV: that of the model, and of the codec if there is one. Coded KV and KV that was computed on
-    it are never found by a server that codes otherwise, or not at all."""
+    """Return the fingerprint that names KV: the model's, combined with the codec's if there is one. So a server that
+    codes otherwise, or not at all, never finds coded KV, or KV that was computed on it."""
     if codec == "raw":
         return model
     return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()
 
 
 def selected_fingerprint(model: bytes, config: SelectorConfig) -> bytes:
-    """Return what names KV: that of the model, and of the selector if there is one, behind which KV is another. A
-    server that reads contexts otherwise, or whole, never finds it."""
+    """Return the fingerprint that names KV: the model's, combined with the selector's if there is one, because a
+    selector changes the KV computed after it. So a server that reads contexts otherwise, or whole, never finds that
+    KV."""
     if config.name == "none":
         return model
     fields = typed_fields("reprise-selector", model, config.name, config.min_context, repr(config.share))

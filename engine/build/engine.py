@@ -1,4 +1,4 @@
-"""The composition root: EngineConfig -> Engine. Whatever is automatic is resolved here, once."""
+"""Composes an Engine from its EngineConfig. All automatic settings are resolved here, once."""
 
 import functools
 import time
@@ -31,8 +31,8 @@ from reprise.kernels.attention.watched import WatchedAttention
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that several engines of one process may run, one step at a time. first_steps: a directory that remembers
-    the first steps of these engines."""
+    """A model that several engines of one process may run, one step at a time. first_steps: the directory that
+    remembers the first steps of these engines."""
 
     loaded: LoadedModel
     probed: ProbedModel
@@ -43,8 +43,8 @@ def build_engine(
     config: EngineConfig, go_on: Callable[[], None] = lambda: None, ready: ReadyModel | None = None
 ) -> Engine:
     """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
-    called every now and then by what may take long. ready: a model that was loaded and probed before, for the same
-    settings of the model and without ranks. Raises ModelRefused with a message for people."""
+    called every now and then by long work. ready: a model that was loaded and probed before, for the same settings of
+    the model and without ranks. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
         from reprise.engine.build.shared import build_shared
 
@@ -92,7 +92,7 @@ def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None
 
 
 def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, unix_offset_s: float) -> CacheManager:
-    """With what the disk has kept."""
+    """Make the cache, with the blocks and sessions that the disk has kept."""
     settings, on_cpu = config.cache, tiers.pages[0].k.device.type == "cpu"
     domain_of = functools.lru_cache(maxsize=4096)(
         lambda tenant, salt: KeyDomain(
@@ -221,7 +221,7 @@ def _tier_warnings(config: CacheConfig, tiers: Tiers, hbm_tokens: int, window: i
 
 
 def _name(model: str, path: Path) -> str:
-    """The id that clients use: the hub id, or the name of the directory or the file."""
+    """Return the model's id for clients: the hub id, or the name of the directory or the file."""
     given = Path(model).expanduser()
     if not given.exists():
         return model

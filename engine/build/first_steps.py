@@ -1,4 +1,4 @@
-"""The first steps of an engine, run before it is composed: what they take, and what they prove."""
+"""Runs the first steps of an engine before it is composed: they show what steps take, and what rows depend on."""
 
 import functools
 import logging
@@ -33,8 +33,8 @@ from reprise.kernels.device_errors import lacks_memory
 log = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
-_PROOF_PAGES = 64  # and more are as good
-_FREE_PROOF_S = 3.0  # a start may take so much longer where nobody asked for the proof
+_PROOF_PAGES = 64  # pages that the proof needs; more change nothing
+_FREE_PROOF_S = 3.0  # longest proof at a start that was not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class WarmModel:
     runner: ModelRunner
     sink: CaptureSink | None  # None while there is no tier below HBM
     step_tokens: int  # budget of a step
-    most_tokens: int | None  # of any step, for which the device has memory; None: for every step that there may be
-    least_chunk_tokens: int  # of a prompt, below which products are inefficient; 0: nobody asks
+    most_tokens: int | None  # largest step for which the device has memory; None: memory suffices for every step
+    least_chunk_tokens: int  # size of a prompt's chunk below which products are inefficient; 0: not measured
     rows_agree: bool  # whether few rows at once have the bits that they have one by one
     exactness: Exactness
-    graph_bytes: int = 0  # of the device, that decode steps hold as graphs
+    graph_bytes: int = 0  # bytes of the device for decode steps as graphs
 
 
 def warm_up(
@@ -62,8 +62,8 @@ def warm_up(
     remembered_in: str | Path,
 ) -> WarmModel:
     """Run the first steps on pages that are not in use yet, and tell the tiers' rates what steps take. remembered_in:
-    the directory that keeps what they show; empty: nothing is kept. Raises ModelRefused if less is proven than is asked
-    for."""
+    the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if less is proven than the
+    settings demand."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}
@@ -78,7 +78,7 @@ def warm_up(
     seen = remembered.recall() if device.type == "cpu" and remembered_in else None
     if seen is None:
         step_s, token_s = steps.step_times()
-        # With a target for steps, or none at all, nobody asks for it.
+        # With a target for steps, or no target at all, the number is not needed.
         least_chunk_tokens = steps.efficient_tokens(step_tokens) if config.scheduler.itl_target_s is None else 0
         exactness = _exactness(config, loaded, probed, room, runner, token_s)
         seen = FirstSteps(
@@ -117,7 +117,8 @@ def _graphs_or(
     room: Room,
     device: torch.device,
 ) -> Callable[..., ModelRunner]:
-    """Return what makes a runner that replays decode steps, where there may be graphs; else `make_runner`."""
+    """Return a function that makes a runner which replays decode steps as graphs, where there may be graphs; otherwise
+    `make_runner`."""
     if device.type != "cuda":
         return make_runner
     if why := why_eager(config, loaded, probed):
@@ -135,8 +136,8 @@ def _graphs_or(
 
 
 def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes: int) -> int | None:
-    """Return the tokens of a step that the device has memory for beside what loads take meanwhile; None: as many as are
-    wanted. Raises ModelRefused."""
+    """Return the largest step, in tokens, for which the device has memory beside loads; None: the wanted size fits.
+    Raises ModelRefused."""
     if device.type != "cuda":
         return None
     try:
@@ -155,7 +156,8 @@ def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes
 
 
 def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes: int) -> int:
-    """Raises ModelRefused, and an error that `lacks_memory` if there is none for what is kept."""
+    """Return the largest step, in tokens, for which the device has memory while `kept_bytes` are taken. Raises
+    ModelRefused, or an error for which `lacks_memory` is true if there is no room for `kept_bytes`."""
     kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
     try:
         return steps.tokens_that_fit(wanted)
@@ -165,7 +167,7 @@ def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes:
 
 
 def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> int:
-    """Return the memory of the device in which one load of a whole window becomes rows, a layer at a time."""
+    """Return the bytes of the device in which one load of a whole window becomes rows, a layer at a time."""
     decodes = probed.codec.projection or probed.codec.decodes
     if decodes is None or decodes.device.type == "cpu" or not tiers.num_slots:
         return 0
@@ -175,7 +177,7 @@ def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers:
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:
-    """What first steps show depends on all of this, and on machine and code."""
+    """Return a key of everything that decides what first steps show: these settings, the machine and the code."""
     made = type(runner).__name__, type(probed.backend).__name__, runner.saves_rows, loaded.num_ranks, loaded.rank
     # The proof needs a few hundred tokens of room; how much more there is depends on the memory that is free.
     sizes = min(room.num_pages, _PROOF_PAGES), room.max_context, probed.page_size, config.step_tokens
@@ -197,7 +199,8 @@ def _exactness(
     runner: ModelRunner,
     token_s: float,
 ) -> Exactness:
-    """What this engine's rows depend on. Raises ModelRefused if less is proven than is wanted."""
+    """Find out whether this engine's rows depend on their own tokens alone. Raises ModelRefused if that is demanded and
+    not proven."""
     if probed.codec.codec is not None:
         return Exactness(False, "not asked for (cache.codec is lossy)")
     if probed.codec.projection is not None:
@@ -220,7 +223,7 @@ def _exactness(
 
 
 def _proven(wanted: str, proof: Proof, proof_s: float) -> Exactness:
-    """What the loaded model is proven to give. Raises ModelRefused if that is less than is wanted."""
+    """Run the proof if the setting and its duration allow it. Raises ModelRefused if it is demanded and fails."""
     if wanted == "off":
         return Exactness(False, "not asked for (model.exact off)")
     if wanted == "auto" and proof_s > _FREE_PROOF_S:

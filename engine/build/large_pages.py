@@ -16,16 +16,16 @@ from pathlib import Path
 
 SIZE = 2 << 20
 _LIMIT_S = 20.0  # moving 1 GB took 0.6 to 3 s
-_MAX_FAILURES = 64  # in a row; then no large pages are available
+_MAX_FAILURES = 64  # failures in a row; then no large pages are available
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1: moves existing pages into one large page
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0\s*(\[heap\])?")
 log = logging.getLogger(__name__)
 
 
 def move_into_large_pages(limit_s: float = _LIMIT_S) -> int:
-    """Move this process's memory into large pages, the largest allocations first, for at most limit_s seconds; return
-    the number of bytes that lie in them now. Contents never change. Memory that is only partly in use is left alone, so
-    that the process does not grow. Does nothing where the kernel does not support it."""
+    """Move this process's memory into large pages, the largest allocations first, for at most limit_s seconds. Returns
+    the number of bytes that lie in large pages now. Contents never change. Memory that is only partly in use is left
+    alone, so that the process does not grow. Does nothing where the kernel does not support it."""
     libc = _libc()
     if libc is None:
         return 0

@@ -1,5 +1,5 @@
-"""Measures the link between memory and a device, and how fast the device decodes, when the engine starts: the first
-loads are priced rightly."""
+"""Measures the link between memory and a device, and how fast the device decodes, when the engine starts, so that the
+first loads are priced rightly."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,16 +11,16 @@ from reprise.cache.transfer.coding import Decoder
 from reprise.cache.transfer.device_streams import DeviceStream
 from reprise.kernels.device_errors import lacks_memory
 
-_BYTES = 64 << 20  # enough for the link to reach its pace, and a few milliseconds
+_COPIED_BYTES = 64 << 20  # enough for the link to reach its pace, and a few milliseconds
 _COPIES = 3
 _DECODED_BLOCKS = 256  # a device takes as long for a few
 
 
 def link_rates(device: torch.device, stream: DeviceStream, *, most_gbps: float = 0.0) -> dict[str, float]:
-    """Return direction -> bytes/s, of page-locked memory. stream: the calling thread's. most_gbps: what loads are held
-    to; 0: to nothing."""
-    on_host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    """Return direction -> bytes per second, for page-locked memory. stream: the calling thread's. most_gbps: cap of
+    loads; 0: none."""
+    on_host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     rates = {}
     for direction, target, source in (("dram_to_hbm", on_device, on_host), ("hbm_to_dram", on_host, on_device)):
         fences = [stream.fence()]
@@ -29,21 +29,21 @@ def link_rates(device: torch.device, stream: DeviceStream, *, most_gbps: float =
             fences.append(stream.fence())
         fences[-1].wait()
         times_s = [later.seconds_since(earlier) for earlier, later in pairwise(fences)]
-        rates[direction] = min(_BYTES / max(1e-9, min(times_s)), most_gbps * 1e9 or float("inf"))
+        rates[direction] = min(_COPIED_BYTES / max(1e-9, min(times_s)), most_gbps * 1e9 or float("inf"))
     return rates
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How fast a device decodes."""
+    """The speed at which a device decodes."""
 
-    fixed_s: float  # of any load, through all layers
-    bytes_per_s: float  # of rows, beyond that
+    fixed_s: float  # time of any load, through all layers
+    bytes_per_s: float  # further rows per second
 
 
 def decoding(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> Decoding | None:
-    """Time one block and many, once the device has done it before; None where processors decode, or there is no memory
-    for many. stream: the calling thread's."""
+    """Time the decoding of one block and of many, after a first run. Returns None where processors decode, or if there
+    is no memory for many. stream: the calling thread's."""
     if coded.decodes.device.type == "cpu" or not slab.num_slots:
         return None
     times_s = []

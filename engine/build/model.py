@@ -1,4 +1,4 @@
-"""The model of an engine: loaded, probed, and given the attention that runs it."""
+"""Loads the model of an engine, probes it, and gives it the attention that runs it."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights in memory, and where they are computed with."""
+    """The weights in memory, and the device that computes with them."""
 
     module: nn.Module
     path: Path  # directory of its files
@@ -58,9 +58,9 @@ class LoadedModel:
     dtype: torch.dtype
     parameters: int
     weight_bytes: int
-    packing: str  # of the weights; empty: they are not packed
-    free_bytes: int  # of memory, before the weights: these are a mapped file first and copies of it later
-    link: Throttle  # from DRAM to HBM, for all that passes it
+    packing: str  # form of packed weights; empty: they are not packed
+    free_bytes: int  # free memory before the weights, which are a mapped file first and copies later
+    link: Throttle  # cap of the link from DRAM to HBM
     offloaded: OffloadedWeights | None = None  # None: all weights are where they are computed with
     rank: int = 0  # which part of the model this is
     num_ranks: int = 1
@@ -72,7 +72,7 @@ class LoadedModel:
 
     @property
     def hbm_weight_bytes(self) -> int:
-        """Bytes of the weights that stay in HBM, and of the buffers through which the others pass."""
+        """The bytes of the weights that stay in HBM, and of the buffers through which the others pass."""
         all_bytes = self.weight_bytes
         return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
 
@@ -82,12 +82,12 @@ class LoadedModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """All weights by name, wherever they are, before any is packed."""
+        """The weights by name, wherever they lie, before any is packed."""
         return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: generation_config's, else the config's."""
+        """The ids that end a text: generation_config's, or else the config's."""
         for holder in (getattr(self.module, "generation_config", None), self.module.config):
             value = getattr(holder, "eos_token_id", None)
             if value is not None:
@@ -97,16 +97,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """How a loaded model is run, and what that is known to give."""
+    """A loaded model with the attention, codec and pages with which it runs, and what the probe found."""
 
     backend: AttentionBackend
     page_size: int  # tokens
     found: ProbeResult
-    fingerprint: bytes  # of the model, and of codec and selector if there are any
+    fingerprint: bytes  # names KV: model, and codec and selector if there are any
     codec: ChosenCodec
     pages: ChosenPages
-    kv_bytes_per_token: int  # as it is computed, over all layers and ranks
-    hbm_bytes_per_token: int  # in pages
+    kv_bytes_per_token: int  # bytes as computed, over all layers and ranks
+    hbm_bytes_per_token: int  # bytes in pages
     lookahead: Lookahead | None = None  # if a selector guesses queries
 
     @property
@@ -124,13 +124,13 @@ class ProbedModel:
 
     @property
     def stored_bytes_per_token(self) -> int:
-        """Bytes of a token's rows below HBM, over all layers and ranks: of its KV, or of activations."""
+        """The bytes of a token's rows below HBM, over all layers and ranks: of its KV, or of activations."""
         made = self.codec.projection
         return self.kv_bytes_per_token if made is None else made.bytes_per_token
 
 
 def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedModel:
-    """Load the model, or with tensor parallelism a rank's part of it, together with all ranks. rendezvous: file in
+    """Load the model. With tensor parallelism, load a rank's part of it, together with all ranks. rendezvous: file in
     which ranks find each other. Raises ModelRefused."""
     num_ranks = config.model.tensor_parallel
     device = _device(config.device)
@@ -165,7 +165,8 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
 
 
 def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Path:
-    """Return the directory of the model, in which weights are as `model.weights` says. Raises ModelRefused."""
+    """Return the directory of the model, whose weights have the form that `model.weights` demands. Raises
+    ModelRefused."""
     wanted, kept = config.model.weights, Path(config.cache.disk_dir) / "models"
     against = _against_packing(config, device, dtype)
     if against and wanted in ("q4", "q8"):
@@ -177,7 +178,7 @@ def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Pa
 
 
 def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Say why this engine cannot compute with packed weights; empty if it can."""
+    """Return why this engine cannot compute with packed weights; empty if it can."""
     if device.type != "cpu" and (dtype == torch.float32 or triton_packed() is None):
         return "packed weights need Triton, and model.dtype bfloat16 or float16"
     if device.type == "cpu" and (dtype != torch.bfloat16 or decode_kernels() is None):
@@ -188,12 +189,12 @@ def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dt
 
 
 def dram_link(config: ExperimentConfig, num_ranks: int) -> Throttle:
-    """One direction of the link between DRAM and HBM, with a rank's part of its cap."""
+    """Return the cap for one direction of the link between DRAM and HBM: a rank's part of the whole cap."""
     return Throttle(bytes_per_s=config.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
 
 
 def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: Throttle) -> OffloadedWeights:
-    """Raises ModelRefused."""
+    """Move weights to DRAM if the settings say so; None if not. Raises ModelRefused."""
     num_layers: int = module.config.get_text_config().num_hidden_layers  # type: ignore[operator,union-attr]
     if hbm_layers >= num_layers:
         raise ModelRefused(
@@ -206,8 +207,8 @@ def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: T
 
 
 def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> ProbedModel:
-    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. go_on:
-    called every now and then. Raises ModelRefused."""
+    """Find an attention that computes what the model asks for, and replace modules that are slow on a CPU. Changes the
+    model. go_on: called every now and then. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
     backend, page_size, found = find_attention(module, device)
     log.debug(
@@ -221,7 +222,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
         raise ModelRefused("model.exact is on, but in bf16 its kernels run whole layers only: model.tensor_parallel 1")
     if exact_kernels:
         backend = _exact_attention()
-    digest = fingerprint(module, weights_digest(loaded.weights), backend.name)  # of the weights before they are packed
+    digest = fingerprint(module, weights_digest(loaded.weights), backend.name)  # taken before weights are packed
     subject = Subject(module, backend, page_size, found, go_on)
     codec = choose_codec(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
     pages = choose_pages(config.cache, subject, tokenizer=loaded.path / "tokenizer.json", fingerprint=digest)
@@ -248,7 +249,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
 
 
 def _lookahead(module: nn.Module, found: ProbeResult) -> Lookahead:
-    """Raises ModelRefused."""
+    """Return what guesses queries ahead, if the selector needs it. Raises ModelRefused."""
     try:
         return Lookahead(module, found)
     except ValueError as error:
@@ -272,8 +273,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
-    """Return the first backend that runs here and does what the model asks, its page size, and the probe's findings.
-    Raises ModelRefused."""
+    """Return the first backend that runs here and computes what the model asks for, its page size, and the probe's
+    findings. Raises ModelRefused."""
     problems = []
     for name in _ON_CUDA if device.type == "cuda" else ("torch_cpu",):
         try:
@@ -287,7 +288,8 @@ def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBa
 
 
 def _exact_attention() -> AttentionBackend:
-    """Raises ModelRefused where bf16 cannot be exact."""
+    """Return the attention whose rows depend on their own tokens alone. Raises ModelRefused where bf16 cannot be
+    exact."""
     if product_kernels() is None or flash_kernels(exact=True) is None:
         raise ModelRefused(
             "model.exact is on, but bf16 has kernels for it on processors with AVX512_BF16 only, and where numba runs: "

@@ -1,4 +1,4 @@
-"""Chooses what the numbers of KV are in HBM, and measures at the first start what that does to answers."""
+"""Chooses the type of the numbers of KV in HBM, and measures at the first start how much it changes answers."""
 
 import logging
 import os
@@ -21,13 +21,13 @@ from reprise.kernels.int8_pages.pages import INT8_PAGES
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # of what packing does to numbers, and of how that is measured
+_VERSION = 1  # version of the packing, and of its measurement
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """divergence: nats a token by which the format changes answers of this model; None: nothing is changed. warning:
-    for people, where something else was asked for."""
+    """The format of pages in HBM. divergence: nats a token by which the format changes answers of this model; None: it
+    changes nothing. warning: text for people, if the settings asked for another format."""
 
     format: PageFormat
     divergence: float | None = None
@@ -39,7 +39,7 @@ class ChosenPages:
 
 
 class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is kept of a measurement."""
+    """The stored result of a measurement."""
 
     divergence: float  # nats a token
     made_of: str  # digest of the text
@@ -47,8 +47,8 @@ class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenPages:
-    """Return what the settings ask for, unless it changes answers by more than `cache.codec_budget`. tokenizer: the
-    model's `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
+    """Return the format that the settings ask for, unless it changes answers by more than `cache.codec_budget`.
+    tokenizer: the model's `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
     if config.hbm_dtype != "int8":
         return ChosenPages(PageFormat(subject.dtype))
     if next(subject.model.parameters()).device.type != "cpu" or subject.dtype != torch.bfloat16:
@@ -69,8 +69,8 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
-    """Return what names KV: that of the model, and of its pages if they are packed, because KV that was computed behind
-    such pages is another."""
+    """Return the fingerprint that names KV: the model's, combined with the format of its pages if they are packed,
+    because packed pages change the KV computed after them."""
     if not pages.is_packed:
         return model
     return blake2b(typed_fields("reprise-pages", model, "int8", _VERSION), digest_size=len(model)).digest()
@@ -106,7 +106,7 @@ def _keep(path: Path, measured: _Measured) -> None:
 
 
 def _read(path: Path) -> float | None:
-    """Return what an earlier start has measured; None if there is nothing that holds today."""
+    """Return the divergence that an earlier start has measured; None if there is none that still holds."""
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
     except (OSError, msgspec.MsgspecError, ValueError):

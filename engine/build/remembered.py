@@ -1,8 +1,8 @@
-"""Remembers what a model's first steps have shown on this machine, so that the next start need not try all of it again.
+"""Remembers the results of a model's first steps on this machine, so that the next start need not measure all of them
+again.
 
-One file in the state directory, for the models that were served last. What is remembered holds for the same weights,
-settings, machine, libraries and code; a file that is missing, damaged or of another server only means that a start
-takes longer.
+There is one file in the state directory, for the models that were served last. An entry holds for the same weights,
+settings, machine, libraries and code. If the file is missing, damaged or of another server, a start only takes longer.
 """
 
 import functools
@@ -21,14 +21,15 @@ from reprise.engine.model.exactness import Exactness
 
 log = logging.getLogger(__name__)
 
-_KEPT = 8  # models
+_KEPT_MODELS = 8  # models in the file
 _FOLDERS = ("engine", "kernels", "cache")  # whose code decides what steps show
 _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """step_s, token_s: see `WarmUp.step_times`. least_chunk_tokens: see `WarmUp.efficient_tokens`, 0 if nobody asked.
-    rows_agree: see `WarmUp.rows_agree`. proven, detail: as `Exactness` has them."""
+    """The results of a model's first steps. step_s, token_s: as from `WarmUp.step_times`. least_chunk_tokens: as from
+    `WarmUp.efficient_tokens`, 0 if not measured. rows_agree: as from `WarmUp.rows_agree`. proven, detail: as in
+    `Exactness`."""
 
     step_s: float
     token_s: float
@@ -43,7 +44,7 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remembered:
-    """The file, and the entry of one model in it. `key` says all that what was shown depends on."""
+    """The file, and the entry of one model in it. `key` combines everything that the results depend on."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path, self._key = directory / "first_steps.json", key
@@ -52,9 +53,9 @@ class Remembered:
         return self._read().get(self._key)
 
     def keep(self, shown: FirstSteps) -> None:
-        """Write the entry. Only the models kept last stay. A directory that cannot be written to is no error."""
+        """Write the entry. Only the entries written last stay. A directory that cannot be written to is no error."""
         entries = {key: entry for key, entry in self._read().items() if key != self._key}
-        entries = dict([*entries.items(), (self._key, shown)][-_KEPT:])
+        entries = dict([*entries.items(), (self._key, shown)][-_KEPT_MODELS:])
         new = self._path.with_suffix(f".{os.getpid()}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ class Remembered:
 
 
 def key_of(*parts: object) -> str:
-    """Return the key of what first steps show for these parts, on this machine with this code."""
+    """Return the key of the results of first steps for these parts, on this machine with this code."""
     everything = (*parts, torch.get_num_threads(), _processor(), *map(_version_of, _LIBRARIES), _code())
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
 
@@ -87,7 +88,7 @@ def _version_of(library: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A digest of all code that decides what a step computes: 2 ms."""
+    """Return a digest of all code that decides what a step computes. Takes 2 ms."""
     root = Path(__file__).resolve().parents[2]
     files = sorted(file for folder in _FOLDERS for file in (root / folder).rglob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
@@ -95,7 +96,7 @@ def _code() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Its model and what it can do, as far as the system says."""
+    """Return the processor's model and abilities, as far as the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

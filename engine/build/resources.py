@@ -1,5 +1,5 @@
-"""What there is to be shared out: memory, the machine's or less where control groups limit it, as in a container, and
-room on disk.
+"""Finds the memory and the disk space that this process may use. Memory is the machine's, or less where control groups
+limit it, as in a container.
 
 Source: kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
@@ -19,7 +19,7 @@ _OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes."""
+    """The memory that this process may use, in bytes."""
 
     total: int
     available: int  # without pushing out anything but cached files
@@ -27,7 +27,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Names of one kind of control groups."""
+    """The file names of one kind of control groups."""
 
     limit: str
     used: str
@@ -49,16 +49,16 @@ def memory() -> Memory:
 
 
 def disk_room(directory: Path, min_free_bytes: int) -> int:
-    """Bytes that cache files of a directory may take: what its file system has free above the floor, and what they take
-    already. The directory need not be there yet. Raises OSError."""
+    """Return the bytes that cache files of a directory may take: the free space of its file system above the floor, and
+    the bytes that they take already. The directory need not be there yet. Raises OSError."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return max(0, shutil.disk_usage(existing).free + stored_bytes(directory) - min_free_bytes)
 
 
 def within_groups(machine: Memory, own: str, root: Path) -> Memory:
-    """What is left of the machine's memory inside of control groups. own: the text of /proc/self/cgroup; root: where
-    control groups are mounted. A group's limit holds for all below it, so each one on the way up counts; one that
-    cannot be read is none."""
+    """Return the part of the machine's memory that control groups leave. own: the text of /proc/self/cgroup; root:
+    where control groups are mounted. A group's limit holds for all groups below it, so each one on the way up counts. A
+    limit that cannot be read counts as none."""
     total, available = machine.total, machine.available
     for directory, version in _groups(own, root):
         limit, used = (_number(directory / name) for name in (version.limit, version.used))
@@ -71,8 +71,8 @@ def within_groups(machine: Memory, own: str, root: Path) -> Memory:
 
 
 def _groups(own: str, root: Path) -> Iterator[tuple[Path, _Version]]:
-    """The memory groups that a process is in, the innermost first. In a container its own group is mounted as the root,
-    whatever path /proc says."""
+    """Return the memory groups that a process is in, the innermost first. In a container its own group is mounted as
+    the root, whatever path /proc says."""
     for line in own.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -1,4 +1,4 @@
-"""The room that an engine has for KV: its window, its pages, and the sizes that the settings leave open."""
+"""Finds the room that an engine has for KV: its window, its pages, and the sizes that the settings leave open."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,16 @@ DRAM_FREE_BUFFER = 0.1  # share of DRAM that is kept free in the background
 @dataclass(frozen=True, slots=True)
 class Room:
     max_context: int  # tokens of one request, answer included
-    num_pages: int  # in HBM
+    num_pages: int  # pages in HBM
     automatic: Sizes  # counts where the config gives no size
     coding: int  # bytes of memory for KV that is being encoded
-    warnings: tuple[str, ...]  # for people
-    ring_pages: int = 0  # of these, through which contexts larger than HBM are read; 0: there are none
-    most_pages: int = 0  # of these, for such a context
+    warnings: tuple[str, ...]  # texts for people
+    ring_pages: int = 0  # pages through which contexts larger than HBM are read; 0: there are none
+    most_pages: int = 0  # pages for such a context
 
 
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
-    """Raises ModelRefused."""
+    """Return the room of an engine. Raises ModelRefused if HBM is too small."""
     device, warnings = loaded.device, list[str]()
     on_cpu = device.type == "cpu"
     if not probed.found.decouplable:
@@ -58,7 +58,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
-    """Return the bytes that encoding takes beside the tiers."""
+    """Return the bytes that encoding takes besides the tiers."""
     if config.mode != "attentionstore":
         return 0
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
@@ -67,7 +67,8 @@ def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> 
 
 
 def _disk_room(config: CacheConfig, num_ranks: int) -> int:
-    """Where the config leaves its size open; 0 where it does not, or the disk is not used."""
+    """Return the space for cache files, if the config leaves the disk's size open; 0 if it does not, or the disk is not
+    used."""
     if config.disk_bytes is not None or config.mode != "attentionstore":
         return 0
     try:
@@ -78,7 +79,7 @@ def _disk_room(config: CacheConfig, num_ranks: int) -> int:
 
 
 def _window(wanted: int, text: Any, warnings: list[str]) -> int:
-    """Tokens. wanted: the setting; text: the configuration of the language model."""
+    """Return the window in tokens. wanted: the setting; text: the configuration of the language model."""
     trained: int = text.max_position_embeddings
     limit = rope_limit(text)
     if limit is not None and limit < trained:
@@ -92,8 +93,8 @@ def _window(wanted: int, text: Any, warnings: list[str]) -> int:
 def _num_pages(
     given_tokens: int, automatic_tokens: int, page_size: int, window: int, warnings: list[str]
 ) -> tuple[int, int]:
-    """(pages, window). One request with the whole window must always fit, with the pages its first rows may have to be
-    copied from; else it would wait for ever."""
+    """Return (pages, window). One request with the whole window must always fit, and so must the pages that its first
+    rows may have to be copied from; otherwise it would wait for ever."""
     spare = page_size // BLOCK_TOKENS
     tokens = given_tokens or automatic_tokens
     pages = tokens // page_size
@@ -110,7 +111,7 @@ def _num_pages(
 def _with_parking(
     config: EngineConfig, probed: ProbedModel, automatic: Sizes, coding: int, window: int, warnings: list[str]
 ) -> Room:
-    """The same where a context may be as long as DRAM holds. Raises ModelRefused."""
+    """Return the room of an engine whose contexts may be as long as DRAM holds. Raises ModelRefused."""
     cache, page_size = config.cache, probed.page_size
     tokens = cache.hbm_tokens or automatic.hbm // probed.hbm_bytes_per_token
     pages, spare = tokens // page_size, page_size // BLOCK_TOKENS  # as in `_num_pages`

@@ -1,4 +1,4 @@
-"""The scheduler of an engine: what is automatic in its settings, resolved, and what it says about itself."""
+"""Makes the scheduler of an engine: resolves the automatic settings, and logs what they are."""
 
 from reprise.cache.manager import CacheManager
 from reprise.cache.rates import Rates
@@ -9,9 +9,9 @@ from reprise.scheduler.predictor import QuantilePredictor
 from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
 from reprise.scheduler.scheduler import Scheduler
 
-_LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
+_LONE_STEP_FACTOR = 4  # larger products are faster, and without decoding sequences a long step delays none
 _LEAST_WINDOW, _MOST_WINDOW = 4, 32  # below there is nothing to choose from; above the wait may be long
-_QUANTILE = 0.5  # of answer lengths: a load that starts at the median is as often early as late
+_QUANTILE = 0.5  # quantile of answer lengths: at the median, a load is as often early as late
 # Before the first steps are measured: a row costs as much as a few tokens of a prompt, a thousand pairs less than one;
 # and more where they are read for a single row.
 _TOKENS_PER_ROW, _TOKENS_PER_KILO_PAIR, _TOKENS_PER_KILO_READ = 4.0, 0.5, 2.0
@@ -26,8 +26,8 @@ def build_scheduler(
     max_context: int,
     most_tokens: int | None = None,
 ) -> Scheduler:
-    """least_chunk_tokens: of a prompt, below which products are inefficient on this machine. most_tokens: of any step;
-    None: nothing limits that."""
+    """Make the scheduler. least_chunk_tokens: size of a prompt's chunk below which products are inefficient on this
+    machine. most_tokens: largest step; None: no limit."""
     lone_tokens = lone_step_tokens(config, step_tokens)
     if most_tokens is not None:
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
@@ -66,11 +66,12 @@ def build_scheduler(
 
 
 def lone_step_tokens(config: EngineConfig, step_tokens: int) -> int:
-    """Return how many tokens a step may have in which nobody decodes. step_tokens: of any other."""
+    """Return the budget of a step in which no sequence decodes. step_tokens: the budget of any other."""
     return step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
 
 
 def _window(cache: CacheManager, max_context: int) -> int:
-    """Return as many turns as HBM holds sessions: their KV can be there, or on its way, at the same time."""
+    """Return the window of the queue: as many turns as HBM holds sessions, because that is how much KV can be there, or
+    on its way, at once."""
     session_tokens = cache.sessions.mean_tokens or max_context / 4
     return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(cache.hbm_tokens / session_tokens)))

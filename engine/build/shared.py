@@ -1,4 +1,4 @@
-"""Builds the parts of a tensor-parallel engine: those of rank 0, while the other ranks build theirs."""
+"""Builds the parts of a tensor-parallel engine: rank 0's here, while the other ranks build theirs."""
 
 import functools
 from dataclasses import replace
@@ -24,7 +24,7 @@ def encode_room(room: Room) -> msgspec.Raw:
 
 
 def decode_room(encoded: msgspec.Raw) -> Room:
-    """Raises msgspec.DecodeError."""
+    """Decode the room that rank 0 has sent. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(encoded, type=Room)
 
 

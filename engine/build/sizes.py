@@ -1,4 +1,5 @@
-"""How large the tiers are where the settings leave it open: shares of what machine and model leave free. Pure.
+"""Chooses the sizes of tiers that the settings leave open, as shares of the memory that machine and model leave free.
+Pure.
 
 docs/sizes.md tabulates it.
 """
@@ -10,29 +11,29 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.tiers.encoder import AT_ONCE
 
 _GIB = 1 << 30
-# Of the memory that is free beside the weights, for KV in all. What is left is for the system, cached files and what
-# others start meanwhile. Page-locked memory is gone from the start, and its allocator may round up to twice as much.
+# Shares of the memory that the weights leave free, for all KV. The rest is for the system, cached files and programs
+# started later. Page-locked memory is taken from the start, and its allocator may round up to twice as much.
 _SHARE, _PINNED_SHARE = 0.5, 0.4
-# Of the same memory. On CPU the pool of HBM lies in it too; a small part, as it is no faster than DRAM there.
+# Shares of the same memory. On CPU the pool of HBM lies in it too; it is small, as it is no faster than DRAM there.
 _HBM_SHARE, _STAGING_SHARE = 0.15, 0.05
-_DEVICE_SHARE = 0.85  # of the accelerator's memory that is free when the weights are loaded
+_DEVICE_SHARE = 0.85  # share of the accelerator's memory that the weights leave free
 _DISK_SHARE = 0.25
-_ENCODING_STREAMS = 2  # what is encoded for DRAM, and for the disk
-# Two conversations of full windows, and of small models as many as fit into what any machine can spare.
+_ENCODING_STREAMS = 2  # encodings at once: one for DRAM, one for the disk
+# Windows in HBM: two, and for small models as many as fit into memory that any machine can spare.
 _HBM_WINDOWS, _HBM_LEAST_CAP = 2, 2 * _GIB
-# One being written to disk while another is computed, as far as that is no more than a disk takes in seconds.
+# Windows in staging: one is written to disk while another is computed, up to what a disk takes in some seconds.
 _STAGING_WINDOWS, _STAGING_CAP = 2, 4 * _GIB
 # Blocks of a tier: 8.4 M tokens, or as many as the table of blocks may hold in its share of memory; 2.7 KB for each was
 # measured with sessions of eight blocks.
 _MOST_BLOCKS, _TABLE_SHARE, _TABLE_BYTES = 1 << 18, 0.05, 2700
-# Of contexts larger than HBM: so many tokens are read at a time, and so many pages let chunks of a page get on.
+# Tokens of a context larger than HBM that are read at a time, and the least pages with which such a context gets on.
 _RING_TOKENS = 512
-LEAST_PAGES = 8  # and as many as first rows may have to be copied from
+LEAST_PAGES = 8  # besides those that first rows may have to be copied from
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes."""
+    """The sizes of the tiers in bytes."""
 
     hbm: int
     dram: int
@@ -41,8 +42,8 @@ class Sizes:
 
 
 def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None) -> int:
-    """Return the memory beside the tiers that coding takes at most: what is encoded for DRAM and for the disk at once,
-    with the rows of a layer. segment_bytes: of a block, by layer; coded_segment_bytes: None where nothing is coded."""
+    """Return the most memory that coding takes besides the tiers: encoded blocks for DRAM and for the disk at once,
+    with the rows of a layer. segment_bytes: of a block, by layer; coded_segment_bytes: None without a codec."""
     if coded_segment_bytes is None:
         return 0
     return _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))
@@ -60,10 +61,12 @@ def automatic_sizes(
     stored_bytes_per_token: int | None = None,
     coding: int = 0,
 ) -> Sizes:
-    """Sizes for a model. memory: bytes that were available before its load; device_memory: of the accelerator, what
-    is free behind the weights, None if the model runs on the CPU; weights: bytes of memory, not of the accelerator's,
-    that they take; disk: what cache files may take at most; hbm_tokens: what somebody set, or 0;
-    stored_bytes_per_token: of rows below HBM, None: the same as in it; coding: see `coding_bytes`."""
+    """Return the sizes for a model.
+
+    memory: bytes that were available before its load; device_memory: bytes of the accelerator that the weights leave
+    free, None if the model runs on the CPU; weights: bytes of memory, not of the accelerator's, that they take; disk:
+    most bytes of cache files; hbm_tokens: the setting, or 0; stored_bytes_per_token: of rows below HBM, None: the same
+    as in it; coding: as from `coding_bytes`."""
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
     free = max(0, memory - weights)
@@ -87,7 +90,7 @@ def automatic_sizes(
 
 
 def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list[str]:
-    """What to say of a DRAM tier that is too small to be worth its name."""
+    """Return warnings about a DRAM tier that is too small to be of use."""
     if dram_tokens < window_tokens:
         why = f"one window of {window_tokens:,}: a conversation that fills it does not fit"
     elif dram_tokens < hbm_tokens:
@@ -98,7 +101,7 @@ def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list
 
 
 def parking_pages(num_pages: int, page_size: int) -> tuple[int, int]:
-    """Return how many of HBM's pages contexts larger than HBM are read through, and how many one such context has at
-    most. The other half is for whoever runs beside it."""
+    """Return (pages of HBM through which contexts larger than HBM are read, most pages of one such context). The other
+    half of HBM is for the requests that run beside it."""
     ring = max(1, min(_RING_TOKENS // page_size, num_pages // 8))
     return ring, (num_pages - ring) // 2

@@ -1,4 +1,4 @@
-"""All tiers of an engine, put together from an EngineConfig."""
+"""Makes all tiers of an engine from an EngineConfig."""
 
 import functools
 import logging
@@ -36,9 +36,9 @@ from reprise.kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
 
-_LEAST_STAGING_SLOTS = 16  # of automatic staging: some for each of those who read, write and compute
-_MAX_DRAM_SHARE = 0.8  # of all memory
-_BACKLOG_BYTES = 256 << 20  # of steps whose KV is not saved yet
+_LEAST_STAGING_SLOTS = 16  # least automatic staging: some slots for reads, writes and computed blocks each
+_MAX_DRAM_SHARE = 0.8  # largest share of all memory
+_BACKLOG_BYTES = 256 << 20  # most KV of steps that is not saved yet
 _GB = 1e9
 # Guesses until the first transfers were measured; wrong ones cost one load or one recompute. On CUDA the link, and what
 # the device decodes, are measured at the start.
@@ -59,10 +59,10 @@ _PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """All memory for KV, and what moves KV in it."""
+    """The memory for KV, and the parts that move KV in it."""
 
-    pages: list[KvPages]  # of HBM, by layer
-    num_slots: int  # of DRAM, for rows, staging included
+    pages: list[KvPages]  # pages of HBM, by layer
+    num_slots: int  # DRAM slots for rows, including staging
     dram_slots: int
     coded_slots: int
     disk_bytes: int
@@ -74,7 +74,7 @@ class Tiers:
     records: Sequence[SessionRecord]
 
     def arrived(self, job_id: int) -> float:
-        """The share of a load that is in HBM."""
+        """Return the share of a load that is in HBM."""
         return self.transfer.layers_arrived(job_id) / self.rates.num_layers
 
 
@@ -86,10 +86,10 @@ def build_tiers(
     make_transfer: Callable[..., Transfer] = Transfer,
 ) -> Tiers:
     """Allocate HBM and DRAM, open the disk directory, start the threads. Sizes count the bytes of all ranks together;
-    what is made is this rank's part. Raises ModelRefused."""
+    the memory made is this rank's part. Raises ModelRefused."""
     cache, experiment, ropes = config.cache, config.experiment, probed.found.ropes
     on_gpu = loaded.device.type == "cuda"
-    # The last one is nobody's: rows go there that a graph computes and nobody has asked for (`GraphRunner`).
+    # The last page belongs to no context: graphs write rows to it that no request has asked for (`GraphRunner`).
     num_pages = room.num_pages + on_gpu
     pages = make_pages(probed.found.shapes, num_pages, probed.page_size, probed.pages.format, loaded.device)
     slot_bytes = BLOCK_TOKENS * probed.stored_bytes_per_token
@@ -130,7 +130,7 @@ def build_tiers(
     if decoded is not None:
         cap = experiment.dram_gbps * _GB / probed.coded_bytes or float("inf")
         measured["coded_to_hbm"] = min(decoded.bytes_per_s, cap)
-        # What is on disk and in Redis is mostly coded too.
+        # Most blocks on disk and in Redis are coded too.
         fixed_s = dict.fromkeys(_FROM_CODED, _PRIOR_TRANSFER_S + decoded.fixed_s)
     rates = Rates(
         num_layers=slab.num_layers,
@@ -156,8 +156,8 @@ def build_tiers(
 
 
 def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
-    """Return the mean blocks of the sessions that a disk has kept; 0 if it has none. Of the blocks that are not full a
-    session has one, however many of its turns have left one on disk."""
+    """Return the mean blocks of the sessions that a disk has kept; 0 if it has none. A session counts one block that is
+    not full, however many of its turns have left such a block on disk."""
     full = Counter[tuple[str, str, str]]()
     for extent in extents:
         full[extent.session.names] += sum(not block.is_open for block in extent.blocks)
@@ -171,8 +171,8 @@ def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:
 
 
 def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | None) -> dict[str, float]:
-    """Return what transfers are priced at until some were measured. rates: of the links. Activations become K and V on
-    the way to HBM."""
+    """Return the rates at which transfers are priced until some were measured. rates: of the links. Activations have to
+    become K and V on the way to HBM, which takes time."""
     if projection is None:
         return rates
     projecting = projection.flops_per_token / projection.bytes_per_token / _PRIOR_PREFILL_FLOPS
@@ -180,7 +180,7 @@ def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | No
 
 
 def _lower_sizes(config: EngineConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
-    """(bytes of DRAM, slots of staging besides, bytes of disk)."""
+    """Return (bytes of DRAM, slots of staging besides, bytes of disk)."""
     cache, staging_bytes = config.cache, config.experiment.staging_bytes
     if cache.mode != "attentionstore":
         return 0, 0, 0
@@ -209,7 +209,7 @@ def _disk(
         read_bytes_per_s=experiment.disk_gbps / num_ranks * _GB,
         write_bytes_per_s=experiment.disk_gbps / num_ranks * _GB,
         deadline_s=experiment.io_deadline_s,
-        owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
+        owner=f"a running server (pid {os.getppid()})",  # the process to stop is the app, not its engine
     )
 
 
@@ -220,7 +220,8 @@ def _form(fingerprint: bytes, config: EngineConfig, probed: ProbedModel, segment
 
 
 def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[int]) -> RedisExtents | None:
-    """Raises ModelRefused for a URL that is none. Whether a server answers shows when it is asked."""
+    """Make the Redis tier; None if it is off. Whether a server answers shows later, at the first use. Raises
+    ModelRefused for an invalid URL."""
     cache = config.cache
     if not (cache.redis_urls and cache.redis_bytes):
         return None
@@ -237,7 +238,7 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
 
 
 def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Sequence[SessionRecord]]:
-    """What the disk has kept. Raises ModelRefused."""
+    """Open the disk and return the extents and sessions that it has kept. Raises ModelRefused."""
     try:
         extents, records = disk.open()
     except DirectoryLocked as error:
@@ -249,7 +250,8 @@ def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Se
 
 
 def _check_memory(num_bytes: int) -> None:
-    """A size that somebody set is theirs to know, up to what can never be: what is free now may change."""
+    """Refuse sizes of DRAM that the machine can never have. Sizes above the memory that is free now are accepted,
+    because that may change."""
     total = memory().total
     if num_bytes > _MAX_DRAM_SHARE * total:
         raise ModelRefused(

@@ -1,4 +1,4 @@
-"""Finds the files of a model and loads its weights, whatever form they are in: safetensors, GGUF or packed."""
+"""Finds the files of a model and loads its weights from any form: safetensors, GGUF or packed."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ GGUF_SUFFIX = ".gguf"
 
 def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
-    once, into `conversions`; keep: its weights stay packed as they are, if they can. From the hub, only what serving
-    needs is downloaded, and weights only as safetensors. Raises ModelRefused."""
+    once, into `conversions`; keep: leave its weights packed as they are, where possible. From the hub, only files that
+    serving needs are downloaded, and weights only as safetensors. Raises ModelRefused."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -43,7 +43,8 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
-    """See `load_model`; weights may be packed, too. Raises ModelRefused."""
+    """Load the model in a directory, whose weights may be packed. Otherwise the same as `load_model`. Raises
+    ModelRefused."""
     if not is_packed(path):
         return load_model(path, dtype, device, num_ranks)
     from reprise.engine.packed.load import load_packed
@@ -55,7 +56,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks
 
 
 def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
-    """Return a directory with the weights of another packed to q4 or q8, made once. Raises ModelRefused."""
+    """Return a directory with the same weights packed to q4 or q8, made once. Raises ModelRefused."""
     from reprise.engine.packed.from_directory import packed
 
     if is_packed(path):

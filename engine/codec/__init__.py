@@ -1,1 +1,1 @@
-"""What a lossy codec of KV does to a model's answers, and how it is calibrated to do little."""
+"""Calibrates lossy codecs of KV so that they change a model's answers little, and measures how much they do."""

@@ -1,8 +1,8 @@
-"""Activations in the place of KV below HBM: what a layer's attention begins with, half the bytes of its K and V where
-every head has its own. At a load K and V are made of it anew, by the layer's own weights.
+"""Keeps activations instead of KV below HBM: the input of a layer's attention, which has half the bytes of its K and V
+where every head has its own. A load makes K and V from it again, with the layer's own weights.
 
 Sources: HybridServe (arXiv 2501.01792) and HCache (arXiv 2410.05004). Both keep the hidden state and compute the norm
-again; this keeps what comes out of the norm, which has the same size.
+again; this keeps the norm's output, which has the same size.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from reprise.kernels.attention.ragged_batch import PageFormat
 
 # Where an attention gets its K from: a projection of its own, or one that gives queries and values too.
 _APART, _FUSED = ("k_proj", "v_proj"), ("qkv_proj", "query_key_value")
-_CHECK_TOKENS = (40, 3)  # of two steps: layers may compute a few rows in another way
+_CHECK_TOKENS = (40, 3)  # sizes of two steps: layers may compute a few rows in another way
 # Relative RMS error. In a type that rounds, another order of sums moves some numbers to the next one, and kernels for
 # a few rows do not round what comes out of the norm.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 @dataclass(frozen=True, slots=True)
 class LayerProjection:
-    """Makes a layer's keys [rows, kv_heads * k_dim], without position, and values of activations [rows, width]."""
+    """Makes a layer's keys [rows, kv_heads * k_dim], without position, and values from activations [rows, width]."""
 
     shape: KvShape
     width: int
@@ -54,7 +54,8 @@ class LayerProjection:
 
 
 class KvProjection:
-    """Implements `reprise.kernels.codecs.codec.Projection`."""
+    """Makes K and V from activations in all layers. Implements `reprise.kernels.codecs.codec.Projection`; a Decoder
+    calls it."""
 
     name = "activation"
 
@@ -65,11 +66,12 @@ class KvProjection:
         products = sum(width * outputs for width, outputs in zip(self.widths, self.row_elements, strict=True))
         self.flops_per_token = 2 * products
         self.bytes_per_token = sum(self.widths) * dtype.itemsize
-        # At most: in fp32 these are those of the file, as long as nobody needs the memory.
+        # An upper bound: in fp32 these are the file's mapped pages, which the kernel may drop.
         self.weight_bytes = products * dtype.itemsize if device.type == "cpu" else 0
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Decodes. Torch's products have as many threads as the caller."""
+        """Make the rows of a layer from activations, as `Decodes.decode` demands. Torch's products use as many threads
+        as the caller has."""
         project = self._layers[layer]
         x = segments.view(self._dtype).view(-1, project.width).to(self.device)
         keys, values = project(x)
@@ -80,8 +82,8 @@ class KvProjection:
 
 @torch.inference_mode()
 def find_projection(subject: Subject) -> KvProjection:
-    """Find what makes K and V in a model that was not optimised yet. Raises ModelRefused if activations are not smaller
-    than KV, or the model makes its KV in a way that is not known."""
+    """Find the products that make K and V in a model that was not optimised yet. Raises ModelRefused if activations are
+    not smaller than KV, or the model makes its KV in an unknown way."""
     found = _attentions(subject.model)
     if sorted(found) != list(range(len(subject.found.shapes))):
         raise ModelRefused(_unknown(f"its attention has none of {', '.join(('k_proj', *_FUSED))}"))
@@ -111,8 +113,8 @@ def find_projection(subject: Subject) -> KvProjection:
 
 @torch.inference_mode()
 def watch_inputs(subject: Subject, projection: KvProjection) -> None:
-    """Let the layers of a model, optimised or not, show what their attention begins with (`Step.inputs`), and check
-    that it gives the K and V that they compute. Raises ModelRefused."""
+    """Have the layers of a model, optimised or not, show the input of their attention (`Step.inputs`), and check that
+    it gives the K and V that they compute. Raises ModelRefused."""
     for layer, attention in _attentions(subject.model).items():
         getattr(attention, _entry(attention)).register_forward_pre_hook(partial(_show, layer))
     for num_tokens in _CHECK_TOKENS:
@@ -142,13 +144,14 @@ def _unknown(why: str) -> str:
 
 
 def _attentions(model: nn.Module) -> dict[int, Any]:
-    """Layer -> its attention, as far as it is one whose K and V can be made."""
+    """Return layer -> its attention, for the layers whose K and V can be made from activations."""
     modules: Any = model.modules()
     return {module.layer_idx: module for module in modules if hasattr(module, "layer_idx") and _entry(module)}
 
 
 def _entry(attention: nn.Module) -> str:
-    """The child that is given what an attention begins with, and makes keys of it; empty if there is none."""
+    """Return the name of the child that gets the input of an attention and makes keys from it; empty if there is
+    none."""
     if all(isinstance(getattr(attention, name, None), nn.Module) for name in _APART):
         return _APART[0]
     return next((name for name in _FUSED if isinstance(getattr(attention, name, None), nn.Module)), "")
@@ -159,7 +162,7 @@ Part = tuple[Tensor, Tensor | None]
 
 
 def _parts(subject: Subject, attentions: dict[int, Any]) -> dict[int, tuple[Part, Part]]:
-    """Layer -> the products that give its K and its V."""
+    """Return layer -> the products that give its K and its V."""
     fused = {layer: getattr(attention, _entry(attention)) for layer, attention in attentions.items()}
     parts = {}
     for layer, attention in attentions.items():
@@ -187,8 +190,8 @@ def _parts(subject: Subject, attentions: dict[int, Any]) -> dict[int, tuple[Part
 
 
 def _columns(outputs: Tensor, wanted: Tensor) -> Tensor:
-    """Return which columns of `outputs` those of `wanted` are: models lay out what one product gives in many ways.
-    Raises ModelRefused if they are none."""
+    """Return which columns of `outputs` equal those of `wanted`, because models lay out the results of one product in
+    many ways. Raises ModelRefused if there are none."""
     whole = outputs.float().T.contiguous()
     index = torch.cat([torch.cdist(columns, whole).argmin(1) for columns in wanted.float().T.split(256)])
     if not torch.equal(outputs[:, index], wanted):
@@ -197,16 +200,16 @@ def _columns(outputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 class _Seen:
-    """What the layers of one step have shown."""
+    """The inputs and KV that the layers of one step have shown."""
 
     def __init__(self) -> None:
-        self.layers: list[int] = []  # that have shown their inputs
+        self.layers: list[int] = []  # layers that have shown their inputs
         self.inputs: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """See KvSink."""
+        """Keep a layer's K and V, as `KvSink.write` demands."""
         self.keys.append(k_plain.clone())
         self.values.append(v.clone())
 
@@ -216,7 +219,7 @@ class _Seen:
 
 
 def _seen(subject: Subject, num_tokens: int) -> _Seen:
-    """Compute a random text."""
+    """Compute a random text and return what its layers have shown."""
     model: Any = subject.model
     text, device = model.config.get_text_config(), next(model.parameters()).device
     num_tokens = min(num_tokens, getattr(text, "max_position_embeddings", None) or num_tokens)

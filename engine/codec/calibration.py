@@ -1,7 +1,7 @@
 """Finds the steps of the transform codec at which a model's answers keep to a budget, on texts that ship with Reprise.
 
-Some texts give the statistics, others the measured divergence. Keys and values get half of the budget each: divergence
-falls by the same factor for a bit of either, and there are as many numbers of both, so equal shares cost the fewest
+Some texts give the statistics, others the measured divergence. Keys and values get half of the budget each. One more
+bit lowers the divergence of either by the same factor, and both have as many numbers, so equal shares cost the fewest
 bits.
 """
 
@@ -21,16 +21,16 @@ from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, ba
 
 log = logging.getLogger(__name__)
 
-FIRST_STEPS = 0.5, 0.33  # of keys and of values: about 0.001 nats on SmolLM2
-_POWER = 2.2  # divergence grows with about this power of a step (measured on SmolLM2: 2.0 to 2.3)
-_AIM = 0.9  # of the budget, because what is measured has an error
-_TRIES = 4
+FIRST_STEPS = 0.5, 0.33  # first steps of keys and of values: about 0.001 nats on SmolLM2
+_STEP_POWER = 2.2  # divergence grows with about this power of a step (measured on SmolLM2: 2.0 to 2.3)
+_AIM_SHARE = 0.9  # share of the budget to aim at, because a measurement has an error
+_MOST_TRIES = 4
 _LEAST_STEP, _MOST_CHANGE = 1e-3, 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A codec that keeps to its budget, and what was measured of it."""
+    """A codec that keeps to its budget, with its measured divergence."""
 
     codec: TransformCodec
     k_step: float
@@ -41,7 +41,8 @@ class Calibrated:
 
 
 class _Listener:
-    """An attention backend that also sums the squares of its queries. Layers are called in order."""
+    """An attention backend that also sums the squares of its queries. Layers are called in order, by the thread that
+    calibrates."""
 
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -50,7 +51,7 @@ class _Listener:
         self._rows = [0] * num_layers
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend."""
+        """Sum the squares of a layer's queries, and attend as the inner backend does."""
         layer = self._calls % len(self._sums)
         self._calls += 1
         kv_heads = kv.k.shape[2]
@@ -76,8 +77,8 @@ class _Listener:
 
 
 def statistics(subject: Subject, texts: Sequence[Tensor]) -> list[LayerStatistics]:
-    """Run a model over texts [tokens] and return what it shows of each layer, without each text's first block, which is
-    stored as it is."""
+    """Run a model over texts [tokens] and return statistics of each layer. The first block of each text is left out,
+    because it is stored as it is."""
     shapes, ropes = subject.found.shapes, subject.found.ropes
     listener = _Listener(subject.backend, len(shapes))
     coder = HistoryCoder(replace(subject, backend=listener), most_tokens=max(map(len, texts)))
@@ -98,7 +99,8 @@ def calibrate(
     subject: Subject, *, budget: float, learned: Sequence[Tensor], scored: Sequence[Tensor]
 ) -> Calibrated | None:
     """Find the coarsest steps that keep to a budget of nats a token. learned, scored: texts [tokens], for the
-    statistics and for the measure; of the latter the last fifth is scored. Returns None if no step keeps to it."""
+    statistics and for the measurement, which scores the last fifth of a text. Returns None if no step keeps to the
+    budget."""
     bases = [basis_of(layer) for layer in statistics(subject, learned)]
     coder = HistoryCoder(subject, most_tokens=max(map(len, scored)))
 
@@ -116,10 +118,11 @@ def calibrate(
     codec = made(k_step, v_step)
     of_k, of_v = measured((codec, "k"), (codec, "v"))
     k_step, v_step = (
-        _nearer(step, quality.mean_divergence, _AIM * budget / 2) for step, quality in ((k_step, of_k), (v_step, of_v))
+        _nearer(step, quality.mean_divergence, _AIM_SHARE * budget / 2)
+        for step, quality in ((k_step, of_k), (v_step, of_v))
     )
     best: Calibrated | None = None
-    for _ in range(_TRIES):
+    for _ in range(_MOST_TRIES):
         try:
             codec = made(k_step, v_step)
         except ValueError:  # finer than any sense
@@ -129,13 +132,13 @@ def calibrate(
         log.debug("steps %.3f and %.3f: %.5f nats a token, budget %.5f", k_step, v_step, divergence, budget)
         if divergence <= budget:
             best = Calibrated(codec, k_step, v_step, divergence, quality.same_choices, len(quality.divergence))
-            if divergence >= budget * _AIM**2:
+            if divergence >= budget * _AIM_SHARE**2:
                 break
-        k_step, v_step = (_nearer(step, divergence, _AIM * budget) for step in (k_step, v_step))
+        k_step, v_step = (_nearer(step, divergence, _AIM_SHARE * budget) for step in (k_step, v_step))
     return best
 
 
 def _nearer(step: float, divergence: float, wanted: float) -> float:
-    """Return a step that should bring the wanted divergence."""
-    change = (wanted / max(divergence, 1e-12)) ** (1 / _POWER) if math.isfinite(divergence) else 1 / _MOST_CHANGE
+    """Return a step that should bring the divergence nearer to the wanted one."""
+    change = (wanted / max(divergence, 1e-12)) ** (1 / _STEP_POWER) if math.isfinite(divergence) else 1 / _MOST_CHANGE
     return max(_LEAST_STEP, step * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))

@@ -1,4 +1,4 @@
-"""Keeps a calibrated codec in a file, so that a server calibrates at its first start only."""
+"""Keeps a calibrated codec in a file, so that a server calibrates only at its first start."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True):
-    """What the arrays are and do."""
+    """The description of the arrays in the file, and the codec's measured divergence."""
 
     version: int
     model: str  # fingerprint
     budget: float
     dtype: str
-    name: str  # of the codec: a digest of all that decides what its bytes mean
+    name: str  # codec's name: a digest of all that decides what its bytes mean
     segment_bytes: list[int]
     v_steps: list[float]
     heads: list[int]
@@ -38,7 +38,7 @@ class _About(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(path: Path, calibrated: Calibrated, *, model: bytes, budget: float) -> None:
-    """Write the file, whole or not at all. model: its fingerprint. Raises OSError."""
+    """Write the file, either whole or not at all. model: the model's fingerprint. Raises OSError."""
     codec = calibrated.codec
     about = _About(
         version=_VERSION,
@@ -71,7 +71,7 @@ def save(path: Path, calibrated: Calibrated, *, model: bytes, budget: float) -> 
 
 
 def load(path: Path, *, model: bytes, budget: float, dtype: torch.dtype) -> Calibrated | None:
-    """Return what is in the file, if it was calibrated for this and is as it was written; otherwise None."""
+    """Return the codec in the file, if it was calibrated for this model and is intact; otherwise None."""
     try:
         with safe_open(str(path), framework="pt") as file:
             about = msgspec.json.decode((file.metadata() or {}).get("about", ""), type=_About)

@@ -1,4 +1,4 @@
-"""The codec that a server uses, as the composition of the engine reads it."""
+"""Describes the codec that a server uses, for the composition of the engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,16 @@ from reprise.kernels.codecs.codec import Codec, Decodes
 
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
-    """codec None: KV below DRAM is what DRAM has. decodes: makes rows of its segments, for pages on the model's device;
-    None: nothing is decoded. projection: makes KV of activations, which all tiers below HBM have instead; None: they
-    have KV. divergence: nats a token as measured on this model; None: not measured. warning: for people, where
-    something else was asked for. budget: nats a token that it was calibrated to; None: nothing is coded.
-    refusals: where it is noted that it is not to be used. is_refused: it was condemned before: KV of earlier starts is
-    named by it, and none is coded or decoded."""
+    """The codec that a server uses.
+
+    codec: None: KV below DRAM has the form that it has in DRAM. decodes: makes rows from its segments, for pages on the
+    model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers below HBM then have
+    instead of KV; None: they have KV. divergence: nats a token as measured on this model; None: not measured. warning:
+    text for people, if the settings asked for another codec. budget: nats a token to which it was calibrated; None:
+    nothing is coded.
+
+    refusals: the file that notes that the codec must not be used. is_refused: it was condemned before. Then it still
+    names the KV of earlier starts, and nothing is coded or decoded."""
 
     codec: Codec | None = None
     decodes: Decodes | None = None

@@ -1,8 +1,8 @@
-"""Measures how much a codec changes a model's next-token distributions, by text: a history whose KV is coded, and the
-tokens after it, which are computed as usual and scored.
+"""Measures how much a codec changes a model's next-token distributions. In each text the KV of a history is coded, and
+the tokens after it are computed as usual and scored.
 
-Computed in fp32, with KV rounded to the type in which it is stored. In bf16 any change of the KV, however small, rounds
-all that follows anew, and that alone is 0.0015 nats a token on SmolLM2: more than the codec that is measured.
+All is computed in fp32, with KV rounded to the type in which it is stored. In bf16 even the smallest change of the KV
+changes the rounding of everything after it. That alone is 0.0015 nats a token on SmolLM2, more than the measured codec.
 """
 
 import math
@@ -25,18 +25,18 @@ from reprise.kernels.codecs.codec import Codec
 from reprise.kernels.kv_copy import write_rows
 
 Part = Literal["kv", "k", "v"]
-_CHUNK = 512  # tokens of a history that are computed together
+_CHUNK_TOKENS = 512  # tokens of a history that are computed together
 _PLAIN = PageFormat(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What coding did to the scored tokens of some texts. Per token; `added` together."""
+    """The effect of coding on the scored tokens of some texts, per token. `added` puts several texts together."""
 
-    divergence: Tensor  # nats: KL of the distribution behind coded KV from that behind raw KV
+    divergence: Tensor  # nats: KL of the distribution after coded KV from that after raw KV
     same_choice: Tensor  # bool: whether the likeliest token is the same
-    loss: Tensor  # nats: minus the log probability of the text's token, behind coded KV
-    raw_loss: Tensor  # the same behind raw KV
+    loss: Tensor  # nats: minus the log probability of the text's token, after coded KV
+    raw_loss: Tensor  # the same after raw KV
     refused: float  # share of blocks that could not be coded and stayed raw
 
     @property
@@ -45,17 +45,17 @@ class Quality:
 
     @property
     def same_choices(self) -> float:
-        """Share of the tokens."""
+        """The share of tokens whose likeliest next token is the same."""
         return float(self.same_choice.float().mean())
 
     def perplexity_change(self) -> tuple[float, float]:
-        """Return by which share perplexity rises, and the standard error of that."""
+        """Return the share by which perplexity rises, and its standard error."""
         change = self.loss - self.raw_loss
         return math.expm1(float(change.mean())), float(change.std()) / math.sqrt(len(change))
 
     @classmethod
     def added(cls, parts: Sequence["Quality"]) -> "Quality":
-        """Put texts together; `refused` of equally long histories."""
+        """Put the results of texts together. The histories must be equally long, because `refused` is averaged."""
         return cls(
             divergence=torch.cat([part.divergence for part in parts]),
             same_choice=torch.cat([part.same_choice for part in parts]),
@@ -67,7 +67,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to be measured: as it was loaded, prepared and probed."""
+    """A model to be measured, loaded, prepared and probed."""
 
     model: nn.Module
     backend: AttentionBackend
@@ -77,18 +77,18 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its weights, in which its KV is stored."""
+        """The type of the model's weights, in which its KV is stored."""
         return next(self.model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where its KV is computed."""
+        """The device on which its KV is computed."""
         return next(self.model.parameters()).device
 
 
 class HistoryCoder:
-    """Runs a model over single texts with its history's KV as computed, or as a codec gives it back. most_tokens: of a
-    text; page_format: of its pages. One thread at a time."""
+    """Runs a model over single texts, with the KV of the history either as computed or as a codec returns it.
+    most_tokens: of a text; page_format: of its pages. Used by one thread at a time."""
 
     def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
@@ -99,36 +99,36 @@ class HistoryCoder:
         self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """See KvSink."""
+        """Keep a layer's K and V, as `KvSink.write` demands."""
         k, values = self._seen[layer]
         k.append(k_plain.clone())
         values.append(v.clone())
 
     @torch.inference_mode()
     def compute(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Compute a history [tokens]. Returns by layer K without position [tokens, kv_heads, k_dim], and V, as they are
-        stored; `place` puts them in the pages."""
+        """Compute a history [tokens]. Returns for each layer K without position [tokens, kv_heads, k_dim] and V,
+        rounded as they are stored. `place` puts them into the pages."""
         self._forget_seen()
-        for start in range(0, len(token_ids), _CHUNK):
-            self._run(token_ids[start : start + _CHUNK], start, logit_rows=1, listens=True)
+        for start in range(0, len(token_ids), _CHUNK_TOKENS):
+            self._run(token_ids[start : start + _CHUNK_TOKENS], start, logit_rows=1, listens=True)
         return self._stored()
 
     @torch.inference_mode()
     def go_on(self, token_ids: Tensor, start: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Do both at once behind a history of `start` tokens. Returns the log probabilities as from `score`, and what
-        is stored of these tokens, as from `compute`."""
+        """Compute tokens after a history of `start` tokens, as both `compute` and `score` do. Returns their log
+        probabilities, and their K and V."""
         self._forget_seen()
         logits = self._run(token_ids, start, logit_rows=len(token_ids), listens=True)
         return logits.float().log_softmax(-1), self._stored()
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
-        """Return the log probabilities [tokens, vocabulary], fp32, behind a history of `start` tokens."""
+        """Return the log probabilities [tokens, vocabulary], fp32, of tokens after a history of `start` tokens."""
         return self._run(token_ids, start, logit_rows=len(token_ids), listens=False).float().log_softmax(-1)
 
     @torch.inference_mode()
     def place(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put a history in the pages, from its first token on. rows: as from `compute`."""
+        """Put a history into the pages, from its first token on. rows: as from `compute`."""
         slots = torch.arange(len(rows[0][0]), device=self._device)
         for layer, ((k, v), pages) in enumerate(zip(rows, self._pages, strict=True)):
             write_rows(pages.k, slots, pages.to_rows(self._rotations.rotate(layer, k.float(), slots)))
@@ -161,8 +161,9 @@ class HistoryCoder:
 def coded(
     codec: Codec, rows: Sequence[tuple[Tensor, Tensor]], part: Part = "kv"
 ) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """Return a history as it comes back from a codec, with its first block as it was, and the share of blocks that were
-    refused. rows: by layer K [tokens, kv_heads, k_dim] and V, of whole blocks. part: what the codec is applied to."""
+    """Return a history as a codec returns it, with its first block unchanged, and the share of blocks that were
+    refused. rows: by layer K [tokens, kv_heads, k_dim] and V, of whole blocks. part: which of K and V the codec is
+    applied to."""
     out, refused, count = [], 0, 0
     for layer, (k, v) in enumerate(rows):
         raw = raw_blocks(k[BLOCK_TOKENS:], v[BLOCK_TOKENS:])
@@ -196,7 +197,7 @@ def rows_of(raw: Tensor, k_shape: Sequence[int], v_shape: Sequence[int]) -> tupl
 def measure(
     coder: HistoryCoder, token_ids: Tensor, history: int, codecs: Sequence[tuple[Codec, Part]]
 ) -> list[Quality]:
-    """Measure some codecs on one text [tokens]. history: how many tokens are coded, whole blocks; the others are
+    """Measure some codecs on one text [tokens]. history: how many tokens are coded, in whole blocks; the others are
     scored."""
     if history % BLOCK_TOKENS or not 0 < history < len(token_ids) - 1:
         raise ValueError(f"a history of {history} out of {len(token_ids)} tokens")
@@ -213,8 +214,8 @@ def measure(
 
 
 def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFormat) -> Quality:
-    """Measure what pages of a format do on some texts [tokens], each computed through them from its first token on, and
-    scored in its second half."""
+    """Measure how much pages of a format change answers on some texts [tokens]. Each text is computed through such
+    pages from its first token on, and its second half is scored."""
     most = max(map(len, texts))
     plain, packed = (HistoryCoder(subject, most_tokens=most, page_format=each) for each in (_PLAIN, page_format))
     found = []
@@ -230,7 +231,7 @@ def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFo
 
 
 def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
-    """Compare what `score` says of the same tokens [tokens] behind two forms of a history."""
+    """Compare the results of `score` for the same tokens [tokens] after two forms of a history."""
     wanted = token_ids[1:]
     return Quality(
         divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),

@@ -1,4 +1,4 @@
-"""The text on which codecs are calibrated: dialogues, prose and code, in `calibration.txt`."""
+"""Provides the text on which codecs are calibrated: dialogues, prose and code, in `calibration.txt`."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -7,19 +7,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-LEARNED_TOKENS, SCORED_TOKENS = 1024, 640  # of a piece
-_MOST_PIECES = 5  # more cost time and change the steps by less than a tenth
+LEARNED_TOKENS, SCORED_TOKENS = 1024, 640  # tokens of a piece
+_MOST_PIECES = 5  # most pieces: more cost time and change the steps by less than a tenth
 _TEXT = Path(__file__).with_name("calibration.txt")
-_END = "\n%%\n"  # between documents: one to learn from, one to be scored, in turn
+_END = "\n%%\n"  # separates documents, which are learned from and scored in turn
 
 
 def text_digest() -> str:
-    """Name the text, so that what was found with another release's is known to be of another."""
+    """Return a digest that names the text, because another release may have another text."""
     return blake2b(_TEXT.read_bytes(), digest_size=16).hexdigest()
 
 
 def calibration_text(tokenizer: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Return pieces of token ids int64: to learn from, and others to be scored. tokenizer: a `tokenizer.json`."""
+    """Return pieces of token ids int64: some to learn from, others to be scored. tokenizer: a `tokenizer.json`."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     documents = _TEXT.read_text("utf-8").split(_END)
     halves = []

@@ -1,4 +1,4 @@
-"""Brings the transform codec of a model: from the file of an earlier start, or calibrated now."""
+"""Provides the transform codec of a model: from the file of an earlier start, or calibrated now."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def make_transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
-    """Return the transform codec that keeps to the budget on a model, or none and why. tokenizer: the model's
+    """Return the transform codec that keeps to the budget on a model, or none with the reason. tokenizer: the model's
     `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
     if subject.dtype not in _DTYPES:
         raise ModelRefused(f"cache.codec: KV in {subject.dtype} cannot be coded; take model.dtype bfloat16 or float32")

@@ -6,17 +6,18 @@ from collections import deque
 
 from reprise.engine.messages import DIVERGENCE_BOUNDS, CodecChecks
 
-LAST = 128  # checks whose mean decides; a single check scatters by some twice its mean (SmolLM2)
-LEAST = 8  # checks, before which nothing is decided
-TOLERATED = 2.0  # times the budget
-_MOST = 10.0  # nats that one check counts for; also where logits are no numbers
+LAST = 128  # number of checks whose mean decides; a single check scatters by some twice its mean (SmolLM2)
+LEAST = 8  # least number of checks before anything is decided
+TOLERATED = 2.0  # tolerated mean divergence, in budgets
+_MOST_NATS = 10.0  # most nats that one check counts for; logits that are no numbers count so much
 
 
 class CodecVerdict:
-    """Condemns a codec, for good, once its last `LAST` checks diverge by more than the limit. Single-threaded."""
+    """Condemns a codec, for good, once its last `LAST` checks diverge by more than the limit. The Verifier calls it, in
+    the engine's loop."""
 
     def __init__(self, *, codec: str, budget: float) -> None:
-        """codec: its name. budget: nats a token that it was calibrated to."""
+        """codec: the codec's name. budget: nats a token to which it was calibrated."""
         self.codec = codec
         self.limit = TOLERATED * budget
         self.is_condemned = False
@@ -26,7 +27,7 @@ class CodecVerdict:
 
     @property
     def num_checks(self) -> int:
-        """Number of checks since the start."""
+        """The number of checks since the start."""
         return sum(self._counts)
 
     @property
@@ -35,10 +36,10 @@ class CodecVerdict:
         return sum(self._last) / len(self._last) if self._last else None
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Take a check, in nats a token: the divergence found, and that of rounding alone. Returns whether this one
-        condemns the codec."""
+        """Record a check, in nats a token: the divergence found, and the divergence that rounding alone brings. Returns
+        whether this check condemns the codec."""
         excess = divergence - rounding
-        excess = min(excess, _MOST) if math.isfinite(excess) else _MOST
+        excess = min(excess, _MOST_NATS) if math.isfinite(excess) else _MOST_NATS
         self._last.append(excess)
         shown = max(0.0, excess)
         self._counts[bisect_left(DIVERGENCE_BOUNDS, shown)] += 1
@@ -50,7 +51,7 @@ class CodecVerdict:
         return self.is_condemned
 
     def report(self) -> CodecChecks:
-        """Return what the engine tells of it."""
+        """Return the checks as the engine reports them."""
         return CodecChecks(
             counts=list(self._counts),
             total=self._total,

@@ -1,1 +1,1 @@
-"""Drafts: what answers may go on with, computed before they have said it."""
+"""Drafts continuations of answers, which a step computes before the answers have said them."""

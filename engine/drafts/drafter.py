@@ -1,9 +1,11 @@
-"""Drafts from the past (prompt lookup, Saxena 2023): what followed the last tokens where they stood before may follow
-them again, as where code is edited, a document quoted or a tool's result passed on. A step that computes a draft
-behind a choice's newest token says of every token of it whether the choice would have said it; what it would not have
-said is computed for nothing, and changes no answer. So choices get drafts only as long as these are worth their rows.
+"""Drafts tokens from the past (prompt lookup, Saxena 2023). The tokens that followed the last tokens where those stood
+before may follow them again, for example when code is edited, a document quoted or a tool's result passed on.
 
-No torch, no clock. Single-threaded.
+A step computes a draft after a choice's newest token, and so finds out for each of its tokens whether the choice would
+have said it. Wrong tokens are computed for nothing and change no answer, so choices get drafts only as long as these
+are worth their rows.
+
+No torch, no clock. Called by the engine's thread alone.
 """
 
 import heapq
@@ -16,28 +18,28 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.engine.step.choices import RunningChoice, RunningChoices
 from reprise.scheduler.sequence import Chunk
 
-_LEAST_MATCHED = 2
-_MOST_MATCHED = 16  # tokens are compared; more say no more
-_ANCHOR = 4  # tokens of the prompt's end that stand before a prediction
+_LEAST_MATCHED_TOKENS = 2
+_MOST_MATCHED_TOKENS = 16  # most tokens compared; more would tell no more
+_ANCHOR_TOKENS = 4  # tokens of the prompt's end that stand before a prediction
 _NO_TOKEN = -1
 _SOURCES = ("context", "prediction")
 
-# By tokens that match, at least: how likely the next one is to be right, as long as nobody knows.
+# Least number of matching tokens -> how likely the next one is to be right, as long as none was seen.
 _CLASSES = {2: 0.25, 3: 0.4, 5: 0.6, 9: 0.8}
-_TRUST = 4.0  # tokens that an expectation counts as
-_KEPT = 0.97  # of what was seen, at every draft
-_DRIFT = 0.995  # of what was seen, at every draft that was not worth it: so that it is tried again
+_EXPECTED_TOKENS = 4.0  # tokens seen that an expectation weighs as much as
+_KEPT_SHARE = 0.97  # share of the evidence that stays at every draft
+_DRIFT_SHARE = 0.995  # the same at every draft that was not worth its rows, so that it is tried again
 
-_WORTH = 1.2  # times as many tokens as its time brings otherwise, that a row has to be expected to bring
-_PRIOR_ROW = 0.1  # of a step of no rows, that another row takes, as long as nobody knows
+_WORTH_FACTOR = 1.2  # a drafted row has to bring so many times the tokens that its time brings otherwise
+_PRIOR_ROW_SHARE = 0.1  # time of a row as a share of an empty step's, until steps were measured
 _LEAST_STEPS = 8
-_KEPT_STEPS = 0.99
+_KEPT_STEPS_SHARE = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """token_ids: what may follow. matched: how many tokens before them match. is_predicted: it is from the prediction
-    that came with the request."""
+    """A proposed continuation. token_ids: the tokens that may follow. matched: how many tokens before them match.
+    is_predicted: whether it comes from the prediction in the request."""
 
     token_ids: list[int]
     matched: int
@@ -45,12 +47,12 @@ class Draft:
 
 
 class DraftSource:
-    """The tokens of one choice, and those of a prediction, among which its last ones are looked up."""
+    """The tokens of one choice and those of its prediction, in which its last tokens are looked up."""
 
     def __init__(self, token_ids: Sequence[int], prompt_tokens: int, prediction: Sequence[int]) -> None:
-        """token_ids: the context, of which the first `prompt_tokens` are the prompt."""
+        """token_ids: the context; its first `prompt_tokens` are the prompt."""
         end = max(0, min(prompt_tokens, len(token_ids)))
-        anchor = token_ids[max(0, end - _ANCHOR) : end] if prediction else []
+        anchor = token_ids[max(0, end - _ANCHOR_TOKENS) : end] if prediction else []
         ahead = [*anchor, *prediction, _NO_TOKEN] if prediction else []
         self._first = max(0, len(anchor) - 1)  # place of the first match: what follows it is more than the prompt
         self._num_predicted = len(ahead)
@@ -66,18 +68,18 @@ class DraftSource:
         self._count += 1
 
     def find(self, most: int) -> Draft | None:
-        """Return up to `most` tokens that followed the longest match of the last ones: in the prediction if there is
-        one as long there, else the latest. None if nothing matches."""
+        """Return up to `most` tokens that followed the longest match of the last tokens: in the prediction if that has
+        a match as long, otherwise the latest one. None if nothing matches."""
         tokens, last = self._tokens, self._count - 1
-        if most <= 0 or last < _LEAST_MATCHED:
+        if most <= 0 or last < _LEAST_MATCHED_TOKENS:
             return None
         places = self._first + np.flatnonzero(tokens[self._first : last] == tokens[last])
         matched = 0
-        while len(places) and matched < _MOST_MATCHED:
+        while len(places) and matched < _MOST_MATCHED_TOKENS:
             found, matched = places, matched + 1
             places = places[places >= matched]
             places = places[tokens[places - matched] == tokens[last - matched]]
-        if matched < _LEAST_MATCHED:
+        if matched < _LEAST_MATCHED_TOKENS:
             return None
         is_predicted = bool(found[0] < self._num_predicted)
         place = int(found[np.searchsorted(found, self._num_predicted) - 1] if is_predicted else found[-1])
@@ -85,7 +87,7 @@ class DraftSource:
         return Draft(drafted, matched, is_predicted) if drafted else None
 
     def _following(self, place: int, most: int) -> list[int]:
-        """What follows a place; behind the end, it goes on as it began."""
+        """Return the tokens that follow a place. After the last token, they are repeated from their beginning."""
         following: list[int] = self._tokens[place + 1 : min(place + 1 + most, self._count)].tolist()
         if _NO_TOKEN in following:
             return following[: following.index(_NO_TOKEN)]
@@ -95,8 +97,8 @@ class DraftSource:
 
 
 class Acceptance:
-    """How likely the next token of a draft is to be right, by how many tokens match before it: as it was of late, and
-    as `before` says where little was seen."""
+    """Estimates how likely the next token of a draft is to be right, by how many tokens match before it. The estimate
+    is from recent drafts and, while few were seen, from `before`."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
         self._before = before
@@ -108,21 +110,21 @@ class Acceptance:
 
     def _of(self, kind: int) -> float:
         expected = tuple(_CLASSES.values())[kind] if self._before is None else self._before._of(kind)
-        return (self._right[kind] + _TRUST * expected) / (self._seen[kind] + _TRUST)
+        return (self._right[kind] + _EXPECTED_TOKENS * expected) / (self._seen[kind] + _EXPECTED_TOKENS)
 
     def learn(self, matched: int, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens was computed; the first `accepted` were right."""
+        """Record that a draft of so many tokens was computed, of which the first `accepted` were right."""
         kind = _class_of(matched)
-        self._seen[kind] = _KEPT * self._seen[kind] + accepted + (accepted < drafted)
-        self._right[kind] = _KEPT * self._right[kind] + accepted
+        self._seen[kind] = _KEPT_SHARE * self._seen[kind] + accepted + (accepted < drafted)
+        self._right[kind] = _KEPT_SHARE * self._right[kind] + accepted
         if self._before is not None:
             self._before.learn(matched, drafted, accepted)
 
     def forget(self, matched: int) -> None:
-        """A draft was not worth its rows."""
+        """Record that a draft was not worth its rows. Its evidence fades, so that it is tried again later."""
         kind = _class_of(matched)
-        self._seen[kind] *= _DRIFT
-        self._right[kind] *= _DRIFT
+        self._seen[kind] *= _DRIFT_SHARE
+        self._right[kind] *= _DRIFT_SHARE
 
 
 def _class_of(matched: int) -> int:
@@ -130,24 +132,24 @@ def _class_of(matched: int) -> int:
 
 
 class StepTimes:
-    """Seconds of steps that only decode, by rows: a straight line through those of late."""
+    """Estimates the seconds of steps that only decode, by rows: a straight line through recent steps."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, rows, seconds, rows * rows, rows * seconds
+        self._sums = np.zeros(5)  # sums of 1, rows, seconds, rows * rows, rows * seconds
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._sums *= _KEPT_STEPS
+        self._sums *= _KEPT_STEPS_SHARE
         self._sums += (1, rows, seconds, rows * rows, rows * seconds)
 
     def line(self) -> tuple[float, float]:
-        """Return (seconds of a step of no rows, more for each row). Both 0 as long as nothing is known."""
+        """Return (seconds of a step of no rows, additional seconds per row). Both are 0 as long as nothing is known."""
         count, rows, seconds, squares, products = self._sums.tolist()
         if not count:
             return 0.0, 0.0
         mean_rows, mean_s = rows / count, seconds / count
         spread = squares / count - mean_rows**2
-        fixed = mean_s / (1 + _PRIOR_ROW * mean_rows)
-        slope = _PRIOR_ROW * fixed
+        fixed = mean_s / (1 + _PRIOR_ROW_SHARE * mean_rows)
+        slope = _PRIOR_ROW_SHARE * fixed
         if count >= _LEAST_STEPS / 2 and spread > 0.1:
             slope = (products / count - mean_rows * mean_s) / spread
         slope = min(max(slope, 0.01 * fixed), mean_s / max(mean_rows, 1.0))
@@ -156,7 +158,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A draft that could be computed. probability: of each of its tokens, if those before it are right."""
+    """A draft that could be computed. probability: how likely each of its tokens is right if those before it are."""
 
     tokens: int
     probability: float
@@ -165,15 +167,15 @@ class Candidate:
 def worthwhile(
     candidates: Sequence[Candidate], *, rows: int, most_rows: int, fixed_s: float, row_s: float
 ) -> list[int]:
-    """Return how many tokens of each draft are to be computed in a step of `rows` rows, one for each choice: those by
-    which more tokens a second are expected. A step of n rows takes fixed_s + n * row_s."""
+    """Return how many tokens of each draft to compute in a step of `rows` rows, one for each choice: the numbers that
+    give the most tokens a second. A step of n rows takes fixed_s + n * row_s."""
     lengths = [0] * len(candidates)
     expected, taken_s, step_rows = float(rows), fixed_s + rows * row_s, rows
     queue = [(-candidate.probability, place) for place, candidate in enumerate(candidates) if candidate.tokens > 0]
     heapq.heapify(queue)
     while queue and step_rows < most_rows:
         gain, place = -queue[0][0], queue[0][1]
-        if gain * taken_s < _WORTH * expected * row_s:
+        if gain * taken_s < _WORTH_FACTOR * expected * row_s:
             break
         lengths[place] += 1
         expected, taken_s, step_rows = expected + gain, taken_s + row_s, step_rows + 1
@@ -186,26 +188,27 @@ def worthwhile(
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is drafted for one choice, from its first proposal to its end."""
+    """The drafting state of one choice, from its first proposal to its end."""
 
     source: DraftSource
     acceptance: Acceptance
-    known_tokens: int  # of the answer, that the source has
+    known_tokens: int  # tokens of the answer that the source has
     draft: Draft | None = None  # proposed last
 
 
 class Drafter:
-    """Implements `reprise.engine.step.ports.DraftMaker`. Part of the engine, and as single-threaded."""
+    """Makes the drafts of steps and learns from their outcome. Implements `reprise.engine.step.ports.DraftMaker`; the
+    step calls it, on the engine's thread."""
 
     def __init__(self, *, most_tokens: int, most_rows: int, max_context: int) -> None:
         """most_tokens: of a draft. most_rows: of a step with drafts."""
         self._most_tokens, self._most_rows, self._max_context = most_tokens, most_rows, max_context
         self._times, self._before = StepTimes(), Acceptance()
-        self._drafting: dict[str, _Drafting] = {}  # by sequence
+        self._drafting: dict[str, _Drafting] = {}  # state of each sequence
         self.counts = {f"{source} {outcome}": 0 for outcome in ("accepted", "rejected") for source in _SOURCES}
 
     def propose(self, chunks: Sequence[Chunk], choices: RunningChoices) -> dict[str, list[int]]:
-        """None where a prompt is computed: its first token would come later."""
+        """Return the drafts of a step. There are none if it computes a prompt, whose first token would come later."""
         if len(chunks) >= self._most_rows or not all(_decodes(chunk) for chunk in chunks):
             return {}
         found = {}
@@ -253,7 +256,7 @@ class Drafter:
         self._drafting.pop(sequence_id, None)
 
     def _drafting_of(self, choice: RunningChoice) -> _Drafting:
-        """It knows all that the choice has said."""
+        """Return the drafting state of a choice, brought up to date with the tokens that it has said."""
         sequence = choice.sequence
         said = sequence.output_tokens
         drafting = self._drafting.get(sequence.request_id)
@@ -267,7 +270,8 @@ class Drafter:
         return drafting
 
     def _room(self, choice: RunningChoice) -> int:
-        """Return how many tokens may be drafted: all of them said, there is another one to say behind them."""
+        """Return how many tokens may be drafted. Even if all of them are said, there must be another one to say after
+        them."""
         sequence = choice.sequence
         return min(
             self._most_tokens,

@@ -1,7 +1,7 @@
-"""Takes the codes of GGUF's block formats out of their bytes, without rounding anything but the scales of K-formats.
+"""Takes the codes of GGUF's block formats out of their bytes. Only the scales of K-formats are rounded.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A K-format has blocks of 256 inputs, whose
-groups have scales of 6 or 8 bits times one of the block; the product is kept in fp16, which is off by 0.02 %.
+groups have scales of 6 or 8 bits times a scale of the block. The product is kept in fp16, which is off by 0.02 %.
 """
 
 from collections.abc import Callable, Iterable
@@ -105,12 +105,13 @@ _FORMATS: dict[int, tuple[Bits, int, Callable[[Tensor], _Parts]]] = {
 
 
 def is_kept(kind: int) -> bool:
-    """Whether a format's codes can be kept."""
+    """Whether a format's codes can be kept as they are."""
     return kind in _FORMATS
 
 
 def codes_of(kind: int, raw: Tensor) -> Codes:
-    """Take rows [n, bytes] uint8 of a format apart. Raises ValueError if a scale is not finite."""
+    """Unpack rows [n, bytes] uint8 of a format into codes, scales and lows. Raises ValueError if a scale is not
+    finite."""
     bits, size, take_apart = _FORMATS[kind]
     codes, scales, lows = take_apart(raw.unflatten(-1, (-1, size)))
     if not (scales.isfinite().all() and (lows is None or lows.isfinite().all())):

@@ -1,4 +1,5 @@
-"""`reprise convert FILE.gguf DIR`: writes a GGUF file as a directory with safetensors, tokenizer and configuration.
+"""Converts a GGUF file into a directory with safetensors, tokenizer and configuration (`reprise convert FILE.gguf
+DIR`).
 
 Files with Llama's architecture and a known vocabulary are read by our own code, layer by layer. All others go through
 transformers' reader, which loads the whole model into memory.
@@ -19,7 +20,7 @@ from reprise.engine.gguf.reader import GgufFile, GgufRefused
 from reprise.engine.model.made_models import fresh_directory
 from reprise.kernels.packed import PackedWeight
 
-SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
+SHARD_BYTES = 2 << 30  # most of a model that is in memory while it is converted
 # The names in generation_config.json of a file's sampling parameters.
 _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
@@ -33,9 +34,9 @@ def convert(
     sampling: Mapping[str, float] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Write the directory `out`, completely or not at all. write_packed: leave weights packed as they are in the file,
-    where `can_keep` says so, and write them by it. `sampling` (for generation_config.json) and `chat_template` override
-    what the file says. Raises GgufRefused."""
+    """Write the directory `out`, completely or not at all. write_packed: writes weights that stay packed as they are in
+    the file, where `can_keep` is true. `sampling` (for generation_config.json) and `chat_template` override what the
+    file says. Raises GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} already exists; name another directory, or delete it")
     file = GgufFile(source)

@@ -14,14 +14,14 @@ from reprise.engine.gguf.blocks import WritePacked
 from reprise.engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
 from reprise.kernels.packed import PackedWeight, pack, unpack
 
-_ROUNDING = 2**-8  # of the largest number: what bf16 and scales in fp16 are off by
+_ROUNDING_SHARE = 2**-8  # error of bf16 and of scales in fp16, as a share of the largest number
 
 log = logging.getLogger(__name__)
 
 
 def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) -> None:
-    """Write the model in bfloat16, its tokenizer and configuration. write_packed: leave weights packed as they are
-    in the file, where they can be found in it, and write them by it. Raises GgufRefused, OSError."""
+    """Write the model in bfloat16, its tokenizer and configuration. write_packed: writes weights that stay packed as
+    they are in the file, where they can be found in it. Raises GgufRefused, OSError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -63,7 +63,8 @@ def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
 
 
 def _weights(file: GgufFile, model: Any) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield transformers' weights, as packed as they are in the file where that has the same rows in the same order."""
+    """Yield transformers' weights. A weight stays packed as it is in the file if that has the same rows in the same
+    order."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = file.get("general.architecture", str, "")
@@ -87,4 +88,4 @@ def _kept(file: GgufFile, info: TensorInfo, weight: Tensor) -> Tensor | PackedWe
     except ValueError as error:
         raise GgufRefused(f"{file.path}: tensor {info.name}: {error}") from None
     off = (unpack(packed, torch.float32) - weight.float()).abs().max()
-    return packed if off <= weight.float().abs().max() * _ROUNDING else weight
+    return packed if off <= weight.float().abs().max() * _ROUNDING_SHARE else weight

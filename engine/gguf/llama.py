@@ -1,4 +1,4 @@
-"""Llama-shaped GGUF files: the names of their weights and the matching configuration.
+"""Reads Llama-shaped GGUF files: the names of their weights and the matching configuration.
 
 llama.cpp stores the rows of `attn_q` and `attn_k` in another order than transformers, because its rotation turns
 neighbouring dims and transformers' turns halves. Reading restores the order; nothing else is changed.
@@ -26,7 +26,7 @@ _F32, _F16 = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight under transformers' name, and what the file must have for it."""
+    """A weight under transformers' name, with the name and shape that it must have in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -186,13 +186,14 @@ def _llama3_factor(file: GgufFile, info: TensorInfo, theta: float, head_dim: int
 
 
 def _short(value: float) -> float:
-    """Return a float32 of the file as its author wrote it: 1e-05 instead of 9.999999747378752e-06."""
+    """Return a float32 of the file in the short form in which its author wrote it: 1e-05 instead of
+    9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def dtype_of(file: GgufFile) -> torch.dtype:
-    """Return float32 or float16 if all matrices are stored so, else bfloat16 for weights already rounded to 4 to 8
-    bits."""
+    """Return float32 or float16 if all matrices are stored in it; otherwise bfloat16, for weights already rounded to 4
+    to 8 bits."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     return {frozenset({_F32}): torch.float32, frozenset({_F16}): torch.float16}.get(frozenset(kinds), torch.bfloat16)
 
@@ -207,7 +208,7 @@ def read_weight(file: GgufFile, info: TensorInfo, weight: Weight, dtype: torch.d
 
 
 def keep_weight(file: GgufFile, info: TensorInfo, weight: Weight) -> PackedWeight:
-    """Read a weight whose format `is_kept`, as it is packed in the file, with its rows in transformers' order. Raises
+    """Read a weight whose format `is_kept`, packed as it is in the file, with its rows in transformers' order. Raises
     GgufRefused."""
     try:
         found = codes_of(info.kind, torch.from_numpy(file.raw_rows(info)))
@@ -219,7 +220,7 @@ def keep_weight(file: GgufFile, info: TensorInfo, weight: Weight) -> PackedWeigh
 
 
 def _in_order(rows: Tensor, weight: Weight) -> Tensor:
-    """Restore the order of rows [outputs, ...] that are rotated."""
+    """Return rows [outputs, ...] that are rotated in transformers' order."""
     if not weight.rotated_heads:
         return rows
     return rows.view(weight.rotated_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -19,10 +19,10 @@ import numpy as np
 
 MAX_METADATA_BYTES = 256 << 20  # a vocabulary of 262,144 tokens takes 9 MB
 MAX_KEYS = MAX_TENSORS = 1 << 16
-MAX_ITEMS = 1 << 22  # in one array
+MAX_ITEMS = 1 << 22  # most items of one array
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
-CHUNK_ELEMENTS = 1 << 24  # dequantised together: 64 MiB
+CHUNK_ELEMENTS = 1 << 24  # elements dequantised together: 64 MiB
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -55,7 +55,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]  # outermost dimension first
     kind: int  # ggml's number of the storage type
-    offset: int  # in bytes from the beginning of the file
+    offset: int  # bytes from the beginning of the file
     size_bytes: int
 
     @property
@@ -67,7 +67,7 @@ class GgufFile:
     """An open file. The constructor reads and checks its header; tensors are read on request."""
 
     def __init__(self, path: Path) -> None:
-        """Raises GgufRefused."""
+        """Open a file and read its header. Raises GgufRefused."""
         self.path = path
         if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
             raise GgufRefused(f"{path} is no file")
@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
 
 
 class _Header:
-    """Parses a header from beginning to end."""
+    """A parser of a header, from its beginning to its end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data

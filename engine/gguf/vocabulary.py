@@ -1,4 +1,4 @@
-"""Byte-level vocabularies of GGUF files, converted to the tokenizer files that transformers and `tokenizers` read.
+"""Converts byte-level vocabularies of GGUF files to the tokenizer files that transformers and `tokenizers` read.
 
 A file gives only the name of the rule by which text is split before merges apply (`tokenizer.ggml.pre`). Only names
 known here are accepted, because a wrong rule would give other tokens without any error.

@@ -17,7 +17,7 @@ class BatchItem:
     request_id: str
     token_ids: list[int]
     first_row: int
-    pages: list[int]  # of the whole context; only grows while the sequence runs
+    pages: list[int]  # pages of the whole context; only grows while the sequence runs
     wants_logits: bool  # whether the logits of its last row are wanted
     prompt_rows: int = 0  # number of leading rows whose logits are wanted too, for the prompt's logprobs
     draft_rows: int = 0  # number of last rows that a draft has; then the logits of all rows are wanted
@@ -34,7 +34,7 @@ class BatchInput:
     meta: AttentionMeta
 
     def to(self, device: torch.device) -> "BatchInput":
-        """The same on a device, itself if it is there."""
+        """Return the tensors on a device: itself if they are there already."""
         if self.token_ids.device == device:
             return self
         meta = self.meta
@@ -53,10 +53,10 @@ class BatchInput:
 
 
 class BlockTables:
-    """One row of page numbers per running sequence, extended in place. Converting lists of pages to a tensor in every
-    step took more than half of the scheduling time."""
+    """Keeps one row of page numbers per running sequence, which is extended in place. Converting lists of pages to a
+    tensor in every step took more than half of the scheduling time. Used by the thread that runs the model."""
 
-    _numbers = count()  # of all tables, since a selector that outlives one must not take a number for another's
+    _numbers = count()  # shared by all tables, since a selector outlives a table and must not confuse numbers
 
     def __init__(self, *, max_seqs: int, max_pages: int) -> None:
         self._table = np.zeros((max_seqs, max_pages), dtype=np.int32)
@@ -86,12 +86,12 @@ class BlockTables:
             del self._owners[request_id]
 
     def owner(self, request_id: str) -> int:
-        """Return the number of a sequence that has a row: another one after it was dropped."""
+        """Return the number of a sequence that has a row. It gets another number after its row was dropped."""
         return self._owners[request_id]
 
     def select(self, rows: list[int], num_pages: int) -> np.ndarray:
-        """Return a copy, int32 [rows, num_pages]. Entries after a sequence's last page are arbitrary valid page
-        numbers."""
+        """Return a copy of the sequences' rows, int32 [rows, num_pages]. Entries after a sequence's last page are
+        arbitrary valid page numbers."""
         return self._table[rows, :num_pages]
 
 

@@ -25,11 +25,11 @@ class Exactness:
     """The result of the proof."""
 
     proven: bool
-    detail: str  # for people
+    detail: str  # text for people
 
 
 class Proof:
-    """Runs the proof. Writes to pages from 0 on, which must not be in use."""
+    """The proof for one engine, made once at its start. It writes to pages from 0 on, which must not be in use."""
 
     def __init__(
         self,

@@ -25,12 +25,12 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for unit in units:  # after a call that raised
+        for unit in units:  # needed after a call that raised
             unit.restore()
 
 
 class _Unit:
-    """Modules whose weights are widened together while the first of them is called."""
+    """The modules whose weights are widened together while the first of them is called."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.module = parts[0]

@@ -1,13 +1,13 @@
 """Replays decode steps on CUDA as graphs: one launch for a step, where Python needs 1,000 and more.
 
-The model is captured as it is, with whatever transformers' code and ours does; at a replay no Python of it runs. So all
-that changes from step to step lies in tensors of a fixed size (`_Inputs`), which are filled before. A graph serves
-steps of up to so many sequences and ranges of keys; both are rounded up to a power of two, and rows that are over write
-to a page that nobody has.
+The model is captured as it is, with all that transformers' code and ours does; at a replay none of its Python code
+runs. So everything that changes from step to step lies in tensors of a fixed size (`_Inputs`), which are filled before.
+A graph serves steps of up to so many sequences and ranges of keys. Both are rounded up to a power of two, and the
+surplus rows write to a page that belongs to no context.
 
 Graphs of all sizes are captured before any request (`capture_all`), so that no turn waits for one. The step of a
-capture is computed eagerly on the same padded tensors, then again by the graph: unless both give the same logits to the
-bit, and what a model does can be captured at all, no graphs are used, and the log says why.
+capture is computed eagerly on the same padded tensors, then again by the graph. If both do not give the same bits, or
+the model cannot be captured, no graphs are used, and the log says why.
 """
 
 import logging
@@ -28,13 +28,14 @@ from reprise.kernels.device_errors import is_sticky, lacks_memory
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
-RETRY_AFTER_STEPS = 256  # of a size whose graph had no memory
-_LEAST_ITEMS = 4  # for each sequence: a range of keys that is not there costs little
-_HELD_TIMES = 4  # contexts may be so much longer together than what HBM holds, since sequences share pages
+RETRY_AFTER_STEPS = 256  # steps of a size whose graph had no memory, before it is captured again
+_LEAST_ITEMS = 4  # least ranges of keys per sequence: an absent range costs little
+_HELD_FACTOR = 4  # contexts together may be so many times as long as HBM, since sequences share pages
 
 
 class FixedPlan(Protocol):
-    """The work of an attention backend for steps of one query row a sequence, see `triton_paged.DecodePlan`."""
+    """The plan of an attention backend for steps of one query row a sequence. `triton_paged.DecodePlan` implements
+    it."""
 
     def launch(self, device: torch.device) -> Any: ...
 
@@ -43,7 +44,7 @@ class FixedPlan(Protocol):
 
 @runtime_checkable
 class PlanMaker(Protocol):
-    """How a backend plans such steps, see `TritonPagedAttention`."""
+    """A backend that plans steps of one query row a sequence. `TritonPagedAttention` implements it."""
 
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 
@@ -51,7 +52,7 @@ class PlanMaker(Protocol):
 
 
 class _Inputs:
-    """The tensors that a captured step reads, and the same on the host, page-locked where there is CUDA."""
+    """The tensors that a captured step reads, and their counterparts on the host, page-locked where there is CUDA."""
 
     def __init__(self, rows: int, max_pages: int, scratch_slot: int, device: torch.device) -> None:
         self._scratch_slot = scratch_slot
@@ -74,7 +75,7 @@ class _Inputs:
         )
 
     def fill(self, batch: BatchInput) -> None:
-        """The step before must be over. batch: on the host."""
+        """Fill the tensors for a step. The step before must be over. batch: on the host."""
         rows = batch.token_ids.shape[0]
         numbers, table = self._host.numpy(), self._host_table.numpy()
         numbers[0, :rows], numbers[1, :rows] = batch.token_ids.numpy(), batch.positions.numpy()
@@ -90,7 +91,8 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A captured step. kept: what it has written for the tiers below HBM, [layers, rows, kv_heads, dim] of K and V."""
+    """A captured step. kept: the rows that it has written for the tiers below HBM, [layers, rows, kv_heads, dim] of K
+    and V."""
 
     inputs: _Inputs
     plans: dict[str, FixedPlan]
@@ -106,7 +108,8 @@ class _Graph:
 
 
 class GraphRunner(ModelRunner):
-    """A ModelRunner whose decode steps are replayed, if their batches are on the host. Others may be on the device."""
+    """A ModelRunner that replays decode steps as graphs, if their batches are on the host. It computes all other steps
+    as a ModelRunner does. Called by the engine's thread."""
 
     takes_host_batches = True
 
@@ -120,8 +123,8 @@ class GraphRunner(ModelRunner):
         capture: Capture,
         **model: Any,
     ) -> None:
-        """scratch_page: of `pages`, one that no sequence is ever given. held_tokens: that all pages hold together.
-        planner: the backend. model: as ModelRunner takes it."""
+        """scratch_page: a page of `pages` that no context is ever given. held_tokens: tokens that all pages hold
+        together. planner: the backend. model: the arguments of ModelRunner."""
         super().__init__(**model)
         page_size = self.pages[0].k.shape[1]
         self._device = self.pages[0].k.device
@@ -130,7 +133,7 @@ class GraphRunner(ModelRunner):
         self._max_context = max_context
         self._planner, self._capture = planner, capture
         self._longest_items = planner.num_items([max_context])
-        self._held_items = planner.num_items([_HELD_TIMES * held_tokens])
+        self._held_items = planner.num_items([_HELD_FACTOR * held_tokens])
         self._is_complete = False  # no graphs are to come, but for those that had no memory
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._refused: dict[tuple[int, int], int] = {}  # graphs that had no memory -> steps until they are tried again
@@ -141,7 +144,7 @@ class GraphRunner(ModelRunner):
     def forward(
         self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
     ) -> Tensor:
-        """See ModelRunner."""
+        """Return logits as `ModelRunner.forward` does, by a graph if there is one for the step."""
         if arrive is not None or saved is not None or not self._can_replay(batch):
             return super().forward(batch.to(self._device), arrive, saved)
         rows = batch.token_ids.shape[0]
@@ -162,8 +165,8 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_all(self, most_sequences: int, batch_of: Callable[[int, int], BatchInput]) -> None:
-        """Capture steps of up to so many sequences, with contexts of any length; the largest first, so that the others
-        find their memory in its. batch_of: makes a step on the host for a number of sequences with contexts of a
+        """Capture steps of up to so many sequences, with contexts of any length. The largest comes first, so that the
+        others find their memory in its. batch_of: makes a step on the host for a number of sequences with contexts of a
         number of tokens, which may be fewer than asked for."""
         most_rows = _rounded_up(min(most_sequences, _MOST_ROWS))
         row_counts = [1 << power for power in range(most_rows.bit_length())]
@@ -178,18 +181,18 @@ class GraphRunner(ModelRunner):
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of the device that graphs hold."""
+        """The bytes of the device that graphs hold."""
         return self._capture.held_bytes
 
     def _context_of(self, items: int) -> int:
-        """Return the length of a context with nearly so many ranges of keys, and no more."""
+        """Return the length of a context that has so many ranges of keys or slightly fewer."""
         context = min(self._max_context, self._max_context * items // self._longest_items)
         while context > 1 and self._planner.num_items([context]) > items:
             context -= context // 8 + 1
         return max(1, context)
 
     def _key(self, rows: int, items: int) -> tuple[int, int] | None:
-        """Return the size of the graph for so many sequences and ranges of keys; None: there is none as large."""
+        """Return the size of the graph for so many sequences and ranges of keys; None if there is none as large."""
         most_rows = _rounded_up(rows)
         return next(((most_rows, count) for count in self._item_counts(most_rows) if count >= items), None)
 
@@ -202,7 +205,8 @@ class GraphRunner(ModelRunner):
         return counts
 
     def _can_replay(self, batch: BatchInput) -> bool:
-        """Only what every step does alike is in a graph."""
+        """Whether a graph can compute this step: all of its sequences decode one token, and no option wants anything
+        special."""
         meta = batch.meta
         return (
             not self.why_not
@@ -218,8 +222,8 @@ class GraphRunner(ModelRunner):
         )
 
     def _captured(self, key: tuple[int, int], batch: BatchInput) -> _Graph | None:
-        """Compute a step, capture it, compute it again by that, and keep it; None if it cannot be done or is not the
-        same."""
+        """Compute a step, capture it, compute it again by the graph, and keep that. None if it cannot be captured or
+        gives other bits."""
         rows, most_items = key
         inputs = _Inputs(rows, self._max_pages, self._scratch_slot, self._device)
         inputs.fill(batch)
@@ -242,7 +246,7 @@ class GraphRunner(ModelRunner):
             if lacks_memory(error):
                 self._refused[key] = RETRY_AFTER_STEPS
                 log.warning("steps of %d sequences run without a graph for now: %s", rows, error)
-            else:  # as where layers differ in the shapes of their KV
+            else:  # for example if layers differ in the shapes of their KV
                 self._give_up(f"this model's steps cannot be captured: {str(error).splitlines()[0]}")
             return None
         graph = _Graph(inputs, plans, replay, found[0], found[1])
@@ -255,7 +259,7 @@ class GraphRunner(ModelRunner):
         return graph
 
     def _may_capture(self, key: tuple[int, int]) -> bool:
-        """Whether a graph may be captured now: at the start, or when steps have gone by since it had no memory."""
+        """Whether a graph may be captured now: at the start, or some steps after it had no memory."""
         left = self._refused.get(key, 0)
         if not left:
             return not self._is_complete
@@ -268,7 +272,7 @@ class GraphRunner(ModelRunner):
         log.warning("decode steps run without graphs: %s", why)
 
     def _compute(self, inputs: _Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Logits, and K and V before rotation if somebody saves them."""
+        """Return logits, and K and V before rotation if a sink saves them."""
         sink = None if self.sink is None else CaptureSink()
         step = Step(meta=inputs.meta, pages=self.pages.__getitem__, backend=self.backend, sink=sink)
         kept = None

@@ -42,7 +42,8 @@ class KvSink(Protocol):
     """Receives the KV of a step before keys are rotated, for saving below HBM."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """k_plain [tokens, kv_heads, k_dim], v [tokens, kv_heads, v_dim]; views that are valid during the call."""
+        """Take a layer's K and V. k_plain [tokens, kv_heads, k_dim], v [tokens, kv_heads, v_dim]; views that are valid
+        during the call."""
         ...
 
 
@@ -66,11 +67,12 @@ class RopeCall:
 
     @property
     def num_turned(self) -> int:
-        """How many of the leading dims turn, if `is_by_halves`: the call may get others, and pass them on."""
+        """The number of leading dims that turn, if `is_by_halves`: the call may get further dims, which it returns
+        unchanged."""
         return min(self.cos.shape[-1], self.width)
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
-        """Rotate the first `width` dims of each of `rows` [tokens, heads, dim]; returns new tensors."""
+        """Return the first `width` dims of each of `rows` [tokens, heads, dim], rotated, as new tensors."""
         if self.is_by_halves:
             cos, sin = self.cos[0][:, None], self.sin[0][:, None]
             return [turn_halves(x, cos, sin) for x in rows]
@@ -87,7 +89,7 @@ class RopeCall:
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding of most models, in which dims i and i + R / 2 turn together. x [tokens, heads, dim];
-    cos, sin [tokens, 1, R]. Takes three passes over memory instead of six, on CUDA one, and rounds the sums once."""
+    cos, sin [tokens, 1, R]. Takes three passes over memory instead of six, or one on CUDA, and rounds the sums once."""
     if x.is_cuda and cos.dtype == x.dtype != torch.float32 and (kernels := triton_rows()) is not None:
         turned: Tensor = kernels.turn_halves(x, cos[:, 0], sin[:, 0])
         return turned
@@ -130,7 +132,7 @@ class Step:
     saved: SavedRows | None = None
     inputs: Callable[[int, Tensor], None] | None = None  # receives what each layer's attention begins with
     arrive: Callable[[int], None] | None = None  # waits until the KV being loaded into a layer is there
-    selection: StepSelection | None = None  # of what sequences read in part; None: all read everything
+    selection: StepSelection | None = None  # the rows that sequences read in part; None: all read whole contexts
     computed_layers: int = 0  # layers before this one have been computed together with an earlier one
     logit_rows: Tensor | None = None  # [rows] int64, ascending: rows whose logits are wanted; None: unknown
     layers_called: list[int] = field(default_factory=list)
@@ -179,8 +181,8 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
 
 
 def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
-    """Return a layer's parameters with the context rows that are to be read. The step's keys are in their pages.
-    queries [tokens, heads, k_dim], rotated."""
+    """Return a layer's parameters with the context rows that are to be read. The step's keys are in their pages
+    already. queries [tokens, heads, k_dim], rotated."""
     if step.selection is None:
         return params
     scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)
@@ -200,8 +202,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q, k, v [1, heads, tokens, dim] -> [1, tokens, heads, dim]. Raises
-    RuntimeError for an argument that it does not know: it may change what has to be computed."""
+    """Attend as transformers' attention interface demands: q, k, v [1, heads, tokens, dim] -> [1, tokens, heads, dim].
+    Raises RuntimeError for an unknown argument, because it may change what has to be computed."""
     step = current_step()
     if attention_mask is not None:
         raise RuntimeError("transformers built a mask for an attention that has none")
@@ -269,10 +271,10 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 class Shortcut(Protocol):
-    """Computes some steps without transformers' own code."""
+    """A way to compute some steps without transformers' own code."""
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
-        """What `forward` would return, or None."""
+        """Return what `forward` would return, or None if the step cannot be computed this way."""
         ...
 
 
@@ -317,10 +319,10 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 class LayerWeights(Protocol):
-    """Brings layers' weights to HBM ahead of these layers. `reprise.engine.model.offload` implements it."""
+    """Brings layers' weights to HBM before these layers run. `reprise.engine.model.offload` implements it."""
 
     copied_bytes: int
-    """Since the start."""
+    """The bytes copied since the start."""
     waited_s: float
     """Seconds that layers have waited for their weights, since the start."""
 
@@ -351,7 +353,7 @@ class ModelRunner:
         self.inputs = inputs  # receives these: by layer, [tokens, width]
         self.selecting: Selecting | None = None  # what may be read in part; None: nothing
         self.watch: WatchedAttention | None = None  # takes the backend's place in steps that it wants to see
-        self.replayed_steps = 0  # as graphs, since the start
+        self.replayed_steps = 0  # steps replayed as graphs since the start
         self.stand_in: AttentionBackend | None = None  # takes it in every step; set for those that need it
         self.short_way: Shortcut | None = getattr(model, SHORT_WAY, None)
         self.weights: LayerWeights | None = None  # through which layers' weights come to HBM; None: they are there
@@ -365,7 +367,7 @@ class ModelRunner:
         self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
     ) -> Tensor:
         """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
-        slot. arrive(layer) is called before a layer attends and returns when the KV that the batch needs there is
+        slot. arrive(layer) is called before a layer attends, and returns when the KV that the batch needs there is
         loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
         backend: AttentionBackend = self.backend
         if self.stand_in is not None:

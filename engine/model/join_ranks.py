@@ -1,4 +1,4 @@
-"""Connects the processes among which a model is shared out."""
+"""Connects the processes that share a model."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ _TIMEOUT = datetime.timedelta(hours=2)  # a hang is found by the app, which hear
 
 
 def join_ranks(device: torch.device, rank: int, num_ranks: int, rendezvous: str) -> None:
-    """Connect this process with the other ranks, over gloo on CPU and NCCL on CUDA. Waits for all. Raises
+    """Connect this process with the other ranks, over gloo on CPU and NCCL on CUDA. Waits for all of them. Raises
     ModelRefused."""
     accelerator = torch.accelerator.current_accelerator()
     if device.type == "cpu" and accelerator is not None:

@@ -1,7 +1,7 @@
-"""Finds modules that keep a state besides KV: of a recurrence, of a short convolution, of an indexer of keys.
+"""Finds modules that keep a state besides KV, such as that of a recurrence, a short convolution or an indexer of keys.
 
-transformers gives all of them one way to remember: they ask the cache object for what they kept. Our steps pass no
-cache, so such a module would begin from nothing in every chunk, without an error.
+In transformers all of them ask the cache object for the state that they kept. Our steps pass no cache, so such a module
+would begin without a state in every chunk, and raise no error.
 """
 
 import inspect
@@ -33,8 +33,8 @@ class KeptState:
 
 
 def find_states(model: nn.Module, token_ids: Tensor) -> list[KeptState]:
-    """Run the model's own attention once over token_ids [tokens] int64 and return the modules that ask for a state. A
-    model that takes no cache of transformers' kind has none that can be found here."""
+    """Run the model's own attention once over token_ids [tokens] int64 and return the modules that ask for a state. In
+    a model that does not take a cache of transformers' kind, none can be found."""
     running: list[nn.Module] = []
     found: dict[KeptState, None] = {}
 

@@ -1,5 +1,5 @@
-"""Finds the decoder layers of the known kind, that of Llama, Mistral, Qwen2, Qwen3, Phi-3 and others, and proves what
-is put in their place.
+"""Finds the decoder layers of the known kind (Llama, Mistral, Qwen2, Qwen3, Phi-3 and others), and checks that their
+replacements give the same results.
 
 Anything unusual in a layer (another norm, a scale, no rotation) makes its replacement differ, and the layer is left as
 it is.
@@ -32,7 +32,7 @@ class KnownLayer:
 
     norms: tuple[Any, Any]  # before attention and before the MLP
     qkv: tuple[Any, ...]  # linear layers of queries, keys and values, or one of them all
-    head_norms: tuple[Any, Any] | None  # of queries and of keys
+    head_norms: tuple[Any, Any] | None  # norms of queries and of keys
     out: Any
     gate_up: tuple[Any, ...]  # two linear layers, or one of both
     down: Any
@@ -47,8 +47,8 @@ class KnownLayer:
 def known_layer(
     layer: nn.Module, rope: RopeSource | None, linear: tuple[type[nn.Module], ...] = (nn.Linear,)
 ) -> KnownLayer | None:
-    """Return the parts of a layer of the known kind; None for others. rope: what rotates its keys. linear: kinds of its
-    products, one of which all must have."""
+    """Return the parts of a layer of the known kind; None for others. rope: the module that rotates its keys. linear:
+    kinds of its products; all must be of one of them."""
     if {name for name, child in layer.named_children() if type(child) is not nn.Dropout} != {
         "self_attn",
         "mlp",
@@ -91,7 +91,7 @@ def _children(module: Any) -> dict[str, Any]:
 
 
 def _either(children: dict[str, Any], apart: tuple[str, ...], joined: str) -> tuple[Any, ...]:
-    """The children that project, which lie apart or are one; none if some are missing."""
+    """Return the children that project, which are separate or one joint layer; none if some are missing."""
     names = (joined,) if joined in children else apart
     return tuple(children[name] for name in names) if all(name in children for name in names) else ()
 
@@ -105,7 +105,8 @@ def _is_gated(mlp: nn.Module, gate_up: tuple[Any, ...], linear: tuple[type[nn.Mo
 
 
 def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iterator[tuple[nn.ModuleList, int, int]]:
-    """Yield where a model's decoder layers are: a list, the place in it, and the layer's index. leave: not these."""
+    """Yield the places of a model's decoder layers: a list, the place in it, and the layer's index. leave: layers to
+    skip."""
     for container in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
@@ -114,7 +115,7 @@ def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iter
 
 
 def check_positions(model: nn.Module) -> Tensor:
-    """Positions [tokens] on CPU that layers are compared at: the first and the last of the window."""
+    """Return the positions [tokens], on CPU, at which layers are compared: the first and the last of the window."""
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     last = rope_limit(text) or text.max_position_embeddings
     positions = torch.arange(_CHECK_TOKENS)
@@ -145,7 +146,7 @@ def same_answer(
     page_format: PageFormat,
 ) -> bool:
     """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
-    effect of positions on the result may be too small to show. positions: of `check_positions`."""
+    effect of positions on the result may be too small to show. positions: from `check_positions`."""
     weight = next(theirs.parameters())
     shape, rope = probed.shapes[index], probed.ropes[index]
     assert rope is not None

@@ -1,4 +1,4 @@
-"""Finds the parts that most decoder layers have, and puts others in their place that give the same."""
+"""Finds the parts that most decoder layers have, and replaces them by others that give the same results."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 class SharedProduct:
     """One product shared by several projections of the same input. The first projection called computes all; the others
-    take their parts. Keeps the input until the last part is taken, so that it can be recognised by identity."""
+    take their parts. It keeps the input until the last part is taken, to recognise it by identity. Called by the thread
+    that runs the model."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self._linear, self._sizes = linear, sizes
@@ -32,7 +33,7 @@ class SharedProduct:
 
 
 class SharedPart(nn.Module):
-    """Takes the place of one of the projections."""
+    """A module that replaces one of the projections of a SharedProduct."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()

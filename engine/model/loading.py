@@ -22,7 +22,7 @@ class ModelRefused(Exception):
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
-    """Load a transformers causal LM in eval mode, with our attention. num_ranks: among which it is shared out; they are
+    """Load a transformers causal LM in eval mode, with our attention. num_ranks: how many processes share it; they are
     connected already, and this one gets its part. Raises ModelRefused."""
     read_config(path)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
@@ -31,7 +31,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
     if num_ranks > 1:
         from transformers.distributed import DistributedConfig
 
-        shared["distributed_config"] = DistributedConfig(tp_size=num_ranks)  # by the plan that the model brings
+        shared["distributed_config"] = DistributedConfig(tp_size=num_ranks)  # uses the model's own plan
     try:
         with torch.device("cpu") if not shared else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -51,7 +51,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises ModelRefused if a directory has no weights that can be read safely."""
+    """Raise ModelRefused if a directory has no weights that can be read safely."""
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
 
@@ -88,7 +88,7 @@ def _check_config(config: Any) -> None:
 
 
 def check_split(path: Path, num_ranks: int) -> None:
-    """Raises ModelRefused if the heads of the model in a directory cannot be shared out evenly."""
+    """Raise ModelRefused if the heads of the model in a directory cannot be divided evenly among the ranks."""
     text = _config_of(path).get_text_config()
     heads = {"attention": text.num_attention_heads}
     heads["KV"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -122,7 +122,7 @@ def weights_digest(weights: Mapping[str, Any]) -> bytes:
 
 
 def _own_part(tensor: Any) -> Any:
-    """Return what this process holds of a tensor; of a model that is not shared out, all."""
+    """Return this process's part of a tensor; all of it if the model is not shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,4 +1,4 @@
-"""Guesses a layer's queries from what the layer before begins with, for selectors that look ahead (InfiniGen)."""
+"""Guesses a layer's queries from the input of the layer before it, for selectors that look ahead (InfiniGen)."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class _Guess:
     k_dim: int
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """hidden [rows, width] -> fp32 [rows, heads, k_dim], rotated, multiplied by scale * log2(e)."""
+        """Return the guessed queries: hidden [rows, width] -> fp32 [rows, heads, k_dim], rotated, multiplied by scale *
+        log2(e)."""
         queries: Tensor = self.projection(self.norm(hidden)).unflatten(1, (-1, self.k_dim))
         if self.query_norm is not None:
             queries = self.query_norm(queries)
@@ -36,10 +37,11 @@ class _Guess:
 
 
 class Lookahead:
-    """Made before a model's layers are replaced, whose parts it keeps; watches the layers that took their places."""
+    """Guesses queries in the steps of a model. Made before the model's layers are replaced, because it keeps their
+    parts; then it watches the layers that replaced them. Called by the thread that runs the model."""
 
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
-        """Raises ValueError for layers of a kind whose queries it cannot guess."""
+        """Keep the parts of all layers. Raises ValueError for layers of a kind whose queries it cannot guess."""
         self._guesses: list[_Guess] = []
         for number, layer in enumerate(decoder_layers(model, len(found.shapes))):
             attention: Any = getattr(layer, "self_attn", None)
@@ -62,7 +64,7 @@ class Lookahead:
             )
 
     def watch(self, model: nn.Module) -> None:
-        """Let every layer but the last guess for the next one, in steps that want it."""
+        """Have every layer but the last guess the queries of the next one, in steps that want it."""
         for number, layer in enumerate(decoder_layers(model, len(self._guesses))[:-1]):
             layer.register_forward_pre_hook(self._hook(number + 1), with_kwargs=True)
 

@@ -1,4 +1,4 @@
-"""Directories of models that the server has made of other files, and keeps for later starts."""
+"""Manages directories of models that the server has made from other files, and keeps for later starts."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 KEPT = 3  # number of models made for later starts; the least recently used are deleted
-ABANDONED_S = 86_400.0  # to make one takes less
+ABANDONED_S = 86_400.0  # age of an abandoned temporary directory: making a model takes less
 
 
 @contextlib.contextmanager
@@ -31,7 +31,8 @@ def fresh_directory(out: Path) -> Iterator[Path]:
 
 
 def forget_old(directory: Path) -> None:
-    """Delete all but the most recently used of the models made in a directory, and what killed makers have left."""
+    """Delete all but the most recently used of the models made in a directory, and the remains of processes that were
+    killed."""
     made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
     finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
     abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]

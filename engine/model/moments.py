@@ -12,13 +12,13 @@ from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMe
 from reprise.kernels.attention.selection import LayerMoments
 from reprise.kernels.kv_copy import gather_rows
 
-_CHUNK = 256  # tokens that are computed together, with all of their logits
-_MOST_TOKENS = 2048  # with which the figures in kernels/selectors/pairs.py were measured
+_CHUNK_TOKENS = 256  # tokens that are computed together, with all of their logits
+_MOST_TOKENS = 2048  # tokens with which the figures in kernels/selectors/pairs.py were measured
 
 
 class _Watching:
-    """An attention backend that also sums the outer products of the rotated queries and keys of every layer. Layers
-    are called in order."""
+    """An attention backend that also sums the outer products of the rotated queries and keys of every layer. Layers are
+    called in order, by the thread that measures."""
 
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -27,7 +27,7 @@ class _Watching:
         self.keys: list[Tensor | float] = [0.0] * num_layers
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend."""
+        """Sum the products of a layer's queries and keys, and attend as the inner backend does."""
         layer = self._calls % len(self.queries)
         self._calls += 1
         keys = kv.to_numbers(gather_rows(kv.k, meta.slots)).float().transpose(0, 1)  # [kv_heads, tokens, k_dim]
@@ -46,8 +46,8 @@ def measure_moments(
     most_rows: int,
     device: torch.device,
 ) -> list[LayerMoments]:
-    """Run a model over texts [tokens]. Writes to pages from 0 on, which must not be in use. most_rows: that these have
-    together."""
+    """Run a model over texts [tokens]. Writes to pages from 0 on, which must not be in use. most_rows: rows of these
+    pages together."""
     watching = _Watching(runner.backend, len(ropes))
     plain, runner.backend = runner.backend, watching
     try:
@@ -57,8 +57,8 @@ def measure_moments(
             left -= len(ids)
             tables = BlockTables(max_seqs=1, max_pages=-(-max(1, len(ids)) // page_size))
             pages = list(range(-(-len(ids) // page_size)))
-            for first in range(0, len(ids), _CHUNK):
-                chunk = ids[first : first + _CHUNK]
+            for first in range(0, len(ids), _CHUNK_TOKENS):
+                chunk = ids[first : first + _CHUNK_TOKENS]
                 item = BatchItem(f"text {number}", chunk, first, pages, True, prompt_rows=len(chunk) - 1)
                 runner.forward(build_batch([item], tables, page_size, device), None)
     finally:
@@ -70,8 +70,8 @@ def measure_moments(
 
 
 def rotated_pairs(rope: RopeSource | None, k_dim: int) -> Tensor:
-    """Return the dims that a layer's rotation turns together [pairs, 2] int64; adjacent ones where that is not known or
-    nothing turns."""
+    """Return the dims that a layer's rotation turns together [pairs, 2] int64; adjacent ones if the rotation is not
+    known or turns nothing."""
     width = rope.call.num_turned if rope is not None and rope.call.is_by_halves else 0
     turned = torch.arange(width // 2)
     halves = torch.stack([turned, turned + width // 2], 1)

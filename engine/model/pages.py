@@ -1,4 +1,4 @@
-"""The KV pool of a model: what it takes, and its memory."""
+"""Makes the KV pool of a model and tells its size."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def blank_pages(
     page_format: PageFormat,
     device: torch.device | None = None,
 ) -> list[KvPages]:
-    """Make pages of zeros, on CPU if nothing is said, laid out as the engine's: kernels are compiled for a kind of
+    """Make pages of zeros, on CPU by default, laid out as the engine's: kernels are compiled for one kind of
     strides."""
     made = make_pages(shapes, num_pages, page_size, page_format, device or torch.device("cpu"))
     for pages in made:

@@ -1,7 +1,7 @@
 """The load-time probe: checks that an architecture does what our attention assumes.
 
 1. Is our attention function called exactly once per layer, with arguments that it knows, and is KV all that the model
-remembers? (falcon, gptj and bloom never call it, without an error; Falcon-H1 has a recurrent state beside it.)
+remembers? (falcon, gptj and bloom never call it, and raise no error; Falcon-H1 has a recurrent state besides.)
 2. Do our logits, computed in chunks over pages, equal those of the model's own eager attention? In a type that rounds,
 the allowed difference is the model's own error: the distance of its eager attention in this type from that in fp32.
 3. Is the key that we see independent of position, so that it may be saved and rotated for another position later?
@@ -51,7 +51,7 @@ class RopeSource:
     """The origin of a layer's cos and sin, with which saved keys can be rotated for any position."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]  # after (x, position_ids)
+    arguments: tuple[Any, ...]  # the arguments after (x, position_ids)
     keywords: dict[str, Any]
     call: RopeCall
 
@@ -125,7 +125,8 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
 
 @contextlib.contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Turn an error of the model's code into a refusal; lack of memory and a broken device are no fault of it."""
+    """Turn an error of the model's code into a refusal, unless it is a lack of memory or a broken device, which are not
+    the model's fault."""
     try:
         yield
     except (ModelRefused, AttentionUnsupported, torch.OutOfMemoryError, torch.AcceleratorError):
@@ -251,7 +252,8 @@ def _yardstick(model: nn.Module, ids: Tensor, first_position: int) -> tuple[Tens
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the relative error of the median row. (In bf16, a near-tie between two experts changes whole rows.)"""
+    """Return the relative error of the median row. In bf16, a near-tie between two experts changes whole rows, so the
+    worst row tells little."""
     ours, theirs = ours.float(), theirs.float()
     centred = theirs - theirs.mean(dim=-1, keepdim=True)
     return ((ours - theirs).square().mean(dim=-1).sqrt().median() / centred.square().mean().sqrt()).item()

@@ -14,7 +14,7 @@ from reprise.kernels.device_errors import lacks_memory
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
-_EFFICIENT = 2 / 3  # of the best rate in tokens per second
+_EFFICIENT_SHARE = 2 / 3  # share of the best rate that counts as efficient
 _FEW_AT_ONCE, _TRIED_TOKENS = 8, 29
 _LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
@@ -37,7 +37,8 @@ class WarmUp:
         return max(0.0, one_s - per_token_s), per_token_s
 
     def run_once(self) -> int:
-        """Run each kind of step once: kernels are chosen, memory is touched. Returns how many rows the largest had."""
+        """Run each kind of step once, so that kernels are chosen and memory is touched. Returns how many rows the
+        largest step had."""
         rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
         for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
             self._seconds(first, count)
@@ -49,8 +50,8 @@ class WarmUp:
             self._runner.capture_all(most_sequences, self._decode_batch)
 
     def _decode_batch(self, sequences: int, context: int) -> BatchInput:
-        """Return a decode step on the host, whose sequences are alike: their histories are the first page again and
-        again, which a step has written, and the last row of each is the first one of a page."""
+        """Return a decode step on the host whose sequences are alike. Their histories repeat the first page, which an
+        earlier step has written, and the last row of each is the first one of a page."""
         history = (context - 1) // self._page_size
         pages = [0] * history + [self._table[-1]]
         items = [
@@ -61,8 +62,8 @@ class WarmUp:
         return build_batch(items, tables, self._page_size, torch.device("cpu"))
 
     def tokens_that_fit(self, most_tokens: int) -> int:
-        """Return how many tokens of a prompt the device has memory for in a step: so many, or half of that, and so on.
-        Raises ModelRefused where it has none."""
+        """Return how many tokens of a prompt the device has memory for in a step: tries so many, then half of that, and
+        so on. Raises ModelRefused if it has no memory for any."""
         tokens = min(most_tokens, self._most_rows)
         while tokens >= _LEAST_TOKENS:
             try:
@@ -86,8 +87,8 @@ class WarmUp:
         return efficient_tokens(seconds, min(most_tokens, self._most_rows))
 
     def rows_agree(self, most_rows: int) -> bool:
-        """Whether up to so many rows of a sequence have the same logits at once as one by one, to the bit. Then a step
-        may compute what only later turns out to have been right."""
+        """Whether up to so many rows of a sequence have the same logits together as one by one, to the bit. Then a step
+        may compute a draft, whose tokens only later turn out to be right."""
         first = self._page_size
         count = min(most_rows, self._most_rows - first)
         if count < 2:
@@ -116,13 +117,13 @@ class WarmUp:
 
 def efficient_tokens(seconds: Callable[[int], float], most_tokens: int) -> int:
     """Return the smallest efficient number of tokens per step: the fewest, among the powers of 2 from 32 to
-    most_tokens, with which the model computes at least two thirds of its best rate. seconds: returns how long a step
-    with that many takes."""
+    most_tokens, with which the model computes at least two thirds of its best rate. seconds: returns the duration of a
+    step with so many tokens."""
     rates: dict[int, float] = {}
     tokens = min(_LEAST_TOKENS, most_tokens)
     while True:
         took_s = seconds(tokens)
         rates[tokens] = tokens / took_s
         if 2 * tokens > most_tokens or took_s > _LONG_S:
-            return min(n for n, rate in rates.items() if rate >= _EFFICIENT * max(rates.values()))
+            return min(n for n, rate in rates.items() if rate >= _EFFICIENT_SHARE * max(rates.values()))
         tokens *= 2

@@ -1,1 +1,1 @@
-"""Models whose weights stay packed to 4 or 8 bits in memory."""
+"""Keeps models whose weights stay packed to 4 or 8 bits in memory."""

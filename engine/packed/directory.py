@@ -1,6 +1,6 @@
-"""A model directory whose weights are packed: written once, mapped into memory at every start.
+"""Defines a model directory whose weights are packed. It is written once, and mapped into memory at every start.
 
-Beside configuration and tokenizer it has safetensors files. A packed weight NAME is kept there as NAME.codes,
+Besides configuration and tokenizer it has safetensors files. A packed weight NAME is kept there as NAME.codes,
 NAME.scales and perhaps NAME.lows, in the layout of `reprise.kernels.packed`; any other tensor under its own name.
 `packed.json` says which are packed, and how.
 """
@@ -28,7 +28,8 @@ class DamagedDirectory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackedDirectory:
-    """What `packed.json` says. tensors: by weight, how it is packed; files: by tensor, the file that has it."""
+    """The contents of `packed.json`. tensors: for each weight, how it is packed; files: for each tensor, the file that
+    has it."""
 
     weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
     tensors: dict[str, dict[str, Any]]
@@ -78,7 +79,7 @@ def write(directory: Path, weights: str, tensors: Iterable[tuple[str, Tensor | P
 
 
 def read_index(directory: Path) -> PackedDirectory:
-    """Raises DamagedDirectory."""
+    """Read `packed.json`. Raises DamagedDirectory."""
     try:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         if index["format"] != FORMAT:
@@ -109,7 +110,7 @@ def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
 
 
 def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedWeight:
-    """Take one weight out of `parts`. Sizes are checked, because kernels read addresses. Raises DamagedDirectory,
+    """Take one weight out of `parts`. Sizes are checked, because kernels read by address. Raises DamagedDirectory,
     KeyError, TypeError."""
     outputs, inputs, bits, group = (int(how[field]) for field in ("outputs", "inputs", "bits", "group"))
     codes, scales = parts.pop(f"{name}.codes"), parts.pop(f"{name}.scales")

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def packed(source: Path, directory: Path, weights: str) -> Path:
-    """Return a directory with the weights of another packed to q4 or q8, made by this start or an earlier one.
-    Embeddings and heads get 8 bits, as they take the greatest errors. Raises OSError, ValueError."""
+    """Return a directory with the same weights packed to q4 or q8, made by this start or an earlier one. Embeddings and
+    heads get 8 bits, because rounding them does the most harm. Raises OSError, ValueError."""
     found = directory / f"{_stamp(source)}-{weights}-{_WRITTEN_BY}"
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", source, weights, found)
@@ -42,7 +42,7 @@ def packed(source: Path, directory: Path, weights: str) -> Path:
 
 
 def _stamp(source: Path) -> str:
-    """Name the state of a directory's files, without reading them."""
+    """Return a name for the state of a directory's files, without reading them."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(source.resolve().iterdir()):
         state = file.stat()
@@ -63,6 +63,7 @@ def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | Pa
 
 
 def _is_packable(name: str, weight: Tensor) -> bool:
-    """Whether a tensor is a matrix whose rows are whole groups. Gates of experts decide more than they weigh."""
+    """Whether a tensor is a matrix whose rows are whole groups, and no gate of experts: gates are small and decide
+    much."""
     is_matrix = weight.dim() == 2 and weight.is_floating_point() and weight.shape[1] % GROUP == 0
     return is_matrix and name.endswith("weight") and "router" not in name and weight.dtype != torch.float64

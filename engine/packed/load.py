@@ -1,4 +1,5 @@
-"""Makes a model of a packed directory: transformers' own modules, with packed linear layers and embeddings in them."""
+"""Makes a model from a packed directory: transformers' own modules, with packed linear layers and embeddings in
+them."""
 
 import contextlib
 import logging
@@ -24,7 +25,7 @@ _PACKED = (QuantisedLinear, QuantisedEmbedding, CudaQuantisedLinear, CudaQuantis
 
 
 class ModulesOnCpu:
-    """Makes modules whose weights stay packed."""
+    """A maker of modules on CPU whose weights stay packed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -37,11 +38,13 @@ class ModulesOnCpu:
 
 
 class ModulesOnCuda:
-    """The same on a device, where a weight is laid out once, whoever shares it."""
+    """A maker of modules on CUDA whose weights stay packed. A weight is laid out once, even if several modules share
+    it."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, kernels: ModuleType | None) -> None:
         self._dtype, self._device, self._kernels = dtype, device, kernels
-        self._laid_out: dict[int, tuple[PackedWeight, PackedRows]] = {}  # by the address of the weight's codes
+        # Laid-out weights, by the address of their codes.
+        self._laid_out: dict[int, tuple[PackedWeight, PackedRows]] = {}
 
     def linear(self, weight: PackedWeight, bias: Tensor | None) -> nn.Module:
         moved = None if bias is None else bias.to(self._device)
@@ -58,7 +61,7 @@ class ModulesOnCuda:
 
 
 def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a transformers causal LM. Raises DamagedDirectory."""
+    """Return a transformers causal LM made from a packed directory. Raises DamagedDirectory."""
     made: ModulesOnCpu | ModulesOnCuda = ModulesOnCpu(dtype)
     if device.type != "cpu":
         made = ModulesOnCuda(dtype, device, triton_packed())
@@ -66,7 +69,7 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.
 
 
 def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu | ModulesOnCuda) -> nn.Module:
-    """Raises DamagedDirectory."""
+    """Make the model and fill in its weights. Raises DamagedDirectory."""
     with _large_weights_on_meta(), no_init_weights():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -120,7 +123,7 @@ def _set(
 
 
 def _check_kernels(model: nn.Module) -> None:
-    """Let layers do without compiled kernels that are wrong. One layer of each form is tried."""
+    """Try one layer of each form, and have layers whose compiled kernels are wrong do without."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         if isinstance(module, QuantisedLinear | CudaQuantisedLinear):
@@ -133,7 +136,7 @@ def _check_kernels(model: nn.Module) -> None:
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:
-    """Return the number of a model's parameters, and the bytes they take; what modules share counts once."""
+    """Return the number of a model's parameters and their bytes. Shared parameters count once."""
     seen: set[int] = set()
     numbers = size_bytes = 0
     packed = [m.packed for m in model.modules() if isinstance(m, _PACKED)]
@@ -148,7 +151,8 @@ def size_of(model: nn.Module) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _large_weights_on_meta() -> Iterator[None]:
-    """Let linear layers and embeddings be made without memory, and everything else as usual."""
+    """Have linear layers and embeddings made without memory, and everything else as usual, until the end of the
+    block."""
     originals = {kind: kind.__init__ for kind in (nn.Linear, nn.Embedding)}
 
     def made_on_meta(kind: Any) -> Any:

@@ -5,21 +5,22 @@ from torch import Tensor
 
 from reprise.kernels.packed import GROUP, Bits, Codes
 
-_SHRINKS = [1.0 - 0.02 * step for step in range(14)]  # of a group's range that are tried
-_ROWS = 1 << 22  # numbers rounded together
+_SHRINKS = [1.0 - 0.02 * step for step in range(14)]  # shares of a group's range that are tried
+_NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 
 
 def quantise(weight: Tensor, bits: Bits) -> Codes:
-    """Round a weight [outputs, inputs], inputs a multiple of GROUP. 8 bits: symmetric, by the largest number. 4 bits:
-    with lows, by the range that is off the least (weighted by the numbers' own size, as large ones matter more)."""
-    step = max(1, _ROWS // weight.shape[1])
+    """Round a weight [outputs, inputs], with inputs a multiple of GROUP. 8 bits: symmetric, by the largest number. 4
+    bits: with lows, by the range with the least error (weighted by the numbers' own size, as large ones matter
+    more)."""
+    step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
     parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))
     return Codes(codes.flatten(1), scales, lows[0] if lows else None, bits)
 
 
 def _half(x: Tensor) -> Tensor:
-    """Round to what is stored."""
+    """Round to the type in which scales are stored."""
     return x.half().float()
 
 
@@ -30,7 +31,7 @@ def _eight(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _four(x: Tensor) -> tuple[Tensor, ...]:
-    """For each of some ranges: round, then fit scale and low to the codes; keep the best."""
+    """Round to 4 bits: for each of some ranges, round, fit scale and low to the codes, and keep the best."""
     weights = x.square() + x.square().mean(-1, keepdim=True)
     low, high = x.amin(-1), x.amax(-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -57,7 +58,8 @@ def _codes(x: Tensor, scale: Tensor, start: Tensor) -> Tensor:
 
 
 def _fit(x: Tensor, codes: Tensor, weights: Tensor, scale: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and start of least weighted squares for given codes; the old ones where codes are all alike."""
+    """Return the scale and low with the least weighted squares for given codes; the old ones where codes are all
+    alike."""
     total = weights.sum(-1)
     mean_code, mean = (weights * codes).sum(-1) / total, (weights * x).sum(-1) / total
     spread = (weights * (codes - mean_code[..., None]).square()).sum(-1)

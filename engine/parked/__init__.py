@@ -1,1 +1,1 @@
-"""Contexts larger than HBM: attention over blocks that are parked in DRAM."""
+"""Attends over contexts larger than HBM, whose blocks are partly parked in DRAM."""

@@ -1,4 +1,4 @@
-"""Attention over contexts that HBM cannot hold: what is parked in DRAM is brought to a few pages, piece by piece
+"""Attends over contexts that HBM cannot hold: parked blocks are brought from DRAM to a few pages, piece by piece
 (docs/decisions/0024-parked-blocks.md)."""
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ from reprise.kernels.kv_copy import gather_rows
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of a context."""
+    """A piece of a context: rows that are in HBM, or are brought there, at the same time."""
 
-    first: int  # of its rows
+    first: int  # lowest row of the context in this piece
     last: int
     rows: Tensor  # [n] int64: which of the context's rows they are
     slots: Tensor  # [n] int64: where in HBM they are, once they have been brought
@@ -40,7 +40,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A batch by who attends how."""
+    """A batch, split into sequences with parked blocks and others."""
 
     parked: list[tuple[int, int, int, _Reading]]  # first and last query row + 1, first of them in its context
     others: AttentionMeta | None  # None: there are none
@@ -48,19 +48,20 @@ class _Split:
 
 
 class ParkedAttention:
-    """Implements `reprise.engine.step.ports.ParkedReader`. Engine's thread."""
+    """Attends in steps of sequences with parked blocks. Implements `reprise.engine.step.ports.ParkedReader`; used by
+    the engine's thread."""
 
     page_multiple = 1
 
     def __init__(
         self, *, inner: AttentionBackend, pages: Sequence[KvPages], ring: Sequence[int], transfer: Transfer
     ) -> None:
-        """pages: of the whole pool, by layer. ring: numbers of those that belong to nobody."""
+        """pages: the whole pool, by layer. ring: numbers of the pages that belong to no context."""
         self.name = inner.name
         self._inner, self._ring, self._transfer = inner, ring, transfer
         self._page_size, self._device = pages[0].k.shape[1], pages[0].k.device
         self._layers = {id(layer): number for number, layer in enumerate(pages)}
-        self._reading_of: dict[int, _Reading] = {}  # by the slot of each query row
+        self._reading_of: dict[int, _Reading] = {}  # reading of each query row, by its slot
         self._lost: dict[str, dict[BlockKey, None]] = {}
 
     def begin(self, meta: AttentionMeta, contexts: Sequence[RequestContext]) -> bool:
@@ -79,7 +80,7 @@ class ParkedAttention:
         return {request_id: list(keys) for request_id, keys in lost.items()}
 
     def _pieces_below(self, context: RequestContext) -> Iterator[_Piece]:
-        """Split the parked blocks into as many at a time as the ring takes."""
+        """Split the parked blocks into pieces as large as the ring."""
         per_page = self._page_size // BLOCK_TOKENS
         parked = [
             block
@@ -108,7 +109,7 @@ class ParkedAttention:
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
     def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
-        """Split what has pages likewise, so that no more memory is needed for it."""
+        """Split the rows that have pages into pieces of the same size, so that they need no more memory."""
         size, used = self._page_size, -(-num_rows // self._page_size)
         here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):
@@ -119,7 +120,8 @@ class ParkedAttention:
     def _piece(
         self, rows: list[int], slots: list[int], count: int, num_rows: int | None, reader: SlotReader | None
     ) -> _Piece:
-        """rows, slots: of the first of `count` rows each. num_rows: of the context, if it may end before these do."""
+        """Make a piece of runs of `count` rows. rows, slots: the first row of each run, in the context and in HBM.
+        num_rows: length of the context, if it may end within the last run."""
         within = np.arange(count)
         found = (np.array(rows)[:, None] + within).reshape(-1)
         places = (np.array(slots)[:, None] + within).reshape(-1)
@@ -129,8 +131,8 @@ class ParkedAttention:
         return _Piece(int(found[0]), int(found[-1]), next(both), next(both), reader)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. Not only of the batch that `begin` was told of, but of any part of it as well. All rows
-        are read, whatever is selected."""
+        """Attend as `AttentionBackend.forward` demands. The batch may be any part of the one that `begin` was told of.
+        All rows are read, whatever is selected."""
         params, layer = replace(params, selection=None), self._layers[id(kv)]
         split: _Split | None = meta.scratch.get("parked")
         if split is None:

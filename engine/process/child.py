@@ -1,4 +1,4 @@
-"""Starts one engine process and holds what the app has of it: its pipes, its socket, the end of its output."""
+"""Starts one engine process and holds the app's ends of it: its pipes, its socket and the end of its output."""
 
 import asyncio
 import codecs
@@ -40,9 +40,10 @@ SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 
 def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the engine process. What the operator has set in `base` wins where it is a matter of
-    taste. Our own settings, and the secrets among them, are left out: the engine has them from its EngineConfig."""
-    # An operator who has set how threads wait knows the machine better.
+    """Return the environment of the engine process. Values that the operator has set in `base` win where they are a
+    matter of taste. Our own settings, and the secrets among them, are left out: the engine has them from its
+    EngineConfig."""
+    # If the operator has set how threads wait, that stays.
     spin = {} if "OMP_WAIT_POLICY" in base else SPIN
     others = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
     taste = {**MALLOC, **spin, **others}
@@ -52,7 +53,7 @@ def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[st
         "PYTHONPATH": os.pathsep.join(filter(None, [root, base.get("PYTHONPATH")])),
         "PYTHONSAFEPATH": "1",  # a folder named `reprise` where the server was started must not be taken for this one
         "PYTHONUNBUFFERED": "1",
-        "USE_HUB_KERNELS": "NO",  # in a checkout transformers would take our folder `kernels` for the hub's package
+        "USE_HUB_KERNELS": "NO",  # else transformers takes our folder `kernels`, in a checkout, for the hub's package
     }
     if config.threads:
         ours["OMP_NUM_THREADS"] = ours["MKL_NUM_THREADS"] = str(config.threads)
@@ -65,7 +66,8 @@ def to_stderr(text: str) -> None:
 
 
 class EngineChild(asyncio.SubprocessProtocol):
-    """A running engine process, the leader of a session of its own. `spawn` makes it; it belongs to one event loop.
+    """A running engine process, the leader of a session of its own. `spawn` makes it. It belongs to the EngineClient
+    and its event loop.
 
     A subprocess protocol, because asyncio's Process.wait() also waits for the end of the output, which any process that
     the engine has started can hold open.
@@ -97,8 +99,8 @@ class EngineChild(asyncio.SubprocessProtocol):
         context: zmq.asyncio.Context,
         echo: Callable[[str], object],
     ) -> "EngineChild":
-        """Start a process. `echo` gets what it writes. Raises OSError or zmq.ZMQError when the machine has no process
-        or no socket for us."""
+        """Start a process. echo: gets its output. Raises OSError or zmq.ZMQError when the machine has no process or no
+        socket for us."""
         loop = asyncio.get_running_loop()
         # The directory has mode 0700, so that no other user can speak to the engine. It is a new one each time, so that
         # a restarted engine never sees what was meant for the one before.
@@ -137,22 +139,23 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @property
     def backlog(self) -> int:
-        """Number of messages that the engine has not taken yet, beyond those in the socket."""
+        """The number of messages that the engine has not taken yet, beyond those in the socket."""
         return self._outbox.qsize()
 
     @property
     def tail(self) -> str:
-        """The last lines of what it wrote to stdout and stderr."""
+        """The last lines that it wrote to stdout and stderr."""
         return "\n".join(self._tail.splitlines()[-TAIL_LINES:])
 
     def post(self, message: ToEngine) -> None:
-        """Send a message in order, without waiting. There is no limit: look at `backlog` before posting new work."""
+        """Send a message in order, without waiting. There is no limit: the caller looks at `backlog` before it posts
+        new work."""
         self._outbox.put_nowait(message)
 
     async def receive(self) -> bytes:
         frame: bytes = await self._socket.recv()
         self.heard_s = asyncio.get_running_loop().time()
-        self._directory.cleanup()  # the engine connects only once; so not even a kill -9 of the app leaves it behind
+        self._directory.cleanup()  # not needed any more; so even a kill -9 of the app leaves none
         return frame
 
     def kill(self) -> None:
@@ -162,7 +165,7 @@ class EngineChild(asyncio.SubprocessProtocol):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill what is alive, pass on the last of the output, and give the socket and the pipes back."""
+        """Kill the process if it lives, pass on the last of its output, and close the socket and the pipes."""
         self.kill()
         try:
             await self.exited.wait()

@@ -1,6 +1,6 @@
 """Starts the engine, watches it, restarts it, and gives every request a stream of its outputs.
 
-Imports no torch. All of it belongs to one event loop; nothing here may be called from another thread.
+Imports no torch. Everything here belongs to one event loop and must not be called from another thread.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ __all__ = [
 
 ENGINE_COMMAND = (sys.executable, "-m", "reprise.engine.process.loop")
 MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
-MAX_QUICK_FAILURES = 5  # of an engine that was never ready; one that was ready once is restarted for ever
+MAX_QUICK_FAILURES = 5  # most failures of an engine that was never ready; one that was ready is restarted for ever
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 60.0
 OTHER_MODEL = "the model's files have changed since the server started: restart the server to serve them"
@@ -59,13 +59,13 @@ TICK_S = 1.0
 DRAIN_S = 0.2  # when we see an engine dead, its last messages may still be on their way
 STOP_S = CLOSE_S + 5.0
 SESSIONS_TIMEOUT_S = 30.0
-MAX_QUESTIONS = 256  # about sessions, unanswered
+MAX_QUESTIONS = 256  # most unanswered questions about sessions
 
 log = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine is not there and will not come back by itself."""
+    """The engine does not run and will not come back by itself."""
 
 
 class EngineUnavailable(Exception):
@@ -77,11 +77,12 @@ class EngineUnavailable(Exception):
 
 
 class EngineTimeout(Exception):
-    """The engine is there and has not answered in time. What was asked for may still be done."""
+    """The engine runs and has not answered in time. It may still do what it was asked for."""
 
 
 class EngineState(StrEnum):
-    """Goes stopped -> loading -> ready -> restarting -> ready ...; failed only if trying again is of no use."""
+    """The state of the engine. It goes stopped -> loading -> ready -> restarting -> ready ..., and becomes failed only
+    if trying again is of no use."""
 
     LOADING = "loading"
     READY = "ready"
@@ -91,7 +92,7 @@ class EngineState(StrEnum):
 
 
 class _End(NamedTuple):
-    """How one engine process ended."""
+    """The way in which one engine process ended."""
 
     reason: str  # "the engine ..."
     output: str  # the last lines it wrote
@@ -100,11 +101,11 @@ class _End(NamedTuple):
 
 
 class EngineClient:
-    """Keeps one engine process alive and talks to it.
+    """Keeps one engine process alive and talks to it, for the app, in its event loop.
 
-    start_timeout_s bounds the silence of one that loads a model, hang_timeout_s the silence of an engine that is ready:
-    it must exceed the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo`
-    gets what the engine process writes to its stdout and stderr.
+    start_timeout_s bounds the silence of an engine that loads a model, hang_timeout_s the silence of an engine that is
+    ready: it must exceed the heartbeat's second and the longest step. After either, the process is killed and
+    restarted. `echo` gets what the engine process writes to its stdout and stderr.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class EngineClient:
     ) -> None:
         self.state = EngineState.STOPPED
         self.failure: str | None = None  # why, in state failed
-        self.model: ModelInfo | None = None  # of the last engine that was ready
+        self.model: ModelInfo | None = None  # model of the last engine that was ready
         self.stats: Stats | None = None  # the last heartbeat of this engine
         self.restarts = 0
         self.on_head: Callable[[Head], object] | None = None
@@ -135,8 +136,8 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._questions: dict[str, asyncio.Future[SessionReply]] = {}  # request id -> its reply
         self._load_s = 5.0  # how long a start takes: a guess at first, then what the last one took
-        self._started_s = math.inf  # when this engine was started
-        self._ready_s = math.inf  # when it became ready
+        self._started_s = math.inf  # time at which this engine was started
+        self._ready_s = math.inf  # time at which it became ready
         self._backoff_s = 0.0
 
     @property
@@ -151,7 +152,8 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def stop(self) -> None:
-        """Ask the engine to leave; kill it when STOP_S is over. What still runs raises EngineLost. Idempotent."""
+        """Ask the engine to leave, and kill it after STOP_S. Streams of requests that still run raise EngineLost.
+        Idempotent."""
         before = self.state
         self._enter(EngineState.STOPPED)
         if self._supervisor is None:
@@ -164,7 +166,7 @@ class EngineClient:
         await asyncio.wait([self._supervisor])
 
     async def wait_ready(self) -> None:
-        """Wait until requests are taken. Raises EngineFailed if they never will be (refused, failed, stopped)."""
+        """Wait until the engine takes requests. Raises EngineFailed if it never will (refused, failed, stopped)."""
         while self.state is not EngineState.READY:
             if self.state in (EngineState.FAILED, EngineState.STOPPED):
                 raise EngineFailed(self.failure or "the engine is stopped")
@@ -172,8 +174,8 @@ class EngineClient:
 
     async def submit(self, request: Submit) -> OutputStream:
         """Post a request. Returns the stream of its outputs. Raises EngineUnavailable in any state but ready,
-        ValueError for a request id that is in use. Never use an id again: outputs that are still on their way for an
-        aborted request carry it."""
+        ValueError for a request id that is in use. Never use an id twice: outputs of an aborted request may still be on
+        their way."""
         child = self._ready_child()
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -203,7 +205,7 @@ class EngineClient:
             self._questions.pop(request.request_id, None)
 
     def _ready_child(self) -> EngineChild:
-        """Return the engine if it takes messages. Raises EngineUnavailable."""
+        """Return the engine process if it takes messages. Raises EngineUnavailable."""
         if self.state is not EngineState.READY or self._child is None:
             raise EngineUnavailable(f"the engine is {self.state}", retry_after_s=self._retry_after_s())
         if self._child.backlog >= MAX_BACKLOG:
@@ -211,7 +213,8 @@ class EngineClient:
         return self._child
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
-        """End one choice, keeping its first `keep_tokens` generated tokens. All else that has arrived is dropped."""
+        """End one choice, keeping its first `keep_tokens` generated tokens. Its later tokens that have arrived are
+        dropped."""
         stream = self._streams.get(request_id)
         if stream is None or not stream.is_open(choice):
             return  # over already
@@ -266,8 +269,8 @@ class EngineClient:
 
     async def _keep_alive(self, context: zmq.asyncio.Context) -> None:
         """Run one engine after the other, with growing pauses, until `stop`. An engine that was never ready is given up
-        when it refuses or fails too often. One that was ready is not: the machine has changed since, for example it has
-        no memory or its disk does not answer, and it may change again."""
+        when it refuses or fails too often. One that was ready is not: its machine has changed since (it has no memory,
+        or its disk does not answer) and may change again."""
         failures = 0
         while True:
             end = await self._live(context)
@@ -345,7 +348,7 @@ class EngineClient:
             exited.cancel()
 
     async def _receive(self, child: EngineChild) -> str:
-        """Hand out what the engine sends. Returns only when it refuses, with the reason."""
+        """Hand out the engine's messages. Returns only when it refuses, with the reason."""
         while True:
             frame = await child.receive()
             try:
@@ -360,7 +363,7 @@ class EngineClient:
             await asyncio.sleep(0)  # a frame that is there already is received without yielding: let the streams run
 
     def _is_another_model(self, model: ModelInfo) -> bool:
-        """Whether a restarted engine came back with other weights than the app has a tokenizer and transcripts for."""
+        """Whether a restarted engine has other weights than those for which the app has a tokenizer and transcripts."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
     def _handle(self, child: EngineChild, message: Starting | Ready | Outputs | SessionReply | Head | Stats) -> None:
@@ -381,7 +384,7 @@ class EngineClient:
             case Stats():
                 self.stats = message
             case Starting():
-                pass  # that it was heard is all
+                pass  # any message is a sign of life, which `receive` has noted
             case Ready(model):
                 if self.state in (EngineState.LOADING, EngineState.RESTARTING) and not child.exited.is_set():
                     self._ready_s = asyncio.get_running_loop().time()

@@ -1,9 +1,9 @@
 """Runs the engine process (`python -m reprise.engine.process.loop`), which `reprise.engine.process.client` starts and
 supervises.
 
-One thread loops: drain the inbox, one step of the engine, send what came of it, a heartbeat about once a second. A
-second thread waits for the app to die. Nothing here imports torch; `reprise.engine.build.engine` does, once the process
-is wired up.
+One thread loops: it drains the inbox, runs one step of the engine, sends the outputs, and about once a second a
+heartbeat. A second thread waits for the app to die. Nothing here imports torch; `reprise.engine.build.engine` does,
+once the process is connected.
 """
 
 import gc
@@ -51,13 +51,13 @@ from reprise.engine.process.collector import Collector
 
 HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender wait, nothing is dropped
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
-LINGER_MS = 2_000  # for the last words
+LINGER_MS = 2_000  # time for the last messages to be sent
 POLL_MS = 200
-MOVING_POLL_MS = 25  # while bytes move between the tiers, in this process or in that of another rank
-ASKED_POLL_MS = 2  # while a session request has no answer yet: the first token of a turn that moves here waits for it
+MOVING_POLL_MS = 25  # poll interval while bytes move between the tiers, here or in another rank
+ASKED_POLL_MS = 2  # poll interval while a session request waits: a turn that moves here waits for its answer
 HEARTBEAT_S = 1.0
-CLOSE_S = 10.0  # for saving what is left at the end; what takes longer is lost
-MAX_FAILURES = 3  # in a row
+CLOSE_S = 10.0  # time for saving what is left at the end; the rest is lost
+MAX_FAILURES = 3  # most failed steps in a row
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ class StepEngine(Protocol):
 
     @property
     def bell(self) -> int | None:
-        """A file descriptor that can be read when something has ended that `poll` should hear of; None: there is
+        """A file descriptor that can be read when something has ended for which `poll` should be called. None: there is
         none, and `is_moving` alone says when to look."""
         ...
 
     def accept(self, request: Submit, now: float) -> list[Output]:
-        """Queue a request. Returns what can be said at once, such as a rejection (finish_reason `error`)."""
+        """Queue a request. Returns outputs that exist at once, such as a rejection (finish_reason `error`)."""
         ...
 
     def abort(self, request_id: str) -> None: ...
@@ -84,11 +84,12 @@ class StepEngine(Protocol):
     def finish_all(self, now: float) -> list[Output]: ...
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Return what can be answered at once, of this request or of earlier ones; `poll` returns the rest."""
+        """Return the answers that exist at once, to this request or to earlier ones. `poll` returns the others."""
         ...
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. Returns what can be answered at once; `poll` returns the rest."""
+        """Take over a session of another replica. Returns an answer that exists at once; otherwise `poll` returns
+        it."""
         ...
 
     def take_heads(self) -> list[Head]:
@@ -108,11 +109,11 @@ class StepEngine(Protocol):
         ...
 
     def step(self, now: float) -> list[Output]:
-        """Run one batch, or wait a moment for the transfers when there is none. When it raises, `fail_all` follows."""
+        """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows."""
         ...
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether nothing can work any more after what a method has raised, so that only a new process helps."""
+        """Whether nothing can work any more after an exception of a method, so that only a new process helps."""
         ...
 
     def fail_all(self, message: str) -> list[Output]:
@@ -120,13 +121,13 @@ class StepEngine(Protocol):
         ...
 
     def idle(self, now: float) -> None:
-        """Do what has to be done about once a second, between steps."""
+        """Do the work that is due about once a second, between steps."""
         ...
 
     def stats(self) -> Stats: ...
 
     def close(self) -> None:
-        """Save what is not saved yet, and give files and threads back. The last call."""
+        """Save what is not saved yet, and close files and threads. No other call follows."""
         ...
 
 
@@ -136,7 +137,8 @@ one that hangs."""
 
 
 class EngineLoop:
-    """Carries messages between the app and the engine. The socket is a PAIR with a send timeout."""
+    """Carries messages between the app and the engine, in the process's main thread. The socket is a PAIR with a send
+    timeout."""
 
     def __init__(self, *, engine: StepEngine, socket: "zmq.Socket[bytes]") -> None:
         self._engine = engine
@@ -151,8 +153,8 @@ class EngineLoop:
             self._poller.register(engine.bell, zmq.POLLIN)
 
     def run(self) -> int:
-        """Loop until the end. Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row.
-        Raises zmq.Again when the app has stopped reading, and whatever `fail_all` raises."""
+        """Loop until the end. Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row. Raises
+        zmq.Again when the app has stopped reading, and whatever `fail_all` raises."""
         shutdown = False
         while not shutdown and self._failures < MAX_FAILURES:
             outputs: list[Output] = []
@@ -207,7 +209,7 @@ class EngineLoop:
         return []
 
     def _accept(self, request: Submit) -> list[Output]:
-        """Queue a request. If the engine chokes on it, it alone fails, and no other request."""
+        """Queue a request. If the engine raises for it, only this request fails."""
         try:
             return self._engine.accept(request, time.monotonic())
         except Exception as error:
@@ -219,7 +221,8 @@ class EngineLoop:
             return failed + self._apply(Abort(request_id))
 
     def _sessions(self, request: SessionRequest | Adopt) -> list[SessionReply]:
-        """Answer a question about sessions. If the engine chokes on it, the reply says so, and no request fails."""
+        """Answer a request about sessions. If the engine raises for it, the reply says so, and no other request
+        fails."""
         try:
             if isinstance(request, Adopt):
                 return self._engine.adopt(request, time.monotonic())
@@ -240,7 +243,7 @@ class EngineLoop:
         return []
 
     def _tell(self, outputs: list[Output]) -> None:
-        """Send heads of sessions, then outputs: who hears of a turn's end has its head."""
+        """Send heads of sessions, then outputs, so that the head of a turn arrives before the turn's end."""
         for head in self._engine.take_heads():
             self._send(head)
         if outputs:
@@ -284,7 +287,7 @@ def _describe(error: Exception) -> str:
 
 
 def run(build: Builder) -> int:
-    """Live the whole life of the process. Reads from stdin what to load, and returns the exit status. Takes over the
+    """Run the whole life of the process. Reads from stdin what to load, and returns the exit status. Takes over the
     signals and stdin of the process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the app decides when to stop; it sends Shutdown, or SIGKILL
@@ -321,8 +324,7 @@ def _serve(build: Builder, launch: Launch, socket: "zmq.Socket[bytes]") -> int:
 
 
 def _close(engine: StepEngine) -> None:
-    """Close the engine within CLOSE_S, on this thread, to which its files belong. So only the end of the process ends
-    a hang."""
+    """Close the engine within CLOSE_S, on this thread, to which its files belong. If it hangs, the process is ended."""
     watchdog = Timer(CLOSE_S, _give_up)
     watchdog.daemon = True
     watchdog.start()

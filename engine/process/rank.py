@@ -1,7 +1,7 @@
 """Runs a rank beyond 0 of a tensor-parallel engine (`python -m reprise.engine.process.rank`);
 `reprise.engine.ranks.group` starts it.
 
-It loads its part of the model and makes tiers for its heads, of as many blocks as rank 0's.
+It loads its part of the model and makes tiers for its heads, with as many blocks as rank 0's.
 """
 
 import logging
@@ -36,12 +36,12 @@ from reprise.engine.ranks.wire import (
     encode,
 )
 
-REFUSED_S = 5.0  # for rank 0 to read why; if it is in the middle of a computation with us, it never does
+REFUSED_S = 5.0  # time for rank 0 to read why; in the middle of a joint computation it never does
 log = logging.getLogger(__name__)
 
 
 def run() -> int:
-    """Live the whole life of the process. Reads from stdin what to load. Returns the exit status."""
+    """Run the whole life of the process. Reads from stdin what to load. Returns the exit status."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     launch = decode_launch(read_frame(sys.stdin.fileno()))
@@ -74,7 +74,7 @@ def _serve(launch: RankLaunch, socket: "zmq.Socket[bytes]") -> int:
 
 
 def _built(launch: RankLaunch, socket: "zmq.Socket[bytes]") -> Rank:
-    """Raises ModelRefused."""
+    """Build the rank's part of the engine. Raises ModelRefused."""
     loaded = load(launch.config, launch.rank, launch.rendezvous)
     probed = probe_model(loaded, launch.config)
     socket.send(encode(Probed(probed.fingerprint)))

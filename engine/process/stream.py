@@ -16,7 +16,7 @@ class OutputStream(AsyncIterator[Output]):
     """The outputs of one request, all choices interleaved, for one consumer. Ends when every choice has finished, by a
     finish_reason or by `EngineClient.finish`; raises EngineLost after what had arrived when the engine died.
 
-    A consumer that falls behind finds the outputs of a choice merged into one, so that at most one per choice is kept.
+    If a consumer is slow, it finds the outputs of a choice merged into one, so that at most one per choice is kept.
     """
 
     def __init__(self, request: Submit, *, abort: Callable[[str], None]) -> None:
@@ -46,7 +46,7 @@ class OutputStream(AsyncIterator[Output]):
         return self._pending.pop(next(iter(self._pending)))
 
     async def aclose(self) -> None:
-        """Abort the request unless it is over, and drop what has not been taken. Never waits."""
+        """Abort the request unless it is over, and drop outputs that were not taken. Never waits."""
         if self._open:
             self._abort(self.request_id)
         self._pending.clear()
@@ -62,7 +62,7 @@ class OutputStream(AsyncIterator[Output]):
         self._changed.set()
 
     def finish(self, choice: int) -> None:
-        """End a choice, and drop what the consumer has not taken of it. Called by EngineClient."""
+        """End a choice, and drop its outputs that were not taken. Called by EngineClient."""
         self._open.discard(choice)
         self._pending.pop(choice, None)
         self._changed.set()
@@ -75,7 +75,8 @@ class OutputStream(AsyncIterator[Output]):
 
 
 def _merge(earlier: Output, later: Output) -> Output:
-    """Merge two outputs, as if both had come together. Reuses the lists of `earlier`, which nobody has seen."""
+    """Merge two outputs, as if both had come together. Reuses the lists of `earlier`, which the consumer has not
+    seen."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs
     if logprobs is None:

@@ -1,1 +1,2 @@
-"""Tensor parallelism: one engine in several processes of one machine, each with its part of every layer and head."""
+"""Runs one engine in several processes of one machine, each with its part of every layer and head (tensor
+parallelism)."""

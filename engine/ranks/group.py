@@ -1,4 +1,4 @@
-"""Rank 0's hold of the other ranks: their processes, and a socket to each."""
+"""Holds rank 0's ends of the other ranks: their processes, and a socket to each."""
 
 import hashlib
 import logging
@@ -41,14 +41,14 @@ from reprise.engine.ranks.wire import (
 )
 
 RANK_COMMAND = (sys.executable, "-m", "reprise.engine.process.rank")
-STEP_END_TIMEOUT_S = 30.0  # between the last product of a step and what a rank says of it
+STEP_END_TIMEOUT_S = 30.0  # longest time from a step's last product to a rank's report
 log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """Starts the ranks beyond 0 and talks to them. They belong to the engine's process group, so whoever kills that
-    kills them, and they end with rank 0. If one of them ends, rank 0 ends at once too: the engine is started anew as a
-    whole. The engine's thread calls every method."""
+    """Starts the ranks beyond 0 and talks to them. They belong to the engine's process group, so killing that kills
+    them, and they end with rank 0. If one of them ends, rank 0 ends at once too, and the whole engine is started anew.
+    The engine's thread calls every method."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RankGroup:
         command: Sequence[str] = RANK_COMMAND,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """config: its source is a directory. end_process: ends this process at once, with a status."""
+        """config: its source is a directory. end_process(status): ends this process at once."""
         self.num_ranks = num_ranks
         self._end_process = end_process
         self._is_closing = False
@@ -68,7 +68,7 @@ class RankGroup:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._told: list[tuple[int, list[Event]]] = []  # by rank, heard while something else was waited for
+        self._told: list[tuple[int, list[Event]]] = []  # events by rank, received while another message was awaited
         for rank in range(1, num_ranks):
             self._start(rank, command, config)
 
@@ -98,7 +98,7 @@ class RankGroup:
             self._leave()
 
     def end(self, message: str) -> NoReturn:
-        """End the engine, because its ranks are not at the same place any more."""
+        """End the engine, because its ranks have come apart."""
         log.critical("%s: the engine ends", message, exc_info=True)
         self._leave()
         raise SystemExit(1)  # where `end_process` returns, as in tests
@@ -111,8 +111,8 @@ class RankGroup:
     # --- while the engine is built ------------------------------------------------------------------------------------
 
     def model_fingerprint(self, own: bytes) -> bytes:
-        """Wait until all ranks have their parts of the model. Returns the fingerprint of the whole: another one for
-        each number of ranks, because parts of heads are stored and sums are rounded otherwise. Raises ModelRefused."""
+        """Wait until all ranks have their parts of the model. Returns the fingerprint of the whole. It differs for each
+        number of ranks, because parts of heads are stored and sums are rounded otherwise. Raises ModelRefused."""
         parts = [own]
         for socket in self._sockets:
             message = self._receive(socket)
@@ -121,13 +121,13 @@ class RankGroup:
         return hashlib.blake2b(typed_fields("reprise-ranks", *parts), digest_size=16).digest()
 
     def make_tiers(self, message: MakeTiers) -> None:
-        """Have every rank make its tiers; `common_extents` waits for that."""
+        """Have every rank make its tiers. `common_extents` waits for the result."""
         for socket in self._sockets:
             self._post(socket, message)
 
     def common_extents(self, own: Sequence[ExtentInfo]) -> tuple[list[ExtentInfo], list[int]]:
         """Wait for the tiers of all ranks. Returns the extents of which every rank has its part, with the bytes of all
-        parts, and the ids of the others. Raises ModelRefused."""
+        parts, and the ids of the other extents. Raises ModelRefused."""
         parts: list[dict[int, int]] = [{extent.extent_id: extent.size_bytes for extent in own}]
         for socket in self._sockets:
             message = self._receive(socket)
@@ -144,7 +144,7 @@ class RankGroup:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def send(self, message: ToRank) -> None:
-        """Send to all ranks, in order."""
+        """Send a message to all ranks. Messages arrive in order."""
         frame = encode(message)
         for socket in self._sockets:
             self._post_frame(socket, frame)
@@ -155,7 +155,7 @@ class RankGroup:
         return bool(self._told) or any(socket.poll(0) for socket in self._sockets)
 
     def take(self) -> list[tuple[int, list[Event]]]:
-        """Return what ranks have reported of moves since the last call."""
+        """Return the events that ranks have reported since the last call."""
         for rank, socket in enumerate(self._sockets, 1):
             while socket.poll(0):
                 message = self._decode(socket.recv())
@@ -166,8 +166,8 @@ class RankGroup:
         return told
 
     def step_ended(self) -> list[int]:
-        """Wait until every rank has told how a step that stands on loads has ended. Returns the loads that were late on
-        any."""
+        """Wait until every rank has reported the end of a step with loads. Returns the loads that were late on any
+        rank."""
         late: list[int] = []
         for rank, socket in enumerate(self._sockets, 1):
             until = time.monotonic() + STEP_END_TIMEOUT_S
@@ -212,7 +212,7 @@ class RankGroup:
             self.end(f"a rank has taken nothing for {SEND_TIMEOUT_MS // 1000} s")
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> FromRank:
-        """Wait without a limit, while the app has one for the start of an engine. Raises ModelRefused."""
+        """Wait for a message without a limit, because the app limits the start of an engine. Raises ModelRefused."""
         message = self._decode(socket.recv())
         if isinstance(message, RankRefused):
             raise ModelRefused(message.message)
@@ -232,6 +232,6 @@ class RankGroup:
 
 
 def rank_environment(base: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Return the environment of a rank's process. The engine's own is that of rank 0."""
+    """Return the environment of a rank's process. The engine's own environment is that of rank 0."""
     # transformers binds a process to the device of this number. Sums travel over the loopback interface only.
     return {"GLOO_SOCKET_IFNAME": "lo", **base, "LOCAL_RANK": str(rank)}

@@ -1,4 +1,4 @@
-"""Makes one event of those that all ranks report of the same move. Pure."""
+"""Joins the events of all ranks about the same move into one. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,14 +27,15 @@ Answer = Saved | Loaded | Fetched | Written | Deleted
 
 
 class JoinedEvents:
-    """A move has ended when all ranks say so, and a block that one rank has lost is lost. The cache sees bytes of all
-    ranks together: every rank holds as many. Single-threaded, by the engine's thread of rank 0."""
+    """Joins the ranks' events for the cache: a move has ended when all ranks say so, and a block that one rank has lost
+    is lost. Bytes are those of all ranks together, because every rank holds as many. Called by the engine's thread of
+    rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._answers: dict[tuple[type, int], dict[int, Answer]] = {}  # kind and number of a move -> by rank
         self._loads: dict[int, frozenset[BlockKey]] = {}  # blocks of the loads that have not ended
-        self._writes: dict[int, WriteExtent] = {}  # that rank 0 makes
+        self._writes: dict[int, WriteExtent] = {}  # writes that rank 0 makes now
         self._own_jobs = 0
         self.for_others: list[Move] = []
         """Writes for the ranks beyond 0: rank 0 has made them and chosen the extent's id. The caller takes them."""
@@ -54,13 +55,13 @@ class JoinedEvents:
         return 0 in self._answers.get((Loaded, job_id), ())
 
     def delete(self, extent_ids: Sequence[int]) -> None:
-        """Have extents deleted that only some ranks have."""
+        """Order the deletion of extents that only some ranks have."""
         if extent_ids:
             self._own_jobs -= 1
             self.for_all.append(DeleteExtents(self._own_jobs, tuple(extent_ids), None))
 
     def add(self, rank: int, events: Iterable[Event]) -> list[Event]:
-        """Return what the cache is to hear, after `rank` has reported these events."""
+        """Take the events that `rank` has reported, and return those that the cache is to hear now."""
         joined: list[Event] = []
         for event in events:
             match event:
@@ -83,7 +84,7 @@ class JoinedEvents:
         answers[rank] = answer
         if isinstance(answer, Written) and rank == 0:
             move = self._writes.pop(number)
-            if answer.extent is None:  # then nobody else is asked
+            if answer.extent is None:  # then no other rank is asked
                 del self._answers[key]
                 return [answer]
             self.for_others.append(replace(move, extent_id=answer.extent.extent_id))
@@ -118,7 +119,8 @@ class JoinedEvents:
         return Loaded(job_id, failed, frozenset.intersection(*wholes).difference(failed))
 
     def _written(self, job_id: int, whole: ExtentInfo, answers: Sequence[Written]) -> Written:
-        """whole: the extent as rank 0 has reported it; other ranks leave out what is in it."""
+        """Join the ranks' parts of an extent. whole: the extent as rank 0 has reported it; other ranks leave its
+        contents out."""
         sizes = [answer.extent.size_bytes for answer in answers if answer.extent is not None]
         if len(sizes) < len(answers):
             self.delete([whole.extent_id])
@@ -127,7 +129,8 @@ class JoinedEvents:
 
 
 def _union(failed: Sequence[dict[BlockKey, str]]) -> dict[BlockKey, str]:
-    """What failed on any rank. Of reasons, one that proves the copy bad counts before one that proves nothing."""
+    """Return the blocks that failed on any rank. A reason that proves the copy bad counts before one that proves
+    nothing."""
     joined: dict[BlockKey, str] = {}
     for blocks in failed:
         for key, reason in blocks.items():

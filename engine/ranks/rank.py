@@ -1,4 +1,5 @@
-"""What one rank beyond 0 of a tensor-parallel engine does: all that rank 0 sends, in that order. It decides nothing."""
+"""Runs one rank beyond 0 of a tensor-parallel engine. It does everything that rank 0 sends, in that order, and decides
+nothing."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ from reprise.engine.ranks.wire import (
 )
 from reprise.engine.step.arrival import Arrival
 
-MOVING_POLL_MS = 1  # while moves are under way, whose end rank 0 may wait for
+MOVING_POLL_MS = 1  # poll interval while moves are under way, whose end rank 0 may wait for
 POLL_MS = 200
 ANSWERED = (LoadBlocks, FetchBlocks, SealSlot, WriteExtent, DeleteExtents)
 ANSWERS = (Loaded, Fetched, Saved, Written, Deleted)
@@ -50,7 +51,8 @@ NOBODY = SessionRecord(tenant="", salt="", session_id="", context=b"", last_used
 
 
 class Rank:
-    """Serves rank 0 from one thread. transfer, runner, sink: as of an engine, for this rank's part."""
+    """Serves rank 0 from one thread, the rank's main one. transfer, runner, sink: as in an engine, for this rank's
+    part."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Rank:
     ) -> None:
         self._socket = socket
         self._transfer, self._runner, self._sink, self._device = transfer, runner, sink, device
-        self._captured: Captured | None = None  # of the last step, until it is saved
+        self._captured: Captured | None = None  # rows of the last step, until they are saved
         self._under_way = 0  # moves of which the end is to be reported
 
     def serve(self) -> None:
@@ -76,7 +78,7 @@ class Rank:
                     return
                 self._obey(message)
                 if isinstance(message, CarryOut) and message.running:
-                    continue  # the next step places these loads, if nobody asks for events before
+                    continue  # the next step places these loads, unless events are polled before
             self._report()
 
     def _obey(self, message: ToRank) -> None:
@@ -105,7 +107,7 @@ class Rank:
         if self._sink is not None:
             self._captured, self._sink.step = self._sink.step, None
         if arrival is not None:
-            self._report()  # before: whoever hears that a load has come must have heard that it has failed
+            self._report()  # first, so that rank 0 hears of a failed load before the step's end
             self._send(StepEnded([int(job) for job in arrival.late]))
 
     def _report(self) -> None:
@@ -119,7 +121,7 @@ class Rank:
 
 
 def _without_content(event: Event) -> Event:
-    """Rank 0 knows what is in an extent."""
+    """Leave the contents of an extent out of an event, because rank 0 knows them."""
     if isinstance(event, Written) and event.extent is not None:
         return replace(event, extent=replace(event.extent, session=NOBODY, blocks=()))
     return event

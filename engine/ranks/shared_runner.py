@@ -1,4 +1,4 @@
-"""The model runner of rank 0: every forward pass is one of all ranks."""
+"""Runs the model on rank 0: every forward pass is one of all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from reprise.engine.step.arrival import Arrival
 
 
 class SharedRunner(ModelRunner):
-    """Sends each step to the other ranks before it runs here. A step that raises in one rank leaves the others waiting
-    in the middle of it, so then the engine ends."""
+    """A ModelRunner that sends each step to the other ranks before it runs here. A step that raises in one rank leaves
+    the others waiting in the middle of it, so then the engine ends. Called by the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **runner: Any) -> None:
-        """runner: what `ModelRunner` takes, for the part of this rank."""
+        """runner: the arguments of `ModelRunner`, for the part of this rank."""
         super().__init__(**runner)
         self._ranks = ranks
 

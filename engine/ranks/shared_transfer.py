@@ -1,4 +1,4 @@
-"""The transfer of rank 0: what it carries out, all ranks carry out."""
+"""Carries out moves on all ranks, as the transfer of rank 0."""
 
 import time
 from collections.abc import Container, Sequence
@@ -11,15 +11,16 @@ from reprise.engine.ranks.group import RankGroup
 from reprise.engine.ranks.joined_events import JoinedEvents
 from reprise.engine.ranks.wire import CarryOut, SaveRows, pack
 
-_LOOK_S = 0.001  # between two looks at what other ranks have told
+_LOOK_S = 0.001  # time between two looks at the other ranks' reports
 
 
 class SharedTransfer(Transfer):
-    """Orders every move on the other ranks first and then here, and reports it when all have made it. Of extents, rank
-    0's is written first: it chooses the id. Records of sessions are rank 0's alone."""
+    """A Transfer that orders every move on the other ranks first and then here, and reports it when all have made it.
+    An extent is written by rank 0 first, which chooses its id. Records of sessions are kept by rank 0 alone. Called by
+    the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **transfer: Any) -> None:
-        """transfer: what `Transfer` takes, for the part of this rank."""
+        """transfer: the arguments of `Transfer`, for the part of this rank."""
         super().__init__(**transfer)
         self._ranks = ranks
         self._joined = JoinedEvents(ranks.num_ranks)

@@ -1,4 +1,4 @@
-"""A directory for the sockets of one engine's ranks, and what becomes of those whose engine was killed."""
+"""Makes a directory for the sockets of one engine's ranks, and removes those of engines that were killed."""
 
 import contextlib
 import fcntl
@@ -25,12 +25,12 @@ class SocketDirectory:
             # Another engine's `remove_abandoned` has come between the directory and its lock.
 
     def remove(self) -> None:
-        """Remove it with all that is in it. It may be removed already."""
+        """Remove the directory with everything in it. It may be removed already."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def remove_abandoned() -> None:
-    """Remove this user's directories that no process holds: an engine that is killed leaves its own behind."""
+    """Remove this user's directories that no process holds. An engine that is killed leaves its own."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,7 +1,8 @@
-"""The msgspec structs that rank 0 of a tensor-parallel engine and its other ranks exchange, over one ZeroMQ pair each.
+"""Defines the msgspec structs that rank 0 of a tensor-parallel engine and its other ranks exchange, over one ZeroMQ
+pair each.
 
-Rank 0 decides everything and sends it in the order in which it does the same itself. Never pickle, and no KV: a step's
-integers, the cache's moves, and what became of them.
+Rank 0 decides everything and sends it in the order in which it does the same itself. Messages hold a step's integers,
+the cache's moves and their results: never pickle, and no KV.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ _EVENTS: dict[str, type[Any]] = {
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The one frame on a rank's stdin, behind its length (4 bytes, big endian). Stdin then stays open for as long as
+    """The one frame on a rank's stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as
     rank 0 lives."""
 
     rank: int
@@ -72,14 +73,15 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakeTiers(msgspec.Struct, frozen=True, tag="make_tiers"):
-    """Answers Probed; answered by TiersMade."""
+    """Make tiers of these sizes. Sent in answer to Probed; answered by TiersMade."""
 
-    fingerprint: bytes  # of the model with all its parts
+    fingerprint: bytes  # fingerprint of the whole model
     room: msgspec.Raw  # `reprise.engine.build.room.Room`
 
 
 class CarryOut(msgspec.Struct, frozen=True, tag="carry_out"):
-    """See `Transfer.carry_out`. running: whose loads the next step stands on."""
+    """Carry out these moves, as `Transfer.carry_out` does. running: the requests of the next step, whose loads it
+    needs."""
 
     moves: list[Tagged]
     running: list[str]
@@ -94,7 +96,7 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run_step"):
     slots: bytes
     query_lens: list[int]
     context_lens: list[int]
-    block_table: bytes  # as many rows as query_lens
+    block_table: bytes  # block table with as many rows as query_lens
     captures: bool  # whether SaveRows may follow
     jobs: list[int] = []  # loads that it stands on; if there are any, StepEnded answers
     has_bystanders: bool = False  # sequences that stand on none
@@ -126,23 +128,23 @@ class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
     """This rank's part of the model is loaded and runs."""
 
-    fingerprint: bytes  # of the part
+    fingerprint: bytes  # fingerprint of the part
 
 
 class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
-    """This rank has memory for KV, and has on disk its part of these extents."""
+    """The rank has memory for KV, and has its part of these extents on disk."""
 
     extents: dict[int, int]  # id -> bytes
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """What became of moves."""
+    """Events that tell how moves have ended."""
 
     events: list[Tagged]
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag="step_ended"):
-    """A step that stands on loads has run. What is known of these was sent before."""
+    """A step with loads has run. The known ends of these loads were sent before."""
 
     late: list[int]  # loads that did not come in time here
 
@@ -160,17 +162,17 @@ def encode(message: ToRank | FromRank | RankLaunch) -> bytes:
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """Raises msgspec.DecodeError."""
+    """Decode a message to a rank. Raises msgspec.DecodeError."""
     return _to_rank.decode(frame)
 
 
 def decode_from_rank(frame: bytes) -> FromRank:
-    """Raises msgspec.DecodeError."""
+    """Decode a message from a rank. Raises msgspec.DecodeError."""
     return _from_rank.decode(frame)
 
 
 def decode_launch(frame: bytes) -> RankLaunch:
-    """Raises msgspec.DecodeError."""
+    """Decode the frame on a rank's stdin. Raises msgspec.DecodeError."""
     return _launch.decode(frame)
 
 
@@ -182,12 +184,12 @@ def pack(values: Sequence[Move] | Sequence[Event]) -> list[Tagged]:
 
 
 def unpack_moves(tagged: Sequence[Tagged]) -> list[Move]:
-    """Raises msgspec.DecodeError, or KeyError for a move that only rank 0 makes."""
+    """Decode moves. Raises msgspec.DecodeError, or KeyError for a move that only rank 0 makes."""
     return [msgspec.msgpack.decode(raw, type=_MOVES[name]) for name, raw in tagged]
 
 
 def unpack_events(tagged: Sequence[Tagged]) -> list[Event]:
-    """Raises msgspec.DecodeError or KeyError."""
+    """Decode events. Raises msgspec.DecodeError or KeyError."""
     return [msgspec.msgpack.decode(raw, type=_EVENTS[name]) for name, raw in tagged]
 
 
@@ -195,7 +197,7 @@ def unpack_events(tagged: Sequence[Tagged]) -> list[Event]:
 
 
 def pack_step(batch: BatchInput, *, captures: bool, jobs: Sequence[int] = (), has_bystanders: bool = False) -> RunStep:
-    """Waits for the device, if the batch is on one."""
+    """Encode a step for the ranks. Waits for the device, if the batch is on one."""
     return RunStep(
         token_ids=_bytes(batch.token_ids),
         positions=_bytes(batch.positions),
@@ -211,7 +213,7 @@ def pack_step(batch: BatchInput, *, captures: bool, jobs: Sequence[int] = (), ha
 
 
 def unpack_step(step: RunStep, device: torch.device) -> BatchInput:
-    """Raises ValueError if the sizes of its parts contradict each other."""
+    """Make the batch of a step. Raises ValueError if the sizes of its parts contradict each other."""
     starts = np.cumsum([0, *step.query_lens], dtype=np.int32)
     table = np.frombuffer(step.block_table, dtype=np.int32).reshape(len(step.query_lens), -1)
     token_ids, positions, slots, logit_rows = (

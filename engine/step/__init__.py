@@ -1,1 +1,1 @@
-"""The parts of a step."""
+"""Runs a step of the engine, from scheduling to the outputs."""

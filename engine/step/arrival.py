@@ -1,17 +1,17 @@
-"""The KV that a step's sequences stand on while it is still on its way (AttentionStore §3.2.1)."""
+"""Has a step wait for KV that is still being loaded, layer by layer (AttentionStore §3.2.1)."""
 
 from collections.abc import Callable, Mapping
 
 from reprise.cache.transfer.transfer import Transfer
 
-_PATIENCE_S = 0.1  # of a step with sequences that wait for no load: five times what the scheduler lets in
-_LONE_PATIENCE_S = 1.0  # of a step without any: only requests that come meanwhile wait for its end
+_PATIENCE_S = 0.1  # longest wait of a step in which some sequences need no load: five times what the scheduler allows
+_LONE_PATIENCE_S = 1.0  # longest wait of other steps: only requests that come meanwhile wait for their end
 
 
 class Arrival:
-    """Called by every layer of one step before it attends. A load that lets the step wait for too long, all layers
-    together, or for so long that to compute would have been faster, is waited for no more: its sequence's rows are
-    void, and those of the others as good as ever."""
+    """Waits for the loads of one step. Every layer calls it before it attends, on the engine's thread. If the step has
+    waited for too long, in all layers together, or for so long that computing would have been faster, a load is not
+    waited for any more. Then its sequence's rows are void; those of the others are valid."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """jobs: request id -> its load. They are told that their requests run now. patience_s: of a request, for its
-        next layer."""
+        """Start the loads' remaining layers. jobs: request id -> its load. patience_s(request id): the longest wait for
+        its next layer."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders
@@ -34,7 +34,7 @@ class Arrival:
             transfer.start(job)
 
     def __call__(self, layer: int) -> None:
-        """Returns when the layer is there for all that are not late."""
+        """Wait until the layer is there for all requests that are not late."""
         for request_id, job in list(self._jobs.items()):
             before_s = self._transfer.waited_s
             timeout_s = max(0.0, min(self._left_s, self._patience_s(request_id)))

@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, move, compute, settle, draw."""
+"""Runs one step of the engine: schedule, move, compute, settle, draw."""
 
 import logging
 import time
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class StepClock:
-    """Tells the time in a step. The caller's `now` is on a clock of its own, monotonic and in seconds, which need not
-    be this machine's: the step goes on with it by what has passed since."""
+    """Tells the time in a step. The caller's `now` is monotonic and in seconds, but its clock need not be this
+    machine's; the step adds the time that has passed since the call."""
 
     def __init__(self, now: float) -> None:
         self.called = now
         self._called_s = self._computing_s = time.monotonic()
 
     def begin_computing(self) -> None:
-        """Count the step's seconds from here, without what was decided before."""
+        """Count the step's seconds from now on, without the time that scheduling took."""
         self._computing_s = time.monotonic()
 
     def now(self) -> float:
@@ -41,10 +41,10 @@ class StepClock:
 
 
 class BatchStep:
-    """Runs one batch after the other. Called by the Engine; single-threaded.
+    """Runs one batch after the other. Called by the Engine, on its thread.
 
-    Tokens are counted as computed only after the forward pass that writes their KV was launched, and whatever reads
-    that KV comes after it.
+    Tokens are counted as computed only after the forward pass that writes their KV was launched, and everything that
+    reads that KV is launched later.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class BatchStep:
         """What these took."""
 
     def order_next(self, now: float) -> None:
-        """Hear what the transfers have done, and order what comes next."""
+        """Record what the transfers have done, and order what comes next."""
         if failed := self._moves.catch_up(now):
             self._restarts.failed(failed)
         self._moves.order_next(now)
 
     def run(self, now: float) -> list[Output]:
-        """Run one batch, or wait a moment where all that could run waits for its KV. When it raises, call `fail`."""
+        """Run one batch, or wait a moment if all that could run waits for its KV. If it raises, call `fail`."""
         clock = StepClock(now)
         schedule = self._schedule(now)
         self._moves.begin_step(schedule)
@@ -99,15 +99,16 @@ class BatchStep:
         return outputs
 
     def fail(self) -> None:
-        """A step has raised, and every request has ended."""
+        """Clean up after a step that has raised. Every request has ended."""
         self._moves.fail()
 
     def close(self) -> None:
-        """The last call."""
+        """Free what the steps hold. No other call follows."""
         self._compute.close()
 
     def _schedule(self, now: float) -> Schedule:
-        """Decide who runs, and how many tokens of each. Tell first-time runners where their KV was found."""
+        """Decide which sequences run, with how many tokens each. Note where the KV of those that run for the first time
+        was found."""
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._compute.tables.drop(sequence.request_id)
@@ -120,15 +121,15 @@ class BatchStep:
         return schedule
 
     def _launch(self, schedule: Schedule) -> Computed | None:
-        """Return None if the device had no memory for it: then it is tried again in smaller steps. Raises where these
-        are of no use."""
+        """Compute the scheduled tokens. Returns None if the device had no memory for it; later steps are then smaller.
+        Raises if smaller steps are of no use."""
         drafts = {} if self._drafter is None else self._drafter.propose(schedule.chunks, self._choices)
         try:
             return self._compute.run(schedule.chunks, self._choices, drafts)
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-            problem = error.with_traceback(None)  # whose frames hold what was computed so far
+            problem = error.with_traceback(None)  # its frames would keep what was computed so far
         for chunk in schedule.chunks:
             self._choices[chunk.sequence.request_id].draft = []
         self._compute.free_memory()
@@ -138,7 +139,7 @@ class BatchStep:
         return None
 
     def _settle(self, computed: Computed, clock: StepClock) -> None:
-        """Count what was computed and have it saved. Choices whose KV did not come, or was not right, start anew."""
+        """Count what was computed and have it saved. Choices whose KV did not come, or was wrong, start anew."""
         void: set[str] = set()
         failed = self._moves.hear_failed(clock.called)
         if failed or computed.late:
@@ -159,7 +160,7 @@ class BatchStep:
             self._restarts.contradicted(computed)
 
     def _learn_before(self) -> None:
-        """Learn what the step before took, if it was not over when it returned."""
+        """Learn the duration of the step before, if it was not over when `run` returned."""
         if self._under_way is not None:
             (computed, work), self._under_way = self._under_way, None
             seconds = computed.done.seconds_since(computed.begun)
@@ -167,7 +168,7 @@ class BatchStep:
             self._scheduler.ran_before(work, seconds - computed.waited_s)
 
     def _learn(self, computed: Computed, seconds: float) -> None:
-        """What the step took, for all that expect what the next ones take."""
+        """Tell all parts that predict steps how long this one took."""
         self.count += 1
         self.seconds += seconds
         if not computed.reads_parked:

@@ -1,4 +1,4 @@
-"""The choices that wait or run: each with what the engine knows and tells the app of it, and all of them."""
+"""Keeps the choices that wait or run, with what the engine knows and tells the app of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from reprise.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class RunningChoice:
-    """A sequence and what the engine alone needs to know of it."""
+    """A sequence, with what only the engine needs to know of it."""
 
     sequence: Sequence
     request_id: str  # the app's, shared by all choices of a request
@@ -23,27 +23,27 @@ class RunningChoice:
     penalties: PenaltyState | None
     end_ids: tuple[int, ...]
     may_truncate: bool
-    is_first: bool = True  # of its request's choices: clients go on with that one
+    is_first: bool = True  # first of its request's choices, with which clients go on
     is_over: bool = False  # it was said elsewhere: only its KV is computed
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None  # most likely tokens wanted beside each of the prompt's; None: no logprobs of it
-    prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
+    prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # logprobs by place in the prompt
     report: TokensBySource | None = None
     reported: bool = False
-    report_changed: bool = False  # since it was reported
+    report_changed: bool = False  # whether it has changed since it was reported
     reads_in_part: bool = False  # whether it may read parts of its context, so that its KV is not what it could be
-    selected_tokens: int = 0  # of its answer, computed from a part of its context only
+    selected_tokens: int = 0  # tokens of its answer that read a part of its context only
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
-    void_s: float | None = None  # when a load made what it had computed void, until it runs again
+    void_s: float | None = None  # time at which a load made its rows void, until it runs again
     prediction: list[int] = field(default_factory=list)  # what the request expects as its answer
-    draft: list[int] = field(default_factory=list)  # of the step under way: computed behind its newest token
+    draft: list[int] = field(default_factory=list)  # draft of the step under way, computed after its newest token
     accepted_predictions: int = 0  # tokens of its prediction that were drafted and right
     rejected_predictions: int = 0
 
     @property
     def is_stateless(self) -> bool:
-        """Whether what it has said decides about its next token by the logits alone."""
+        """Whether its next token depends on the logits alone, and not also on the tokens that it has said."""
         return self.penalties is None and self.constraint is None
 
     @property
@@ -53,7 +53,7 @@ class RunningChoice:
 
     @property
     def new_report(self) -> TokensBySource | None:
-        """Where its prompt's KV was found, if its next output is the first to say that."""
+        """The report of where its prompt's KV was found, if its next output is the first to have it; otherwise None."""
         return None if self.reported else self.report
 
     def append(self, token_id: int) -> None:
@@ -65,7 +65,8 @@ class RunningChoice:
             self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
-        """Return what decides about its next token besides the logits; if it is stateless, of one `ahead` later."""
+        """Return everything besides the logits that decides about its next token. ahead: for a stateless choice, the
+        token so many places later."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,
@@ -77,7 +78,7 @@ class RunningChoice:
         )
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether the token sampled last is the answer's end: of its grammar, or of the text."""
+        """Whether the token sampled last is the answer's end, by its grammar or because it ends the text."""
         if self.constraint is not None and self.constraint.is_stopped:
             return True
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
@@ -90,21 +91,22 @@ class RunningChoice:
 
     def begin_step(self, now: float) -> None:
         """Count how long it has waited for KV, now that a step runs it: from its place in the batch to its first step,
-        and from a step that was void to the next."""
+        and from a void step to the next."""
         since_s = self.void_s if self.has_run else self.sequence.scheduled_s
         if since_s is not None:
             self.load_wait_s += max(0.0, now - since_s)
         self.has_run, self.void_s = True, None
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """Return those of all the prompt's tokens but the first, and forget them. Call it when they are complete."""
+        """Return the logprobs of all the prompt's tokens but the first, and forget them. Call it when they are
+        complete."""
         if self.prompt_logprobs is None:
             return None
         known, self.prompt_known = self.prompt_known, {}
         return [known[place] for place in range(1, self.sequence.prompt_tokens)]
 
     def timings(self, now: float) -> Timings:
-        """Say where its time went until `now`."""
+        """Return where its time has gone until `now`."""
         sequence = self.sequence
         scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
         first = now if sequence.first_token_s is None else sequence.first_token_s
@@ -123,8 +125,8 @@ class RunningChoice:
         finish_reason: str | None = None,
         timings: Timings | None = None,
     ) -> Output:
-        """Word tokens of it, or its end. The first output has the report of its prompt, and the last one again if that
-        has changed since."""
+        """Return the message that carries these tokens to the app, or its end. The first output has the report of its
+        prompt, and the last one again if that has changed since."""
         prompt_logprobs = None
         if (report := self.new_report) is not None:
             self.reported = True
@@ -152,13 +154,13 @@ class RunningChoice:
         )
 
     def failed(self, message: str, code: str = "internal_error") -> Output:
-        """Word its end by a fault, which is ours unless the code says otherwise."""
+        """Return the message that ends it with an error. Without a code, the error is an internal one."""
         return error_output(self.request_id, self.index, code, message)
 
 
 class RunningChoices:
-    """Finds every choice that runs or waits, by the id of its sequence and by the app's request. Single-threaded, in
-    the engine's loop."""
+    """Finds every choice that runs or waits, by the id of its sequence and by the app's request. Used in the engine's
+    loop."""
 
     def __init__(self) -> None:
         self._by_sequence: dict[str, RunningChoice] = {}
@@ -171,14 +173,14 @@ class RunningChoices:
         return len(self._by_sequence)
 
     def __iter__(self) -> Iterator[RunningChoice]:
-        """Go through a copy: choices may be removed meanwhile."""
+        """Iterate over a copy, because choices may be removed meanwhile."""
         return iter(list(self._by_sequence.values()))
 
     def get(self, sequence_id: str) -> RunningChoice | None:
         return self._by_sequence.get(sequence_id)
 
     def of_request(self, request_id: str) -> list[RunningChoice]:
-        """Return the unfinished ones; none of a request that is not known."""
+        """Return the unfinished choices of a request; none if it is not known."""
         return [self._by_sequence[sequence_id] for sequence_id in self._sequences.get(request_id, ())]
 
     def add(self, choice: RunningChoice) -> None:

@@ -1,4 +1,4 @@
-"""Computes a step: makes its batch, launches the forward pass, and says where the KV is saved to."""
+"""Computes a step: makes its batch, launches the forward pass, and says where its KV is saved."""
 
 import itertools
 from collections.abc import Container, Sequence
@@ -27,17 +27,17 @@ class Computed:
     """A batch after its forward pass."""
 
     chunks: list[Chunk]
-    ready: list[RunningChoice]  # that a token may be drawn for
+    ready: list[RunningChoice]  # choices for which a token may be drawn
     logits: Tensor  # [rows, vocab]: of each of `ready` one, and another for every token of its draft
     late: set[str]  # requests whose load was not there in time: what was computed for them is void
-    waited_s: float  # for loads
+    waited_s: float  # time waited for loads
     pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
     attention: dict[str, list[float]]  # request -> the part of its attention that each block of its context got
-    reads_parked: bool  # which takes as long as DRAM does
-    drafts: dict[str, list[int]]  # by sequence: tokens that were computed after its newest one
+    reads_parked: bool  # the step took as long as DRAM needed
+    drafts: dict[str, list[int]]  # sequence -> tokens that were computed after its newest one
     saves_drafts: bool  # whether `pieces` has their rows
     begun: Fence  # before the forward pass
-    done: Fence  # after it
+    done: Fence  # after the forward pass
 
     @property
     def num_tokens(self) -> int:
@@ -49,14 +49,14 @@ class Computed:
 
     @property
     def first_rows(self) -> list[int]:
-        """The row of `logits` that each of `ready` draws its next token from; those of its draft follow."""
+        """The row of `logits` from which each of `ready` draws its next token; the rows of its draft follow."""
         if not self.drafts:
             return list(range(len(self.ready)))
         return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]
 
     @property
     def first_logits(self) -> Tensor:
-        """[len(ready), vocab]: those without their drafts'."""
+        """The logits of those rows: [len(ready), vocab]."""
         return self.logits[self.first_rows] if self.drafts else self.logits
 
     def batch_row(self, request_id: str) -> int:
@@ -70,7 +70,7 @@ class Computed:
         raise KeyError(request_id)
 
     def forget_drafts(self) -> None:
-        """Draw one token for each choice only."""
+        """Draw only one token for each choice."""
         firsts = self.first_rows
         for choice in self.ready:
             choice.draft = []
@@ -78,7 +78,7 @@ class Computed:
             self.logits = self.logits[firsts]
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Draw nothing for these."""
+        """Draw nothing for these requests."""
         ready: list[RunningChoice] = []
         kept: list[int] = []
         for choice, row in zip(self.ready, self.first_rows, strict=True):
@@ -93,11 +93,11 @@ class Computed:
 
 
 class StepCompute:
-    """Called by `BatchStep`, once for each step; single-threaded, in the engine's loop.
+    """Computes the batches of steps. Called by `BatchStep`, once for each step, in the engine's loop.
 
-    On CUDA a forward pass is launched and not waited for. What was computed is committed, saved and made room for after
-    its fence, and drawing a token waits for it. A pass is launched when the one before is over, so that no request
-    waits for more than one, and what a pass reads of the host's memory may be filled anew.
+    On CUDA a forward pass is launched and not waited for. After its fence, what was computed is committed, saved and
+    made room for; drawing a token waits for the fence. A pass is launched when the one before is over, so that no
+    request waits for more than one pass, and the host's memory that a pass reads may be filled anew.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class StepCompute:
         self._device = device
         self._sink = sink
         self._parked = parked
-        self._last: Fence | None = None  # after the pass before
+        self._last: Fence | None = None  # fence after the last pass
         self.eager_decode_steps = 0
         """Steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a graph."""
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
-        """Launch a forward pass, when the one before is over. `capture` follows, and once only. drafts: by sequence,
-        tokens to compute after its newest one, all in the block of that."""
+        """Launch a forward pass, when the one before is over. One call of `capture` has to follow. drafts: sequence ->
+        tokens to compute after its newest one, all in that one's block."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [
             self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
@@ -145,7 +145,7 @@ class StepCompute:
             self._sink.step = Captured()
         pieces, saved = None, None
         if self._sink is not None and self.runner.saves_rows and not jobs:
-            # What stands on nothing under way is written to its slots by the kernels that compute it.
+            # Rows that need no load under way are written to their slots by the kernels that compute them.
             pieces = self._pieces(chunks, (), drafts)
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
         reads_parked = self._reads_parked(batch.meta, items)
@@ -181,19 +181,19 @@ class StepCompute:
         )
 
     def close(self) -> None:
-        """End what brings weights to HBM. The last call."""
+        """End the thread that brings weights to HBM. No other call follows."""
         if self.runner.weights is not None:
             self.runner.weights.close()
 
     def free_memory(self) -> None:
-        """Give back what the allocator keeps, after a pass has failed for want of memory."""
+        """Give back the memory that the allocator keeps, after a pass has failed for lack of memory."""
         if self._sink is not None:
             self._sink.step = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _reads_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
-        """Whether sequences of the step have parked blocks, which then are read."""
+        """Prepare reading parked blocks. Returns whether a sequence of the step has any."""
         if self._parked is None or not self._parked.begin(
             meta, [self._cache.requests.context(item.request_id) for item in items]
         ):
@@ -202,12 +202,12 @@ class StepCompute:
         return True
 
     def _watched(self) -> dict[int, list[float]]:
-        """Return what was noted of the attention in the step just now, by place in the batch."""
+        """Return the attention that was noted in the step just now, by place in the batch."""
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
         """Return the KV that the layers have shown, None if all have saved their rows by themselves, and where the rows
-        of all but `failed` are saved to."""
+        of all sequences but `failed` are saved."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -218,8 +218,8 @@ class StepCompute:
         return shown if shown is not None and shown.layers else None, pieces
 
     def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
-        """Have rows of a draft saved too, whose tokens were accepted, unless they are already. Call it between
-        `capture` and the commit of these rows."""
+        """Have the accepted rows of a draft saved too, unless they are already. Call it between `capture` and the
+        commit of these rows."""
         if computed.pieces is not None and not computed.saves_drafts:
             row = computed.batch_row(request_id) + 1
             computed.pieces += self._cache.requests.capture(request_id, accepted, row)
@@ -232,8 +232,9 @@ class StepCompute:
         *,
         only_newest: bool = False,
     ) -> list[CapturePiece]:
-        """only_newest: leave drafts out. Otherwise their rows are saved before it is known whether they are right;
-        those that are not are saved again by a later step, before their block is sealed."""
+        """Return where the rows of a step are saved. only_newest: leave drafts out. Otherwise their rows are saved
+        before it is known whether they are right; wrong rows are saved again by a later step, before their block is
+        sealed."""
         pieces: list[CapturePiece] = []
         batch_row = 0
         for chunk in chunks:
@@ -261,7 +262,7 @@ class StepCompute:
             and choice.reads_in_part
             and chunk.num_tokens == 1
             and not draft
-            and sequence.output_tokens > 0  # not the last token of a prompt
+            and sequence.output_tokens > 0  # false for the last token of a prompt
             and context.load is None  # what is still being loaded may come to nothing, with what was chosen of it
             and selecting.takes(first + 1),
         )

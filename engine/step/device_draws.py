@@ -1,5 +1,5 @@
-"""Draws tokens where the logits are: what `Sampler` decides row by row in numpy, for all rows at once and without
-waiting for the device. Rows that need more than the likely tokens are left to `Sampler`."""
+"""Draws tokens on the device where the logits are, for all rows at once and without waiting for it. The results are
+those that `Sampler` finds row by row in numpy. Rows that need unlikely tokens too are left to `Sampler`."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,8 +42,8 @@ def _survey(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Survey]:
 
 
 def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from all tokens: those of a level race with one that stands for all below it, and where that wins, it is the
-    next level's turn."""
+    """Draw from all tokens. The tokens of a level race with one that stands for all tokens below it; if that one wins,
+    the race goes on at the next level."""
     levels = found.times.shape[1]
     rest = (1 - found.masses).clamp_min(0)
     rivals = waits(starts[:, None], torch.arange(REST, REST + levels, device=starts.device))
@@ -54,8 +54,8 @@ def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(found: Survey, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from what top_k, then top_p and then min_p leave; settled where that is among the listed ones. numbers:
-    temperature, top_k, top_p, min_p of each row."""
+    """Draw from the tokens that top_k, then top_p and then min_p leave. A row is settled if these are among the listed
+    tokens. numbers: temperature, top_k, top_p, min_p of each row."""
     _, top_k, top_p, min_p = numbers.unbind(-1)
     keys = found.keys.sort(-1).values
     held = found.counts
@@ -63,7 +63,7 @@ def _filtered(found: Survey, numbers: Tensor, starts: Tensor) -> tuple[Tensor, T
     costs = (keys >> 32).int().view(torch.float32)
     probs = (-costs.double()).exp().masked_fill(~is_listed, 0)
     mass = probs.cumsum(-1)
-    kept = held + 1  # which stands for "the ranking goes on"
+    kept = held + 1  # stands for "the ranking goes on"
     is_limited = top_k > 0
     kept = torch.where(is_limited, torch.minimum(kept, top_k.long()), kept)
     settled = ~is_limited | (kept <= held)

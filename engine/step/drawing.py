@@ -1,4 +1,4 @@
-"""What a step says: a token for every choice that is ready, more where a draft was right, and the ends of answers."""
+"""Draws the tokens of a step: one for every choice that is ready, more if a draft was right; and ends answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 
 
 class Drawing:
-    """Draws the tokens of a step, after its rows were committed. Part of the engine, and as single-threaded."""
+    """Draws the tokens of a step, after its rows were committed. Called by `BatchStep`, in the engine's loop."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Drawing:
         self._max_context = max_context
         self._sampler = Sampler()
         self.generated_tokens = 0
-        """Since the start."""
+        """The tokens generated since the start."""
 
     def draw(self, computed: Computed, now: float) -> list[Output]:
-        """Return what the choices of a step say. A choice whose logits are no distribution ends."""
+        """Draw tokens and return the outputs of a step. A choice whose logits are no distribution ends."""
         if over := [choice for choice in computed.ready if choice.is_over]:
             computed.drop({choice.sequence.request_id for choice in over})
             self._endings.end_computed(over)
@@ -68,8 +68,8 @@ class Drawing:
         return outputs
 
     def _without_unusable(self, computed: Computed, bad: Sequence[tuple[int, int]]) -> list[Output]:
-        """End the choices whose next token cannot be drawn; of a draft, only what is before such a token counts. bad:
-        (place among the ready ones, place among its rows)."""
+        """End the choices whose next token cannot be drawn, and draw no drafts in this step if a draft has such a
+        token. bad: (place among the ready ones, place among its rows)."""
         ended = [computed.ready[place] for place, ahead in bad if ahead == 0]
         outputs = [self._endings.end_unusable(choice) for choice in ended]
         computed.drop({choice.sequence.request_id for choice in ended})
@@ -78,8 +78,8 @@ class Drawing:
         return outputs
 
     def _drawn(self, choice: RunningChoice, tokens: Sequence[Sampled], later: Tensor) -> Iterator[Sampled]:
-        """The tokens of a choice, each drawn when it is asked for if those before it decide about it. tokens: drawn
-        already. later: logits of the rows of its draft."""
+        """Yield the tokens of a choice. If earlier tokens decide about later ones, each is drawn only when it is asked
+        for. tokens: drawn already. later: logits of the rows of its draft."""
         yield from tokens
         if choice.is_stateless:
             return
@@ -90,7 +90,7 @@ class Drawing:
                 return  # the next step will say so
 
     def _say(self, choice: RunningChoice, drawn: Iterator[Sampled], computed: Computed, now: float) -> Output:
-        """Append sampled tokens as far as its draft was right, and the first that it did not have; end the choice if
+        """Append sampled tokens as far as they equal the choice's draft, and the first that differs. End the choice if
         that was its last."""
         sequence, expected = choice.sequence, iter(choice.draft)
         said: list[Sampled] = []
@@ -119,7 +119,8 @@ class Drawing:
         return choice.output(token_ids, logprobs, now)
 
     def _take_draft(self, choice: RunningChoice, accepted: int, computed: Computed) -> None:
-        """The first `accepted` tokens of a choice's draft were right: their rows count as computed."""
+        """Count the rows of the first `accepted` tokens of a choice's draft as computed, because those tokens were
+        right."""
         assert self._drafter is not None
         self._drafter.judge(choice, accepted)
         if accepted:

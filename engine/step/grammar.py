@@ -1,5 +1,5 @@
-"""Grammars: what an answer may say next, token by token. llguidance does the parsing: lazily, so compiling takes
-milliseconds, and every step within a budget of its own."""
+"""Restricts answers to grammars, token by token. llguidance parses them lazily, so compiling takes milliseconds, and
+every step has a budget of its own."""
 
 import time
 from collections.abc import Iterable
@@ -26,18 +26,18 @@ _LIMITS = LLParserLimits(
 
 
 class BadGrammar(Exception):
-    """It cannot be compiled, or only at too high a cost. The message may be shown to the client."""
+    """The grammar cannot be compiled, or only at too high a cost. The message may be shown to the client."""
 
 
 class Constraint:
-    """What one choice may still say. Belongs to the step loop; a preempted choice keeps it."""
+    """The tokens that one choice may still say. Belongs to the engine's loop; a preempted choice keeps it."""
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros(-(-num_tokens // 32), dtype=np.int32)
 
     def allowed(self, vocab: int) -> NDArray[np.bool_]:
-        """Mark which of the first `vocab` token ids may come next. None of them once the grammar has failed."""
+        """Mark which of the first `vocab` token ids may come next. None may once the grammar has failed."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             return np.zeros(vocab, dtype=np.bool_)
@@ -51,16 +51,16 @@ class Constraint:
 
     @property
     def is_stopped(self) -> bool:
-        """Nothing more may follow, or the end of text was accepted."""
+        """Whether no further token may follow, or the end of text was accepted."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def is_failed(self) -> bool:
-        """The text so far has made the grammar too costly to go on with."""
+        """Whether the text so far has made the grammar too costly to go on with."""
         return bool(self._matcher.is_error())
 
     def after(self, token_ids: Iterable[int]) -> "Constraint":
-        """For a choice that has said these tokens. This one stays as it is."""
+        """Return a constraint for a choice that has said these tokens. This one does not change."""
         constraint = Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
         for token_id in token_ids:
             constraint.accept(token_id)
@@ -75,15 +75,15 @@ class _Pending:
 
 
 class GrammarCompiler:
-    """Holds requests back until their grammars are compiled, on a thread of its own: no step waits for that. All other
-    methods are for the step loop."""
+    """Holds requests back until their grammars are compiled, on a thread of its own, so that no step waits for it. The
+    engine's loop calls all public methods but `compile`."""
 
     def __init__(self, *, tokenizer: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        """`tokenizer` is a tokenizer.json, read when the first grammar comes; a model without one takes none."""
+        """tokenizer: a tokenizer.json, read when the first grammar comes; a model without one takes no grammars."""
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = end_ids
-        self._tokenizer: LLTokenizer | None = None  # of the thread
+        self._tokenizer: LLTokenizer | None = None  # used by the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.held: dict[str, _Pending] = {}
         """The requests held back, by their ids. Read only."""
@@ -93,14 +93,14 @@ class GrammarCompiler:
         self.held[request.request_id] = _Pending(request, future, time.monotonic() + COMPILE_S)
 
     def cancel(self, request_id: str) -> None:
-        """Forgives unknown ids."""
+        """Forget a request. Unknown ids are ignored."""
         pending = self.held.pop(request_id, None)
         if pending is not None:
             pending.future.cancel()
 
     def take(self) -> list[tuple[Submit, list[Constraint] | BadGrammar]]:
-        """Requests whose grammars are compiled, or are not going to be, in the order in which they came. A compiled one
-        comes with a constraint for each choice."""
+        """Return the requests whose grammars are compiled, or will not be, in the order in which they came. A compiled
+        one comes with a constraint for each choice."""
         now = time.monotonic()
         done = []
         for request_id, pending in list(self.held.items()):
@@ -114,20 +114,21 @@ class GrammarCompiler:
         return done
 
     def take_all(self) -> list[Submit]:
-        """Everything ends: the requests held back."""
+        """Return all requests that are held back, and hold them no more."""
         requests = [pending.request for pending in self.held.values()]
         for request in requests:
             self.cancel(request.request_id)
         return requests
 
     def _constraints(self, request: Submit) -> list[Constraint]:
-        """One for each choice, which may have said something already. Raises BadGrammar. On the compiler's thread."""
+        """Return a constraint for each choice of a request. A choice may have said some tokens already. Raises
+        BadGrammar. Called on the compiler's thread."""
         compiled = self.compile(request.grammar)
         said = request.resume or [None] * request.num_choices
         return [compiled.after(token_ids or ()) for token_ids in said]
 
     def compile(self, grammar: str) -> Constraint:
-        """Raises BadGrammar. On the compiler's thread."""
+        """Compile a grammar. Raises BadGrammar. Called on the compiler's thread."""
         if self._tokenizer is None:
             self._tokenizer = self._load()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -147,7 +148,7 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """The message of an error of the library, without what it adds for its developers."""
+    """Return the first line of an error of the library. The rest is for its developers."""
     return message.strip().partition("\n")[0][:300] or "it is not understood"
 
 

@@ -1,4 +1,4 @@
-"""The order in which a step's rows and the cache's moves reach the transfer, and what has ended reaches the cache."""
+"""Orders a step's rows and the cache's moves for the transfer, and tells the cache what has ended."""
 
 from collections.abc import Container, Sequence
 
@@ -9,37 +9,39 @@ from reprise.cache.transfer.transfer import Transfer
 from reprise.scheduler.schedule import Schedule
 from reprise.scheduler.scheduler import Scheduler
 
-_LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new requests wait no longer than that
-_MOST_SEALS = 256  # that wait: some milliseconds at the end of an answer
+_LOAD_WAIT_S = 0.005  # longest wait for KV while nothing can run; new requests wait as long
+_MOST_SEALS = 256  # most seals that wait: some milliseconds at the end of an answer
 
 
 class StepMoves:
-    """Stands between the cache, which decides moves, and the transfer, which makes them. Engine's thread.
+    """Stands between the cache, which decides moves, and the transfer, which makes them. The step calls it, on the
+    engine's thread.
 
-    What a step leaves is held back until its tokens are under way, because no token shall wait for it. Whatever is
-    decided later comes after it, for it may seal or overwrite what those rows belong to. Blocks that kernels have saved
-    by themselves are sealed together at the end of an answer, as long as the batch is steady and there is room: between
-    two steps, threads of the kernels wait awake for what the engine does.
+    The rows that a step leaves are held back until its tokens are sent, because no token may wait for them. Moves that
+    are decided later come after them, because they may seal or overwrite the slots of those rows. Blocks that kernels
+    have saved by themselves are sealed together at the end of an answer, as long as the batch is steady and there is
+    room: between two steps, threads of the kernels wait awake for what the engine does.
     """
 
     def __init__(self, *, cache: CacheManager, transfer: Transfer, scheduler: Scheduler) -> None:
         self._cache, self._transfer, self._scheduler = cache, transfer, scheduler
         self.load_seconds = 0.0
-        """Of transfers into HBM since the start, however many ran at once."""
+        """The seconds of all transfers into HBM since the start, added up even if they ran at once."""
         self._held: tuple[Sequence[Move], Captured | None, list[CapturePiece]] | None = None
-        self._seals: list[Move] = []  # that wait; decided before what is held
-        self._changes = 0  # of the requests that the cache knows, as of the last look
+        self._seals: list[Move] = []  # seals that wait; decided before what is held
+        self._changes = 0  # `CacheManager.changes` at the last look
         self._is_steady = False  # no request has come, ended or given way lately
 
     def catch_up(self, now: float) -> list[str]:
-        """Carry out what the last step has left, and hear what has ended. Returns what `hear_failed` returns."""
+        """Carry out what the last step has left, and tell the cache what has ended. Returns the sequences whose load
+        has failed."""
         changes, self._changes = self._changes, self._cache.changes
         self._is_steady = changes == self._changes
         self._carry_out()
         return self.hear_failed(now)
 
     def hear_failed(self, now: float) -> list[str]:
-        """Hear what has ended. Returns the sequences whose load has failed: they have to start anew."""
+        """Tell the cache what has ended. Returns the sequences whose load has failed: they have to start anew."""
         self.hear(now)
         return self._cache.requests.take_failed()
 
@@ -51,21 +53,21 @@ class StepMoves:
             self._cache.on_event(event, now)
 
     def order_next(self, now: float) -> None:
-        """Have the cache decide what is done while the next step runs, and order it. None of it is a copy inside HBM:
-        these belong to a step."""
+        """Have the cache decide what is done while the next step runs, and order it. It contains no copies inside HBM,
+        which belong to a step."""
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.num_starting, now)
         self._carry_out(self._cache.take_moves())
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Order what the step needs, and what was held back until now."""
+        """Order the moves that the step needs, and those held back until now."""
         if schedule.preempted:
             self._is_steady = False
         running = {chunk.sequence.request_id for chunk in schedule.chunks}
         self._carry_out(self._cache.take_moves(), running)
 
     def hold(self, captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Hold back what a step has left: the moves decided in it, and then its rows. What was held before must have
-        been carried out."""
+        """Hold back what a step has left: the moves decided in it, and then its rows. Nothing else may be held at that
+        time."""
         assert self._held is None
         moves = self._cache.take_moves()
         if moves or captured is not None:
@@ -76,17 +78,17 @@ class StepMoves:
         self._carry_out_all((), ())
 
     def fail(self) -> None:
-        """A step has failed: carry out what was decided before and in it, but for copies inside HBM, whose sources may
+        """Carry out the moves decided before and in a step that has failed, except copies inside HBM, whose sources may
         be half written."""
         self._carry_out_all([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)], ())
 
     def wait(self) -> None:
-        """Wait a moment for the transfers: all that could run waits for its KV."""
+        """Wait a moment for the transfers, because all that could run waits for its KV."""
         self._transfer.wait(_LOAD_WAIT_S)
 
     def _carry_out(self, moves: Sequence[Move] = (), running: Container[str] = ()) -> None:
-        """Carry out what is held, then these; see `Transfer.carry_out`. Where all of that is seals, and they may wait,
-        it is put off."""
+        """Carry out what is held, then these moves (`Transfer.carry_out`). If all of them are seals that may wait, put
+        that off."""
         if (moves or self._held or self._seals) and not (self._seals_may_wait() and self._put_off(moves)):
             self._carry_out_all(moves, running)
 
@@ -101,7 +103,8 @@ class StepMoves:
         self._transfer.carry_out(moves, running)
 
     def _seals_may_wait(self) -> bool:
-        """Not when a turn came or ended, nor while one waits: what is sealed late may leave HBM late only."""
+        """Whether seals may wait. They may not when a turn has come or ended, or while one waits: a block that is
+        sealed late may also leave HBM late."""
         scheduler = self._scheduler
         return self._is_steady and not scheduler.num_waiting and self._cache.is_roomy(len(scheduler.running))
 

@@ -1,4 +1,5 @@
-"""What a step asks of options. Each lies in a folder of its own, and only `engine/build/` knows which are there."""
+"""Defines the protocols by which a step uses options. Each option lies in a folder of its own, and only `engine/build/`
+knows which are there."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,48 +13,49 @@ from reprise.scheduler.sequence import Chunk
 
 
 class DraftMaker(Protocol):
-    """Expects what choices say next, so that a step computes it behind their newest tokens. `reprise.engine.drafts`
-    implements it. Engine's thread."""
+    """Predicts the next tokens of choices, so that a step computes them after their newest tokens. The step calls it,
+    on the engine's thread. `reprise.engine.drafts` implements it."""
 
     counts: dict[str, int]
     """Tokens of drafts since the start, such as `context accepted` and `prediction rejected`."""
 
     def propose(self, chunks: Sequence[Chunk], choices: RunningChoices) -> dict[str, list[int]]:
         """Return the drafts of a step, by sequence, and note them with their choices. A draft stays within the block of
-        its choice's newest token: the page is there, and a slot if the block is saved, so nothing has to be reserved,
-        and what was drafted in vain is overwritten before anybody reads it."""
+        its choice's newest token, which has a page, and a slot if the block is saved. So nothing has to be reserved,
+        and rows drafted in vain are overwritten before they are read."""
         ...
 
     def judge(self, choice: RunningChoice, accepted: int) -> None:
-        """The first `accepted` tokens of a choice's draft were right; it has none any more."""
+        """Record that the first `accepted` tokens of a choice's draft were right. The choice has no draft
+        afterwards."""
         ...
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """A step that only decoded has taken so long."""
+        """Record how long a step took that only decoded."""
         ...
 
     def forget(self, sequence_id: str) -> None:
-        """A sequence has ended. Forgives those for which nothing was proposed."""
+        """Forget a sequence that has ended. It may be one for which nothing was proposed."""
         ...
 
 
 class ParkedReader(AttentionBackend, Protocol):
-    """Takes the backend's place in steps of sequences with parked blocks, and leaves all others to it.
-    `reprise.engine.parked` implements it. Engine's thread."""
+    """An attention backend that replaces the usual one in steps of sequences with parked blocks, and leaves all other
+    sequences to it. The step calls it, on the engine's thread. `reprise.engine.parked` implements it."""
 
     def begin(self, meta: AttentionMeta, contexts: Sequence[RequestContext]) -> bool:
-        """A step begins. contexts: of the batch's sequences, in its order. Returns whether any has parked blocks; only
-        then it takes the backend's place."""
+        """Begin a step. contexts: those of the batch's sequences, in order. Returns whether any has parked blocks; only
+        then it replaces the usual backend."""
         ...
 
     def take_lost(self) -> dict[str, list[BlockKey]]:
-        """Return request -> blocks that were not in DRAM what they should be. What the step computed for it is void."""
+        """Return request -> blocks that were not intact in DRAM. What the step computed for that request is void."""
         ...
 
 
 class Verdict(Protocol):
-    """Judges a codec by what the shadow check finds of coded loads. `reprise.engine.codec` implements it. Engine's
-    thread."""
+    """Judges a codec by what the shadow check finds of coded loads. The Verifier calls it, on the engine's thread.
+    `reprise.engine.codec` implements it."""
 
     codec: str
     limit: float
@@ -66,10 +68,10 @@ class Verdict(Protocol):
         ...
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Take a check, in nats a token: the divergence found, and that of rounding alone. Returns whether this one
-        condemns the codec."""
+        """Record a check, in nats a token: the divergence found, and the divergence that rounding alone brings. Returns
+        whether this check condemns the codec."""
         ...
 
     def report(self) -> CodecChecks:
-        """Return what the engine tells of it."""
+        """Return the checks as the engine reports them."""
         ...

@@ -1,4 +1,4 @@
-"""Notes the logprobs of prompts' own tokens, for requests that asked for them."""
+"""Notes the logprobs of prompts' own tokens, for requests that ask for them."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from reprise.engine.model.batch import BatchItem
 from reprise.engine.step.choices import RunningChoice
 from reprise.engine.step.sampler import token_logprobs
 
-_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
+_LOGPROB_ROWS = 64  # rows of a prompt at a time: 40 MB for a vocabulary of 150k, in fp32
 
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
-    """Keep the logprobs that were asked for of prompts with the choices of the same places. Returns the rows to draw
-    from, one for each item that wants logits and each row of its draft."""
+    """Store the wanted logprobs of prompts with their choices. Returns the rows to draw from: one for each item that
+    wants logits, and one for each token of its draft."""
     row = 0
     drawn: list[int] = []
     for item, choice in zip(items, choices, strict=True):

@@ -10,11 +10,12 @@ from reprise.cache.manager import CacheManager
 from reprise.engine.model.batch import BatchItem, BlockTables, build_batch
 from reprise.engine.model.hf_model import ModelRunner
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integer types by their bytes
 
 
 class Recompute:
-    """Called by the `Verifier`, in the engine's loop: all that decode wait for it. Nothing of it is saved or found."""
+    """Computes texts anew for the `Verifier`, in the engine's loop: all sequences that decode wait for it. Its rows are
+    neither saved nor published."""
 
     def __init__(
         self, *, runner: ModelRunner, cache: CacheManager, page_size: int, device: torch.device, chunk_tokens: int
@@ -34,8 +35,8 @@ class Recompute:
                 self._cache.give_back(pages)
 
     def run(self, token_ids: Sequence[int], pages: list[int], *, first: int = 0, rows: int = 1) -> Tensor:
-        """Compute the tokens from `first` on, behind those that the pages hold already. Returns the logits behind the
-        last `rows` tokens [rows, vocab], which are computed together; rows is at most `chunk_tokens`."""
+        """Compute the tokens from `first` on, after those that the pages hold already. Returns the logits of the last
+        `rows` tokens [rows, vocab], which are computed together; rows is at most `chunk_tokens`."""
         end = len(token_ids)
         cut = end if rows == 1 else end - rows
         starts = [*range(first, cut, self.chunk_tokens), *([cut] if cut < end else [])]
@@ -58,7 +59,7 @@ class Recompute:
 
     @torch.inference_mode()
     def nudge(self, pages: Sequence[int]) -> None:
-        """Flip the last bit of every number in these pages: a change that is no more than rounding."""
+        """Flip the last bit of every number in these pages, a change as small as rounding."""
         into = torch.tensor(list(pages), device=self._device)
         for layer in self._runner.pages:
             for rows in (layer.k[..., : layer.k_dim], layer.v[..., : layer.v_dim]):

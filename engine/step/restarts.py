@@ -16,9 +16,9 @@ from reprise.scheduler.scheduler import Scheduler
 
 
 class Restarts:
-    """A choice starts anew when what it has computed is void (its load has failed or was late, or a recompute
-    contradicts what was loaded) and when its window is full in the middle of an answer. It is admitted again, with what
-    is left of its history. Part of the engine, and as single-threaded."""
+    """Has a choice start anew when what it has computed is void (its load has failed or was late, or a recompute
+    contradicts loaded KV), or when its window is full in the middle of an answer. The choice is admitted again, with
+    what is left of its history. Called by the step, in the engine's loop."""
 
     def __init__(
         self,
@@ -30,18 +30,18 @@ class Restarts:
         moves: StepMoves,
         verifier: Verifier | None,
     ) -> None:
-        """verifier: None if nothing that was loaded is to be recomputed."""
+        """verifier: None if loaded KV is never recomputed."""
         self._cache, self._scheduler, self._choices, self._tables = cache, scheduler, choices, tables
         self._moves = moves
         self.verifier = verifier
 
     def failed(self, sequence_ids: Iterable[str]) -> None:
-        """The loads of these have failed."""
+        """Have these sequences start anew, because their loads have failed."""
         for sequence_id in sequence_ids:
             self._restart(self._choices[sequence_id])
 
     def void(self, computed: Computed, failed: set[str], now: float) -> set[str]:
-        """A step was computed with the loads of `failed`, and others were late. Returns those whose rows are void."""
+        """Have sequences start anew whose load failed or was late in a step. Returns those whose rows are void."""
         # Where a load is late, it goes on, and until it has ended its pages may still be written to.
         void = failed | computed.late
         self.failed(failed)
@@ -57,7 +57,7 @@ class Restarts:
         return void
 
     def contradicted(self, computed: Computed) -> None:
-        """Recompute a sample of what was loaded; choices that ran on what is wrong draw nothing."""
+        """Recompute a sample of the loaded KV. Choices whose KV was wrong start anew and draw nothing."""
         if self.verifier is None:
             return
         contradicted = set()
@@ -67,7 +67,8 @@ class Restarts:
         computed.drop(contradicted)
 
     def truncate(self, choice: RunningChoice) -> bool:
-        """The window is full in the middle of an answer: go on with less history, if that is allowed and possible."""
+        """Let a choice whose window is full in the middle of its answer go on with less history, if that is allowed and
+        possible. Returns whether it goes on."""
         sequence = choice.sequence
         if not choice.may_truncate:
             return False

@@ -1,13 +1,12 @@
-"""Logits in, one token id per row out: penalties, temperature, top-k, top-p, min-p, seeded draws, logprobs.
+"""Draws one token id from each row of logits: penalties, temperature, top-k, top-p, min-p, seeded draws, logprobs.
 
-A draw depends on the row's logits, its parameters, its seed and its position alone: not on the batch it shares, nor on
-preemptions. All arithmetic between tokens is row by row.
+A draw depends only on the row's logits, parameters, seed and position, and not on its batch or on preemptions. All
+arithmetic between tokens is row by row.
 
-Tokens are drawn in a race: each waits for a time that is exponential with its probability as the rate, and the first
-wins, which each does as often as its probability says (Gumbel's trick). How long a token waits hangs on seed, position,
-its id and its own probability, so logits that another rounding has changed in the last bits draw the same token, unless
-the two fastest arrive together. A point of the cumulative distribution would fall to a neighbour as often as sums or
-ranks of unlikely tokens change.
+Tokens are drawn in a race (Gumbel's trick). Each waits for an exponential time whose rate is its probability, and the
+first wins, so each wins as often as its probability says. A token's time depends on the seed, the position, its id and
+its own probability. So logits whose last bits differ by rounding draw the same token, unless the two fastest arrive
+together. A draw from the cumulative distribution would change whenever sums or ranks of unlikely tokens do.
 """
 
 import math
@@ -33,7 +32,7 @@ _WORD = 2**64 - 1
 
 
 class BadLogits(Exception):
-    """Rows from which nothing can be drawn: a NaN, +inf, or every token at -inf (after bias and masks)."""
+    """Some rows cannot be drawn from: they have a NaN, +inf, or only -inf (after bias and masks)."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__(f"no token can be drawn in batch rows {list(rows)}: NaN, infinite or fully masked logits")
@@ -41,10 +40,10 @@ class BadLogits(Exception):
 
 
 class PenaltyState:
-    """How often each token occurred in one choice: what repetition, presence and frequency penalties need.
+    """The counts of each token in one choice, which repetition, presence and frequency penalties need.
 
-    Sparse over the ids seen and kept incrementally. Owned by the caller, which calls `append` once per generated token;
-    a preempted sequence keeps its state. Not thread-safe.
+    Sparse over the ids seen and kept incrementally. Owned by the choice, whose owner calls `append` once per generated
+    token; a preempted sequence keeps its state. Not thread-safe.
     """
 
     def __init__(self, *, prompt_ids: Sequence[int]) -> None:
@@ -56,7 +55,8 @@ class PenaltyState:
 
     @classmethod
     def of(cls, sampling: SamplingParams, prompt_ids: Sequence[int]) -> "PenaltyState | None":
-        """The state a choice needs, None for one without penalties. Prompt tokens matter to repetition alone."""
+        """Return the state that a choice needs; None for one without penalties. Prompt tokens matter only to the
+        repetition penalty."""
         if sampling.repetition_penalty != 1:
             return cls(prompt_ids=prompt_ids)
         if sampling.presence_penalty or sampling.frequency_penalty:
@@ -83,10 +83,10 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits is sampled with."""
+    """The parameters with which one row of logits is sampled."""
 
     sampling: SamplingParams
-    seed: int  # of the choice: choice_seed(sampling.seed, choice)
+    seed: int  # the choice's: choice_seed(sampling.seed, choice)
     position: int  # tokens this choice has generated so far
     penalties: PenaltyState | None  # PenaltyState.of(sampling, prompt)
     end_ids: tuple[int, ...]  # ids that would end the choice; not drawn before sampling.min_tokens
@@ -98,7 +98,7 @@ class SampleRow:
 
     @property
     def edited(self) -> bool:
-        """Whether the logits change before the temperature."""
+        """Whether the logits are changed before the temperature applies."""
         return bool(
             self.penalties is not None or self.sampling.logit_bias or self.masked_ids or self.constraint is not None
         )
@@ -114,13 +114,15 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Stateless; safe to call from any thread. Works where the logits are, CPU or CUDA."""
+    """Draws tokens from logits, on CPU or CUDA, wherever the logits are. Stateless; may be called from any thread."""
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """logits [rows, vocab], any float dtype, not modified. In order: logit_bias; repetition, then frequency and
-        presence penalty; the masks of min_tokens and grammars; temperature; top_k; top_p and then min_p of what top_k
-        kept; the draw. Logprobs are of the raw logits. Among equals the lowest id comes first.
-        Raises BadLogits, with nothing changed, when a row is unusable: call again without those it names.
+        """Draw a token for each row. logits [rows, vocab], any float dtype, not modified.
+
+        In order: logit_bias; repetition, then frequency and presence penalty; the masks of min_tokens and grammars;
+        temperature; top_k; top_p and then min_p of what top_k kept; the draw. Logprobs are those of the raw logits.
+        Among equals the lowest id comes first. Raises BadLogits, with nothing changed, when a row is unusable: call
+        again without the rows that it names.
         """
         if logits.dim() != 2 or logits.shape[0] != len(rows):
             raise ValueError(f"{len(rows)} rows need logits [{len(rows)}, vocab], got {list(logits.shape)}")
@@ -132,13 +134,14 @@ class Sampler:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of a request's n choices, unsigned 64 bit."""
+    """Return the seed of one of a request's n choices, unsigned 64 bit."""
     return philox((seed, 1), choice)[0]
 
 
 def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How long tokens of rate 1 wait in the race of a position: exponential, and independent of each other. Each is a
-    word of SplitMix64 (Steele et al., OOPSLA 2014), whose start is Philox at the position and whose steps are ids."""
+    """Return how long tokens of rate 1 wait in the race of a position. The times are exponential and independent. Each
+    is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which starts from Philox at the position and steps by
+    ids."""
     words = ids.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(0x9E3779B97F4A7C15)
@@ -154,8 +157,8 @@ def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float6
 
 
 def philox(key: tuple[int, int], counter: int) -> tuple[int, int, int, int]:
-    """Philox4x64-10 (Salmon et al., SC 2011): four words, a pure function of key and counter. In plain Python, because
-    setting numpy's generator up costs more than the ten rounds."""
+    """Compute Philox4x64-10 (Salmon et al., SC 2011): four words, a pure function of key and counter. Written in plain
+    Python, because setting up numpy's generator costs more than the ten rounds."""
     k0, k1 = key[0] & _WORD, key[1] & _WORD
     c0, c1, c2, c3 = counter & _WORD, 0, 0, 0
     for _ in range(10):
@@ -187,8 +190,8 @@ def tokens_on_host(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Return what `tokens_on_host` returns of the same numbers, decided where the logits are: the host waits for the
-    device once, and again for each draw that needs unlikely tokens. Raises BadLogits."""
+    """Return the same tokens as `tokens_on_host`, decided where the logits are. The host waits for the device once, and
+    again for each draw that needs unlikely tokens. Raises BadLogits."""
     special = _special(rows)
     picked = [rows[i] for i in special]
     drawn = [i for i, row in enumerate(picked) if not row.greedy]
@@ -213,12 +216,12 @@ def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _special(rows: Sequence[SampleRow]) -> list[int]:
-    """The rows that are not plain greedy."""
+    """Return the rows that are not plain greedy."""
     return [i for i, row in enumerate(rows) if row.edited or not row.greedy]
 
 
 def _argmax(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The lowest id with the greatest logit, and that logit, per row of logits on the host. NaN counts as the
+    """Return the lowest id with the greatest logit, and that logit, per row of logits on the host. NaN counts as the
     greatest."""
     # Per row of 150k: 20 us, with the bf16 conversion 65; torch.max takes 66 and 113, torch.argmax 210 and 530.
     values = logits.float().numpy()
@@ -227,7 +230,7 @@ def _argmax(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as fp64 tensors [rows], on any device."""
+    """Return the same as `_argmax`, as fp64 tensors [rows], on any device."""
     peaks, best = logits.max(dim=-1)
     return best.double(), peaks.double()
 
@@ -250,9 +253,9 @@ def _edited(work: Tensor, picked: list[SampleRow]) -> Tensor:
 def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
     """Draw the tokens of rows. work [rows, vocab] fp32, consumed.
 
-    Only tokens above a log-probability, of `FLOORS`, are ranked, and further ones when the answer lies further down. At
-    most 10^4 tokens reach the first. Vocabulary 150k, a row: 40 us to find them and some us to rank them; torch.topk
-    takes 290 us, a stable sort of all 12 ms, ours of all 2 ms.
+    Only tokens above a log-probability, of `FLOORS`, are ranked, and further ones if the answer lies further down. At
+    most 10^4 tokens reach the first floor. With a vocabulary of 150k, a row takes 40 us to find them and a few us to
+    rank them; torch.topk takes 290 us, a stable sort of all 12 ms, our sort of all 2 ms.
     """
     if any(row.sampling.temperature != 1 for row in picked):
         work /= torch.tensor([[row.sampling.temperature] for row in picked], device=work.device)
@@ -271,8 +274,8 @@ def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
 
 
 def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
-    """The token that wins among those that the filters keep. ids and logprobs [n] are the head of the ranking, down to
-    FLOORS[level]; None when that is not enough to tell."""
+    """Return the token that wins among those that the filters keep; None if the ranked tokens do not suffice to tell.
+    ids and logprobs [n]: the head of the ranking, down to FLOORS[level]."""
     sampling, complete = row.sampling, level == len(FLOORS) - 1
     held = len(ids)
     if not held:
@@ -304,7 +307,8 @@ def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow,
 def _win_unfiltered(
     ids: NDArray[np.int64], probs: NDArray[np.float64], logprobs: NDArray[np.float32], row: SampleRow, level: int
 ) -> int | None:
-    """The token that wins among all: those above each floor race with one that stands for all below it."""
+    """Return the token that wins among all; None if it lies below the floor of this level. The tokens above a floor
+    race with one that stands for all below it."""
     known = int(np.count_nonzero(logprobs >= FLOORS[level - 1])) if level else 0  # they have lost
     if known == len(ids):
         return int(ids[-1]) if level == len(FLOORS) - 1 else None  # rounding: what had won has no mass
@@ -317,15 +321,16 @@ def _win_unfiltered(
 
 
 def _first(ids: NDArray[np.int64], probs: NDArray[np.float64], row: SampleRow) -> tuple[int, float]:
-    """The place of the token that wins, and its time."""
-    with np.errstate(divide="ignore", over="ignore"):  # of next to nothing: it comes never
+    """Return the place of the token that wins, and its time."""
+    with np.errstate(divide="ignore", over="ignore"):  # a token of probability 0 never comes
         times = waits(row.seed, row.position, ids) / probs
     place = int(np.argmin(times))
     return place, float(times[place])
 
 
 def _ranked(logprobs: Tensor, floors: list[float]) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Per row the ids with at least the floor's log-probability, most likely first, lowest id first among equals."""
+    """Return for each row the ids with at least the floor's log-probability, most likely first, lowest id first among
+    equals."""
     if logprobs.device.type == "cpu":
         ranked = []
         for row, floor in zip(logprobs.numpy(), floors, strict=True):
@@ -365,7 +370,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprob]:
-    """Log probabilities of the rows that asked for them, by row."""
+    """Return the log probabilities of the rows that ask for them, by row."""
     counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
     if not counts:
         return {}
@@ -413,8 +418,8 @@ def _apply_masks(work: Tensor, rows: list[SampleRow]) -> None:
 
 
 def _flat_index(work: Tensor, parts: list[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Where (row, id) pairs lie in the flattened logits, and which pairs those are: ids outside the vocabulary are left
-    out, for they would land in another row."""
+    """Return where (row, id) pairs lie in the flattened logits, and which pairs those are. Ids outside the vocabulary
+    are left out, because they would land in another row."""
     vocab = work.shape[1]
     ids = np.concatenate([ids for _, ids in parts])
     kept = (ids >= 0) & (ids < vocab)

@@ -1,8 +1,8 @@
-"""The shadow check (`cache.verify_rate`): recompute a sample of what was loaded, and compare.
+"""Runs the shadow check (`cache.verify_rate`): recomputes a sample of what was loaded, and compares.
 
-Checksums say that bytes are those that were written. This says that they were the right ones: a layout, a rotation or a
-key that does not mean what it says shows in the logits. Of KV that has been through a lossy codec it says how far the
-model's answers diverge, in nats a token, and the codec is used no more if that is more than it may (`Verdict`).
+Checksums show that bytes are those that were written. This check shows that they were the right ones: a wrong layout,
+rotation or key shows in the logits. For KV that has been through a lossy codec, it measures how far the model's answers
+diverge, in nats a token. If that is too much, the codec is not used any more (`Verdict`).
 """
 
 import logging
@@ -18,14 +18,16 @@ from reprise.engine.step.recompute import Recompute
 
 log = logging.getLogger(__name__)
 
-# Of the load-time probe's tolerance, which is of a median row. Single rows scatter: of 600 loads into the bundled model
-# in bf16 the median differed by 0.6 of it, the largest by 1.9. A wrong block differs by about as much as there is.
+# Tolerance as a multiple of the load-time probe's, which is for a median row. Single rows scatter: of 600 loads into
+# the bundled model in bf16 the median differed by 0.6 of it, the largest by 1.9. A wrong block changes logits by about
+# their own size.
 _ROW_SHARE = 3.0
-_SCORED = 64  # last tokens of a prompt behind which distributions are compared, where its history is coded
+_SCORED_TOKENS = 64  # last tokens of a prompt at which distributions are compared, if its history is coded
 
 
 class Verifier:
-    """Called by `Restarts` after a step, in the engine's loop. All that decode wait for it, so rates are small."""
+    """Compares loaded KV with a recompute, for `Restarts`, after a step in the engine's loop. All sequences that decode
+    wait for it, so rates are small."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Verifier:
         on_condemned: Callable[[Verdict], None],
         rng: random.Random,
     ) -> None:
-        """verdict: None if nothing is coded. on_condemned: called once, when the codec is used no more."""
+        """verdict: None if nothing is coded. on_condemned: called once, when the codec is condemned."""
         self._recompute, self._cache = recompute, cache
         self._rate, self._rng = rate, rng
         self._tolerance = _ROW_SHARE * logit_tolerance
@@ -47,9 +49,9 @@ class Verifier:
         self.mismatches = 0
 
     def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
-        """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers it
-        came from are not used any more, or the codec. Each has to start anew before the next is asked for, which may
-        need its room. logits [len(ready), vocab]."""
+        """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers
+        that the KV came from, or its codec, are not used any more. The caller has each choice start anew before it asks
+        for the next, which may need its room. logits [len(ready), vocab]."""
         for row, choice in enumerate(ready):
             tiers = _loaded_from(choice)
             if not tiers:
@@ -67,8 +69,8 @@ class Verifier:
             yield choice
 
     def agrees(self, token_ids: Sequence[int], logits: Tensor) -> bool:
-        """Whether a recompute of all tokens ends with these logits [vocab]; True too if it was not asked, which is so
-        for a share of 1 - rate, and when HBM has no room for a second copy."""
+        """Whether a recompute of all tokens ends with these logits [vocab]. Also True if no recompute was made, which
+        is so for a share of 1 - rate, and when HBM has no room for a second copy."""
         if self._rng.random() >= self._rate:
             return True
         with self._recompute.borrowed(len(token_ids)) as pages:
@@ -84,7 +86,7 @@ class Verifier:
         return False
 
     def _condemns(self, choice: RunningChoice) -> bool:
-        """Check a choice whose KV is in part coded. Returns whether that was one check too many for the codec."""
+        """Check a choice whose KV is partly coded. Returns whether this check condemns the codec."""
         verdict, sequence = self.verdict, choice.sequence
         if verdict is None or verdict.is_condemned:
             return False
@@ -108,12 +110,12 @@ class Verifier:
         return True
 
     def _divergence(self, token_ids: Sequence[int], loaded: Sequence[int]) -> tuple[float, float] | None:
-        """Compare what the model says behind the last tokens of a text, whose KV is in the pages `loaded`, with what it
-        says behind a recompute of all before them. Returns the divergence in nats a token, and how much of that is
-        rounding: what the smallest change of the recomputed KV brings. In bf16 any change at all rounds all that
-        follows anew, which on SmolLM2 is more than a codec does. None if HBM has no room for a second copy."""
+        """Compare the model's distributions at the last tokens of a text, whose KV is in the pages `loaded`, with those
+        after a recompute of everything before. Returns the divergence in nats a token, and the divergence that rounding
+        alone brings: that of the smallest change of the recomputed KV. In bf16 any change at all rounds everything
+        after it anew, which on SmolLM2 is more than a codec does. None if HBM has no room for a second copy."""
         recompute = self._recompute
-        rows = min(_SCORED, recompute.chunk_tokens, len(token_ids) // 2)
+        rows = min(_SCORED_TOKENS, recompute.chunk_tokens, len(token_ids) // 2)
         start = len(token_ids) - rows
         with recompute.borrowed(len(token_ids)) as pages:
             if pages is None:
@@ -133,8 +135,8 @@ def _mean_divergence(expected: Tensor, found: Tensor) -> float:
 
 
 def _loaded_from(choice: RunningChoice) -> list[str]:
-    """The tiers that the KV of a choice came from, while its first token is not drawn. None after a cut, where a
-    recompute is another text, nor where earlier answers may have read parts of their contexts."""
+    """Return the tiers that the KV of a choice came from, as long as its first token is not drawn. Returns none after a
+    cut, when a recompute would be another text, and none if earlier answers may have read parts of their contexts."""
     report = choice.report
     if (
         choice.reads_in_part

@@ -1,4 +1,4 @@
-"""Attention backends by name. Each imports its library only when requested, so listing them loads nothing."""
+"""Lists the attention backends by name. Each imports its library only when requested, so listing them loads nothing."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,5 @@
-"""flash-attn 2 over pages. CUDA only, fp16 and bf16, keys and values of equal width up to 256, no sinks.
+"""Runs flash-attn 2 over pages. It works on CUDA only, in fp16 and bf16, with keys and values of equal width up to 256
+and without sinks.
 
 Its tests carry the `gpu` mark.
 """
@@ -22,7 +23,7 @@ except ImportError as error:
 
 
 class FlashAttention:
-    """Runs one varlen call per layer on the current stream, asynchronously."""
+    """Computes attention with one varlen call per layer on the current stream, asynchronously."""
 
     name = "flash"
     page_multiple = 256  # flash-attn 2 refuses other page sizes
@@ -32,8 +33,8 @@ class FlashAttention:
             raise BackendUnavailable("flash-attn needs a CUDA device")
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. Raises AttentionUnsupported for sinks, other dtypes, and heads of unequal or larger
-        widths."""
+        """Attend as `AttentionBackend.forward` demands. Raises AttentionUnsupported for sinks, other dtypes, and heads
+        of unequal or larger widths."""
         if params.sinks is not None:
             raise AttentionUnsupported("flash-attn 2 has no attention sinks")
         if params.selection is not None:

@@ -1,4 +1,4 @@
-"""The reference: attention by its definition, one sequence and one head group at a time, in fp32."""
+"""Computes the reference: attention by its definition, one sequence and one head group at a time, in fp32."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,12 @@
-"""Attention of prompts by torch's own flash kernel, which reads no pages: a sequence's pages are gathered first.
+"""Computes attention of prompts by torch's own flash kernel. That kernel reads no pages, so a sequence's pages are
+gathered first.
 
-Rows attend to their history and to each other by two calls, because the kernel aligns its causal mask to the first key;
-the logs of both sums say how the results mix. One layer of an 8 B model on an H200, 2,048 rows behind 26,000: gathering
-0.2 ms and the kernel over all keys 2.7, `triton_paged` 5.5; 101 rows behind 28,000: 0.1 and 0.2, and 1.4. torch's cuDNN
-kernel takes 1.5 and 0.4, but 55 to 70 for every length that it has not seen.
+Rows attend to their history and to each other in two calls, because the kernel aligns its causal mask to the first key.
+The logs of both sums say how to mix the results.
+
+Measured for one layer of an 8 B model on an H200, in ms. 2,048 rows after 26,000: gathering 0.2 and the kernel over all
+keys 2.7, against 5.5 for `triton_paged`. 101 rows after 28,000: 0.1 and 0.2, against 1.4. torch's cuDNN kernel takes
+1.5 and 0.4, but 55 to 70 for every length that it has not seen.
 """
 
 from collections.abc import Callable
@@ -13,8 +16,8 @@ from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
-_LEAST_ROWS = 64  # of a sequence
-_LEAST_CONTEXT = 4096  # or so many rows of its context, of which gathering is a small part then
+_LEAST_ROWS = 64  # query rows for which a sequence is worth it
+_LEAST_CONTEXT = 4096  # rows of context for which it is worth it: gathering is a small part then
 _MOST_DIM = 256
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -23,13 +26,14 @@ logs of the sums [1, heads, rows] in fp32. Causal: row i sees the keys up to i."
 
 
 class PromptAttention:
-    """Computes sequences of many rows. Asynchronous, on the current stream."""
+    """Computes the attention of sequences with many rows, for `TritonPagedAttention`. Asynchronous, on the current
+    stream."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
     def takes(self, q: Tensor, kv: KvPages, params: AttentionParams) -> bool:
-        """Whether a layer is of the kind that the kernel knows."""
+        """Whether the kernel can compute a layer."""
         dim = q.shape[2]
         return (
             q.dtype in (torch.bfloat16, torch.float16)
@@ -42,13 +46,13 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Whether a sequence with so many query rows is worth its gathering and its calls."""
+        """Whether a sequence with so many query rows is worth the gathering and the calls."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(
         self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, sequence: int, out: Tensor
     ) -> None:
-        """Compute one sequence's rows into its part of `out` [tokens, heads, dim]."""
+        """Compute one sequence's rows and write them to its part of `out` [tokens, heads, dim]."""
         rows, context = meta.query_lens[sequence], meta.context_lens[sequence]
         first = sum(meta.query_lens[:sequence])
         history = context - rows
@@ -59,19 +63,19 @@ class PromptAttention:
         result, sums = self._attend(queries, k[:, :, history:], v[:, :, history:], params.scale, True)
         if history:
             past, past_sums = self._attend(queries, k[:, :, :history], v[:, :, :history], params.scale, False)
-            share = torch.sigmoid(past_sums - sums)[..., None]  # that the past has in all weights
+            share = torch.sigmoid(past_sums - sums)[..., None]  # share of the past in all weights
             result = torch.lerp(result.float(), past.float(), share)
         out[first : first + rows] = result[0].transpose(0, 1)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """torch's flash kernel, see `Attend`. Raises RuntimeError or NotImplementedError where it cannot run."""
+    """Call torch's flash kernel, as an `Attend`. Raises RuntimeError or NotImplementedError where it cannot run."""
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return found[0], found[1]
 
 
 def prompt_attention() -> PromptAttention | None:
-    """Return what computes prompts on this CUDA device, if it gives what the formula gives."""
+    """Return a PromptAttention for this CUDA device, if its results equal those of the formula; otherwise None."""
     if not torch.cuda.is_available():
         return None
     generator = torch.Generator().manual_seed(0)

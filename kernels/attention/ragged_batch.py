@@ -1,4 +1,4 @@
-"""The input of an attention backend: one flat ragged batch over a paged KV pool."""
+"""Defines the input of an attention backend: one flat ragged batch over a paged KV pool."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -28,15 +28,15 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The context rows that some sequences with one query row attend to. All others attend to all of theirs. Only of
-    layers without window, softcap and sinks."""
+    """The context rows that some sequences with one query row attend to. All other sequences attend to all of theirs.
+    Used only for layers without window, softcap and sinks."""
 
     sequences: tuple[int, ...]
     rows: Tensor  # [sequences, kv_heads, most] int32, ascending
     counts: Tensor  # [sequences, kv_heads] int64: how many of `rows` count, at least one
 
     def of(self, sequence: int) -> list[Tensor] | None:
-        """Return a sequence's rows by kv head, each int64; None: it attends to all."""
+        """Return a sequence's rows by kv head, each int64; None: it attends to all rows."""
         if sequence not in self.sequences:
             return None
         at = self.sequences.index(sequence)
@@ -69,12 +69,12 @@ class KvPages:
 
     @property
     def k_dim(self) -> int:
-        """Numbers of a key of one head."""
+        """The number of dims of one head's key."""
         return self.k.shape[3] - self.beside
 
     @property
     def v_dim(self) -> int:
-        """Numbers of a value of one head."""
+        """The number of dims of one head's value."""
         return self.v.shape[3] - self.beside
 
     @property
@@ -84,7 +84,7 @@ class KvPages:
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Return what pools hold of numbers: [..., dim] -> [..., dim + beside]."""
+        """Return numbers in the form in which pools hold them: [..., dim] -> [..., dim + beside]."""
         return numbers
 
     @staticmethod
@@ -96,21 +96,22 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What pages are made of: the dtype of their pools, and their kind."""
+    """The format of pages: the dtype of their pools, and their kind."""
 
     dtype: torch.dtype
     kind: type[KvPages] = KvPages
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention of every query row over its own context, for prefill chunks and decode rows alike."""
+    """Computes causal attention of every query row over its own context, for prefill chunks and decode rows alike. The
+    model runner calls it in every layer, on the engine's thread."""
 
     name: str
     page_multiple: int  # page sizes must be multiples of this
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """q [tokens, heads, k_dim] -> [tokens, heads, v_dim], in q's dtype. heads is a multiple of kv_heads; head h
-        reads kv head h // (heads // kv_heads)."""
+        """Attend: q [tokens, heads, k_dim] -> [tokens, heads, v_dim], in q's dtype. heads is a multiple of kv_heads;
+        head h reads kv head h // (heads // kv_heads)."""
         ...
 
 
@@ -119,4 +120,4 @@ class BackendUnavailable(Exception):
 
 
 class AttentionUnsupported(Exception):
-    """A backend cannot do what a layer needs. The message says what. Raised by `forward` before any work."""
+    """A backend cannot compute what a layer needs. The message says what. Raised by `forward` before any work."""

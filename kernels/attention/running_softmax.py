@@ -1,20 +1,20 @@
-"""Attention of one sequence over its context in pieces, which need not be in memory at the same time."""
+"""Computes attention of one sequence over its context in pieces, which need not be in memory at the same time."""
 
 import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import AttentionParams
 
-_QUERIES = 256  # at a time: with pieces of 512 rows and 32 heads, logits take 16 MB
+_QUERIES = 256  # queries at a time: with pieces of 512 rows and 32 heads, logits take 16 MB
 
 
 class RunningSoftmax:
-    """Merges pieces by their largest logits and the sums of their exponentials, in fp32: every row counts as in one
-    piece, but for the order of sums. Supports all that `AttentionParams` can ask for but a selection, which is ignored:
-    all rows are read."""
+    """Merges pieces by their largest logits and the sums of their exponentials, in fp32. The result equals that of one
+    piece but for the order of sums. Supports everything in `AttentionParams` but a selection, which is ignored: all
+    rows are read."""
 
     def __init__(self, q: Tensor, first: int, params: AttentionParams, v_dim: int) -> None:
-        """q [queries, heads, k_dim]: of the context's rows from `first` on."""
+        """q [queries, heads, k_dim]: queries of the context's rows from `first` on."""
         queries, heads, _ = q.shape
         self._q, self._first, self._params = q.transpose(0, 1), first, params
         self._most = q.new_full((heads, queries, 1), float("-inf"), dtype=torch.float32)
@@ -27,8 +27,8 @@ class RunningSoftmax:
         return first_row < self._first + queries and (window is None or self._first - last_row < window)
 
     def add(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Attend to some rows of the context, each given once. rows [n] int64: which; k [n, kv_heads, k_dim], v [n,
-        kv_heads, v_dim]."""
+        """Attend to some rows of the context, each given once. rows [n] int64: their places; k [n, kv_heads, k_dim], v
+        [n, kv_heads, v_dim]."""
         kv_heads = k.shape[1]
         keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # both [kv_heads, ...]
         for start in range(0, self._q.shape[1], _QUERIES):
@@ -38,7 +38,7 @@ class RunningSoftmax:
             logits = q.reshape(kv_heads, -1, q.shape[2]) @ keys * self._params.scale
             logits = self._masked(logits.view(heads, queries, -1), self._first + start, rows)
             most = torch.maximum(self._most[:, part], logits.amax(-1, keepdim=True))
-            shift = most.masked_fill(most == float("-inf"), 0.0)  # of queries that have seen no row yet
+            shift = most.masked_fill(most == float("-inf"), 0.0)  # 0 for queries that have seen no row yet
             before, weights = (self._most[:, part] - shift).exp(), (logits - shift).exp()
             self._most[:, part] = most
             self._sum[:, part] = self._sum[:, part] * before + weights.sum(-1, keepdim=True)
@@ -46,7 +46,7 @@ class RunningSoftmax:
             self._out[:, part] = self._out[:, part] * before + mixed
 
     def _masked(self, logits: Tensor, first: int, rows: Tensor) -> Tensor:
-        """logits [heads, queries, rows]; first: the first query's row."""
+        """Hide the rows that a query must not see. logits [heads, queries, rows]; first: the first query's row."""
         if self._params.softcap is not None:
             logits = self._params.softcap * torch.tanh(logits / self._params.softcap)
         at = torch.arange(first, first + logits.shape[1], device=rows.device)[:, None]
@@ -56,7 +56,7 @@ class RunningSoftmax:
         return logits.masked_fill(hidden, float("-inf"))
 
     def result(self) -> Tensor:
-        """Return [queries, heads, v_dim] fp32. Every query has seen a row: its own, at least."""
+        """Return [queries, heads, v_dim] fp32. Every query must have seen a row, which is at least its own."""
         total = self._sum
         if self._params.sinks is not None:
             sinks = self._params.sinks.float()[:, None, None]

@@ -1,7 +1,7 @@
-"""Attention to a part of a context: what a selector of KV is told and answers, and how the strongest rows are taken.
+"""Defines attention to a part of a context: the interface of a selector of KV, and how the strongest rows are taken.
 
-Only sequences that decode one row, behind a context of some length, are read in part. Nothing is dropped: a row that is
-left out by one query is there for the next.
+Only sequences that decode one row, after a context of some length, read it in part. Nothing is dropped: a row that one
+query leaves out is there for the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMoments:
-    """What calibration has seen of one layer's rotated queries and keys, from which selectors take what they need."""
+    """The statistics of one layer's rotated queries and keys from calibration. Selectors take what they need."""
 
     queries: Tensor  # [kv_heads, k_dim, k_dim]: mean of the outer product with itself, over a group's heads and tokens
     keys: Tensor  # [kv_heads, k_dim, k_dim]
@@ -55,13 +55,13 @@ class LayerMoments:
 
 @dataclass(frozen=True, slots=True)
 class Selecting:
-    """When a selector is used."""
+    """A selector and the rule for its use."""
 
     selector: "KvSelector"
     min_context: int
 
     def of_step(self, meta: AttentionMeta) -> "StepSelection | None":
-        """None where nobody reads a part of its context."""
+        """Return the selection for a step; None where no sequence reads a part of its context."""
         if not meta.partial:
             return None
         candidates = find_candidates(meta, self.min_context)
@@ -74,23 +74,23 @@ class Selecting:
 
 @dataclass(frozen=True, slots=True)
 class SelectorInputs:
-    """What a selector is made of."""
+    """The values from which a selector is made."""
 
-    share: float  # of a context's rows that may be read, both ends included
-    num_pages: int  # of the pool
+    share: float  # share of a context's rows that may be read, both ends included
+    num_pages: int  # pages of the pool
     page_size: int
-    moments: Sequence[LayerMoments]  # by layer
+    moments: Sequence[LayerMoments]  # statistics by layer
 
 
 class KvSelector(Protocol):
     """Chooses the rows of long contexts that decoding sequences attend to. Called by the engine's thread only."""
 
     name: str
-    index_bytes_per_token: int  # of memory beside the pool, over all layers
+    index_bytes_per_token: int  # bytes beside the pool, over all layers
     looks_ahead: bool  # it gets guesses of queries, made one layer ahead; layers without one are read whole
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """Choose for one layer, after the step's keys are in their pages. queries fp32 [candidates, heads, k_dim],
+        """Choose rows for one layer, after the step's keys are in their pages. queries fp32 [candidates, heads, k_dim],
         rotated, multiplied by the layer's scale * log2(e). Returns None where the whole context is to be read. The
         first and the newest 32 rows of a context are always chosen."""
         ...
@@ -105,7 +105,8 @@ class StepSelection:
     guesses: dict[int, Tensor] = field(default_factory=dict)  # layer -> as `queries`, for selectors that look ahead
 
     def of_layer(self, layer: int, queries: Tensor, kv: KvPages, params: AttentionParams) -> Selection | None:
-        """See `KvSelector.choose`. None for layers that do more than plain attention."""
+        """Choose rows for one layer, as `KvSelector.choose` does. Returns None for layers with a window, softcap or
+        sinks."""
         if params.window is not None or params.softcap is not None or params.sinks is not None:
             return None
         if self.selector.looks_ahead:
@@ -115,7 +116,7 @@ class StepSelection:
 
 
 def most_rows(context: int, share: float) -> int:
-    """Return how many rows of a context may be read."""
+    """Return the most rows of a context that may be read."""
     return min(context, max(2 * ALWAYS + 1, int(share * context)))
 
 
@@ -126,21 +127,21 @@ def context_keys(kv: KvPages, pages: Tensor, context: int) -> Tensor:
 
 
 def weights(scores: Tensor) -> Tensor:
-    """Return log2 of what each row weighs, compared with the strongest row of a head, by the head that gives it most.
-    scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
+    """Return log2 of each row's weight relative to the strongest row of a head, for the head that gives the row the
+    most. scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
     return (scores - scores.amax(-1, keepdim=True)).amax(1)
 
 
 def strongest(weight: Tensor, most: int) -> Tensor:
-    """Return the `most` rows of greatest weight, both ends of the context among them, [kv_heads, most] int32,
-    ascending. weight [kv_heads, rows]."""
+    """Return the `most` rows of greatest weight, including both ends of the context, [kv_heads, most] int32, ascending.
+    weight [kv_heads, rows]."""
     weight = weight.clone()
     weight[:, :ALWAYS] = weight[:, -ALWAYS:] = float("inf")
     return weight.topk(most, dim=-1).indices.sort(-1).values.int()
 
 
 def as_selection(candidates: Candidates, rows: Mapping[int, Tensor]) -> Selection:
-    """Put choices together. rows: place among the candidates -> [kv_heads, chosen] int32."""
+    """Combine the choices of several candidates. rows: place among the candidates -> [kv_heads, chosen] int32."""
     kv_heads, most = next(iter(rows.values())).shape[0], max(chosen.shape[1] for chosen in rows.values())
     padded = torch.zeros(len(rows), kv_heads, most, dtype=torch.int32)
     counts = torch.empty(len(rows), kv_heads, dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Paged attention on CPU: one SDPA call per sequence, without copies where its pages are adjacent. In bf16, where
-compiled kernels can run, one call handles all sequences with a single query row, and one call all others.
+"""Computes paged attention on CPU: one SDPA call per sequence, without copies where its pages are adjacent. In bf16,
+where compiled kernels can run, one call handles all sequences with a single query row, and another call all others.
 
 Measured on one Zen 4 core (bf16, 12 heads over 4, head dim 64, context 1,124): SDPA on the strided pages, with the
 query heads of a group packed into the query rows, takes 112 us per decode row. Gathering the pages first adds 216 us,
@@ -34,7 +34,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The position of one sequence's queries and context rows. Rows are pool rows: page * page_size + row in page."""
+    """The places of one sequence's queries and context rows. Rows are pool rows: page * page_size + row in page."""
 
     query_start: int
     query_len: int
@@ -44,7 +44,8 @@ class _Rows:
 
 
 class TorchAttention:
-    """Works on any device; meant for CPU. Uses torch's threads."""
+    """A backend of torch's operations and compiled kernels. Works on any device, but is meant for CPU. Uses torch's
+    threads."""
 
     name = "torch"
     page_multiple = 32
@@ -54,7 +55,7 @@ class TorchAttention:
         self._flash = flash_kernels(exact=False)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend."""
+        """Attend as `AttentionBackend.forward` demands."""
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_dim)
         exact = params.softcap is not None or params.sinks is not None
         # The fused kernels need equal key and value widths and a positive scale, and exist only on CPU.
@@ -95,19 +96,20 @@ class TorchAttention:
 
 
 class ExactAttention(TorchAttention):
-    """Computes each row from its own context alone, bit for bit. Every row, even a single one, goes through the kernel
-    for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this works like
-    `TorchAttention` and promises nothing."""
+    """A backend that computes each row from its own context alone, bit for bit. Every row, even a single one, goes
+    through the kernel for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this
+    works like `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """kind: names the rounding of the model's products on this processor; KV of different kinds must not be
+        """kind: names the rounding of the model's products on this processor. KV of different kinds must not be
         mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
         self._flash = flash_kernels(exact=True)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. Raises AttentionUnsupported for a selection, which is not exact."""
+        """Attend as `AttentionBackend.forward` demands. Raises AttentionUnsupported for a selection, which is not
+        exact."""
         if params.selection is not None:
             raise AttentionUnsupported("exact attention is to whole contexts")
         plain = params.softcap is None and params.sinks is None and params.scale > 0
@@ -205,8 +207,8 @@ def _attend_to_selection(
 def attend_selected(
     kernels: ModuleType, queries: np.ndarray, kv: KvPages, table: np.ndarray, selection: Selection
 ) -> Tensor:
-    """Attend by the compiled kernel. queries fp32 [sequences of the selection, heads, k_dim], multiplied by scale *
-    log2(e); table int32 [sequences, pages] -> fp32 [sequences, heads, v_dim]."""
+    """Attend to selected rows by the compiled kernel. queries fp32 [sequences of the selection, heads, k_dim],
+    multiplied by scale * log2(e); table int32 [sequences, pages] -> fp32 [sequences, heads, v_dim]."""
     count, heads, _ = queries.shape
     mixed = torch.empty(count, heads, kv.v.shape[3])
     sizes = heads // kv.k.shape[2], kv.k.shape[3] // 16, kv.v.shape[3] // 16
@@ -254,7 +256,7 @@ def _first_visible(rows: _Rows, window: int | None) -> int:
 
 
 def _context(kv: KvPages, rows: _Rows, first: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [context rows from `first`, kv_heads, dim]: views if the pages are adjacent, else
+    """Return keys and values [context rows from `first`, kv_heads, dim]: views if the pages are adjacent, otherwise
     copies."""
     if rows.first_row is not None:
         span = slice(rows.first_row + first, rows.first_row + rows.context_len)
@@ -279,7 +281,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
-    """Causal attention of the last len(q) of len(k) rows."""
+    """Attend causally from the last len(q) of len(k) rows."""
     query_len, heads, dim = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads
@@ -312,7 +314,7 @@ def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_l
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
-    """Attention with window, softcap or sinks, with scores in fp32."""
+    """Attend with window, softcap or sinks, with scores in fp32."""
     query_len, heads, dim = q.shape
     kv_heads, rows = k.shape[1], k.shape[0]
     packed = q.view(query_len, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)

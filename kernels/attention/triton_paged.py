@@ -1,4 +1,5 @@
-"""Paged attention in Triton: every feature, on any CUDA device, and on CPU tensors in Triton's interpreter.
+"""Computes paged attention in Triton: with every feature, on any CUDA device, and on CPU tensors in Triton's
+interpreter.
 
 The interpreter (TRITON_INTERPRET=1 in the environment before triton is imported) proves indexing and arithmetic. That
 the kernels compile is tested by compiling them for CUDA targets, which needs no device. Runs of the compiled kernels
@@ -95,7 +96,7 @@ def _attend(
     precision: tl.constexpr,
     widen: tl.constexpr,  # multiply in fp32, because the interpreter's dot treats bf16 as integers
 ) -> None:
-    """Computes one item for one kv head. An item: sequence, first token in q, its position, number of tokens, first and
+    """Compute one item for one kv head. An item: sequence, first token in q, its position, number of tokens, first and
     end of its keys, and its index among the parts, or -1 to write the final result."""
     item = items_ptr + tl.program_id(0) * 7
     kv_head = tl.program_id(1)
@@ -187,7 +188,7 @@ def _merge(
     v_padded: tl.constexpr,
     has_sink: tl.constexpr,
 ) -> None:
-    """Merges the parts of one split block for one kv head. A merge: first token in q, number of tokens, first part,
+    """Merge the parts of one split block for one kv head. A merge: first token in q, number of tokens, first part,
     number of parts."""
     merge = merges_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -227,8 +228,8 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format. kind: of its
-    layers, (query heads to a kv head, window)."""
+    """One grid of programs: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format. kind:
+    its kind of layers, (query heads to a kv head, window)."""
 
     kind: tuple[int, int | None]
     rows: int
@@ -238,13 +239,14 @@ class _Launch:
 
 
 def _warps(rows: int, v_padded: int) -> int:
-    """How many warps a program of `_attend` has, so that a thread's part of the sums stays within its registers."""
+    """Return how many warps a program of `_attend` has, so that a thread's part of the sums stays within its
+    registers."""
     return 8 if rows * v_padded >= 8192 else 4
 
 
 class TritonPagedAttention:
-    """Runs asynchronously on the current stream of a CUDA device, or in the interpreter if triton was imported for
-    it."""
+    """A backend of Triton kernels. Runs asynchronously on the current stream of a CUDA device, or in the interpreter if
+    triton was imported for it."""
 
     name = "triton"
     page_multiple = 16
@@ -257,19 +259,19 @@ class TritonPagedAttention:
 
     @staticmethod
     def _long(meta: AttentionMeta, group: int) -> list[int]:
-        """Sequences of a step whose rows are many."""
+        """Return the sequences of a step that have many rows."""
         least = _decode_rows(group)
         lens = enumerate(zip(meta.query_lens, meta.context_lens, strict=True))
         return [i for i, (rows, context) in lens if rows * group > least and PromptAttention.is_long(rows, context)]
 
     @staticmethod
     def num_items(context_lens: Sequence[int]) -> int:
-        """Return how many ranges of keys a step has at most in which every sequence has one query row."""
+        """Return the most ranges of keys of a step in which every sequence has one query row."""
         return sum(-(-length // _SPLIT) for length in context_lens) + len(context_lens)  # windows begin anywhere
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return plans for further such steps, of the kinds of layers that this step's `scratch` has met."""
+        """Return plans for further such steps, for the kinds of layers that are in this step's `scratch`."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()
@@ -277,8 +279,8 @@ class TritonPagedAttention:
         }
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. q, k and v have the same dtype and dense heads; pages may have any strides. Raises
-        AttentionUnsupported for a selection."""
+        """Attend as `AttentionBackend.forward` demands. q, k and v have the same dtype and dense heads; pages may have
+        any strides. Raises AttentionUnsupported for a selection."""
         if params.selection is not None:
             raise AttentionUnsupported("these kernels attend to whole contexts")
         _, heads, k_dim = q.shape
@@ -387,7 +389,7 @@ def _decode_rows(group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a `_Launch` does, on the host."""
+    """The items and merges of a `_Launch`, on the host."""
 
     items: NDArray[np.int32]
     merges: NDArray[np.int32]
@@ -430,17 +432,17 @@ def _work(
 
 
 class DecodePlan:
-    """The work of steps in which every sequence has one query row, in tables of a fixed size: what a captured graph
-    reads, filled anew before every replay. What is not needed of a table does nothing. One for each kind of layer of a
-    step (group of query heads, window)."""
+    """The work of steps in which every sequence has one query row, for one kind of layers (group of query heads,
+    window). It is kept in tables of a fixed size, which a captured graph reads and which are filled anew before every
+    replay. Unused entries of a table do nothing."""
 
     def __init__(self, *, kind: tuple[int, int | None], most_items: int, most_sequences: int) -> None:
-        """most_items: ranges of keys, see `TritonPagedAttention.num_items`."""
+        """most_items: most ranges of keys, from `TritonPagedAttention.num_items`."""
         self._group, self._window = kind
         self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
 
     def launch(self, device: torch.device) -> list[_Launch]:
-        """Return what the kernels read, empty; the tables of the host are copied to it by `fill`."""
+        """Return the empty tables that the kernels read; `fill` copies the host's tables to them."""
         items, merges = (torch.zeros_like(table, device=device) for table in (self._items, self._merges))
         items[:, 6] = -1  # a part would be written
         kind = self._group, self._window

@@ -1,35 +1,36 @@
-"""Tells how the ends of prompts attend to the blocks of their contexts (SnapKV, arXiv 2404.14469)."""
+"""Measures how the ends of prompts attend to the blocks of their contexts (SnapKV, arXiv 2404.14469)."""
 
 import torch
 from torch import Tensor
 
 from reprise.kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
-_ROWS = 32  # the last ones of a chunk, whose attention is looked at
-_LAYERS = 4  # about so many are looked at, evenly spread
+_ROWS = 32  # last rows of a chunk, whose attention is watched
+_LAYERS = 4  # about so many layers are watched, evenly spread
 
 
 class WatchedAttention:
-    """Gives what another backend gives, and computes beside it the probabilities that the last rows of each chunk give
-    to the rows of their context, in some of the layers that see the whole of it. Costs those products once more: for 32
-    of 512 rows in 4 of 30 layers, less than a hundredth of the attention. Rows that are decoded are not watched."""
+    """A backend that returns another backend's results. Besides, in some of the layers that see the whole context, it
+    computes the probabilities that the last rows of each chunk give to the rows of their context. That costs the
+    products of those rows once more: for 32 of 512 rows in 4 of 30 layers, less than a hundredth of the attention. Rows
+    that are decoded are not watched."""
 
     def __init__(self, inner: AttentionBackend, *, num_layers: int, block_tokens: int) -> None:
         self.name, self.page_multiple = inner.name, inner.page_multiple
         self._inner = inner
         self._stride = max(1, num_layers // _LAYERS)
         self._block_tokens = block_tokens
-        self._layers_seen = 0  # of this step, that see whole contexts
+        self._layers_seen = 0  # layers of this step so far that see whole contexts
         self._sums: dict[int, Tensor] = {}  # sequence of the step -> probability by block, summed over watched layers
         self._counts: dict[int, int] = {}
 
     def begin(self, meta: AttentionMeta) -> bool:
-        """Forget the last step. Returns whether there is anything to watch in the one that begins."""
+        """Forget the last step. Returns whether there is anything to watch in the step that begins."""
         self._layers_seen, self._sums, self._counts = 0, {}, {}
         return max(meta.query_lens, default=0) > 1
 
     def take(self) -> dict[int, list[float]]:
-        """Return sequence of the step -> the part of its attention that each block got, in order. The parts add up to
+        """Return sequence of the step -> the share of its attention that each block got, in order. The shares add up to
         1, or less where sinks took some."""
         shares = {sequence: (total / self._counts[sequence]).tolist() for sequence, total in self._sums.items()}
         self._sums, self._counts = {}, {}
@@ -60,8 +61,8 @@ class WatchedAttention:
 
 def probabilities(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     """Return the mean probability that the last rows of a context give to each of its rows, [rows] fp32. q [queries,
-    heads, dim], k [rows, kv_heads, dim], both rotated. One kv head at a time: of a context of 128k rows a group of 4
-    heads takes 64 MB."""
+    heads, dim], k [rows, kv_heads, dim], both rotated. Computes one kv head at a time: with a context of 128k rows, a
+    group of 4 heads takes 64 MB."""
     queries, heads, _ = q.shape
     rows, kv_heads, _ = k.shape
     group = heads // kv_heads

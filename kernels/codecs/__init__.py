@@ -1,1 +1,1 @@
-"""What tiers below HBM may store instead of raw rows: codecs from a block's rows to a segment and back."""
+"""Provides codecs for tiers below HBM, which turn a block's rows into a smaller segment and back."""

@@ -1,4 +1,4 @@
-"""The seam of what a tier below HBM stores for a block."""
+"""Defines the interface of the forms in which a tier below HBM stores a block."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Decodes(Protocol):
-    """Makes rows of what is stored. Thread-safe; the arrays may hold any bytes."""
+    """Makes rows from stored segments. Thread-safe; the arrays may hold any bytes."""
 
     device: torch.device
     """Where `raw` has to be. Segments are there, or on the processor."""
@@ -20,8 +20,8 @@ class Decodes(Protocol):
 
 
 class Projection(Decodes, Protocol):
-    """Makes K and V of activations, of what a layer's attention begins with. Segments are 32 of these, in the model's
-    dtype."""
+    """Makes K and V from activations, which are the input of a layer's attention. A segment is 32 of them, in the
+    model's dtype."""
 
     widths: tuple[int, ...]
     """The elements of a token's activation, by layer."""
@@ -33,8 +33,8 @@ class Codec(Decodes, Protocol):
     """Turns a layer's blocks into segments of one constant size, and back. Blocks are given raw, as the DRAM tier holds
     them: [K of 32 rows, without position][V of 32 rows], in the model's dtype.
 
-    Thread-safe and deterministic: equal rows give equal bytes, whatever else is in the call. Whoever loads has compared
-    checksums; `decode` stays inside its arrays for any bytes all the same, and any bytes give some numbers.
+    Thread-safe and deterministic: equal rows give equal bytes, whatever else is in the call. Loads have compared
+    checksums before; even so, `decode` stays inside its arrays for any bytes, and turns any bytes into some numbers.
     """
 
     name: str  # with its parameters; part of the domain of the blocks' keys
@@ -43,12 +43,12 @@ class Codec(Decodes, Protocol):
     """The size of one block's segment, by layer. Layers may differ."""
 
     def on(self, device: torch.device) -> Decodes:
-        """Return what decodes the segments for pages on this device: there, if that can be, else on the processor. Rows
-        may differ by the order of a sum."""
+        """Return a decoder of the segments for pages on this device: on the device if that is possible, otherwise on
+        the processor. Rows may differ by the order of a sum."""
         ...
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """Encode blocks. raw [blocks, elements]; segments uint8 [blocks, segment_bytes[layer]] receives the result.
-        Returns for each block whether it could be encoded. What is not finite cannot, nor what the size does not do
-        for; the bytes of such a block mean nothing."""
+        Returns for each block whether it could be encoded. A block cannot if a number is not finite, or if it does not
+        fit into the size; its bytes then mean nothing."""
         ...

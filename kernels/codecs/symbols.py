@@ -1,9 +1,10 @@
-"""The tables of the entropy coder: how likely a rounded number is, by the deviation of what was rounded.
+"""Computes the tables of the entropy coder: how likely each rounded number is, given the deviation of the numbers
+before rounding.
 
 A component with deviation s that is rounded in steps of d gives whole numbers whose distribution depends on s / d. So a
 small set of tables, one for each quarter octave of s / d, serves every component of every layer, and a step that is a
-quarter octave coarser takes the next table. What is rounded lies between a Gaussian and a Laplacian; the tables are of
-a mixture (on SmolLM2 any mixture costs within 1 % of the best).
+quarter octave coarser takes the next table. The components lie between a Gaussian and a Laplacian; the tables are for a
+mixture (on SmolLM2 any mixture costs within 1 % of the best).
 """
 
 from math import erf, exp, sqrt
@@ -57,12 +58,12 @@ def symbol_tables() -> Tables:
 
 
 def classes_of(deviations: Fp64, step: float) -> Int64:
-    """Return the class of each component, which may lie outside of the tables: see LEAST_CLASS."""
+    """Return the class of each component. It may lie outside of the tables (LEAST_CLASS)."""
     return np.round(4 * np.log2(np.maximum(deviations, 1e-30) / step)).astype(np.int64)
 
 
 def _below(x: float) -> float:
-    """The share of a unit variable that is less than x."""
+    """Return the share of a variable of unit deviation that is less than x."""
     gaussian = 0.5 * (1 + erf(x / sqrt(2)))
     laplacian = 0.5 * exp(sqrt(2) * x) if x < 0 else 1 - 0.5 * exp(-sqrt(2) * x)
     return _GAUSSIAN * gaussian + (1 - _GAUSSIAN) * laplacian
@@ -76,9 +77,9 @@ def _shares(deviation: float) -> Fp64:
 
 
 def _frequencies(deviation: float) -> Int64:
-    """Return how often each symbol stands in 2^PROBABILITY_BITS, for a deviation in steps."""
+    """Return the frequency of each symbol among 2^PROBABILITY_BITS, for a deviation in steps."""
     share = _shares(deviation)
-    # What is rarer than one in 2^PROBABILITY_BITS is escaped, except next to what is not.
+    # Symbols rarer than one in 2^PROBABILITY_BITS are escaped, except 0 and its neighbours.
     kept = share * _TOTAL >= 0.5
     kept[REACH - 1 : REACH + 2] = kept[ESCAPE] = True
     frequency = np.where(kept, np.maximum(1, np.floor(share * (_TOTAL - kept.sum()))), 0).astype(np.int64)
@@ -87,7 +88,7 @@ def _frequencies(deviation: float) -> Int64:
 
 
 def _values(deviation: float) -> Fp64:
-    """Return the mean of what rounds to each symbol, in steps."""
+    """Return the mean of the numbers that round to each symbol, in steps."""
     means = np.zeros(SYMBOLS)
     inside = (np.arange(64) + 0.5) / 64 - 0.5
     for symbol in range(1, REACH + 1):

@@ -1,10 +1,10 @@
-"""Transform coding of blocks: keys without position in a calibrated basis, entropy-coded, at a constant size.
+"""Codes blocks by a transform: keys without position in a calibrated basis, entropy-coded, at a constant size.
 
 A layer's keys of all heads together are decorrelated by the eigenvectors of their covariance, in a metric in which an
-error counts as much as queries see of it. Keys stored without position are what makes that worth while: rotation would
+error counts as much as queries see of it. That pays only because keys are stored without position: rotation would
 spread every direction over a circle. Values have no such basis; each row and head of theirs is scaled by its own size.
-Both are rounded in equal steps, and the whole numbers are entropy-coded. Steps are what the quality budget decides; a
-block whose code would be too long for the constant size is rounded more coarsely, as little as will do.
+Both are rounded in equal steps, and the whole numbers are entropy-coded. The quality budget decides the steps. A block
+whose code would be too long for the constant size is rounded more coarsely, by as little as suffices.
 
 Sources: transform coding and reverse water-filling as in any textbook of rate-distortion theory; keys before RoPE,
 principal components and sinks kept exact also in KVTC (https://arxiv.org/abs/2511.01815).
@@ -40,19 +40,19 @@ from reprise.kernels.cpu.transform_format import (
 from reprise.kernels.triton_kernels import triton_transform
 from reprise.kernels.views import Fp32
 
-_VERSION = 1  # of how rows become bytes; another one, when that changes in a way that the tables do not show
+_VERSION = 1  # version of the coding; to be changed with any change that the tables do not show
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line
 _LEAST_DEVIATION = 1e-9
-_MOST_BYTES = 4  # of a number: longer than raw fp32 is never needed
+_MOST_BYTES = 4  # most bytes per number: more than raw fp32 is never needed
 # Quarter octaves: a component may deviate by 1,024 steps. What is far outside of that is cut off by the escapes.
 _LEAST_CLASS, _MOST_CLASS = -200, 40
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What a calibration text shows of one layer. k [tokens, kv_heads, k_dim] without position, v [tokens, kv_heads,
-    v_dim]; query_energy [kv_heads, k_dim]: the mean square of the queries that read each number, which is the same for
-    both numbers of a rotated pair."""
+    """The statistics of one layer on a calibration text. k [tokens, kv_heads, k_dim] without position, v [tokens,
+    kv_heads, v_dim]; query_energy [kv_heads, k_dim]: the mean square of the queries that read each number, which is the
+    same for both numbers of a rotated pair."""
 
     k: Fp32
     v: Fp32
@@ -61,7 +61,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """The statistics, as far as they do not depend on steps."""
+    """The part of a layer's calibration that does not depend on steps."""
 
     k_mean: Fp64
     v_mean: Fp64
@@ -100,8 +100,8 @@ def basis_of(layer: LayerStatistics) -> LayerBasis:
 
 
 class TransformCodec:
-    """See `Codec`. layers, segment_bytes: as `fitted` computes them; dtype: of raw rows, bfloat16 or float32. Raises
-    ValueError for what cannot belong together."""
+    """Codes blocks by a transform. Implements `Codec`. layers, segment_bytes: as `fitted` computes them; dtype: of raw
+    rows, bfloat16 or float32. Raises ValueError for arguments that do not fit each other."""
 
     is_lossy = True
     device = torch.device("cpu")
@@ -130,14 +130,14 @@ class TransformCodec:
         segment_bytes: Sequence[int] | None = None,
     ) -> "TransformCodec":
         """Make a codec that rounds in these steps, in the metrics of `LayerBasis`. bases: by layer. segment_bytes: None
-        for what blocks need that deviate as calibrated. Raises ValueError for steps that are too fine."""
+        for the size that blocks with the calibrated deviations need. Raises ValueError for steps that are too fine."""
         layers = [_layer(basis, k_step, v_step) for basis in bases]
         if segment_bytes is None:
             segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
         return cls(layers, segment_bytes=segment_bytes, dtype=dtype)
 
     def on(self, device: torch.device) -> Decodes:
-        """See Codec."""
+        """Return a decoder of the segments for pages on this device."""
         kernels = None if device.type == "cpu" else triton_transform()
         if kernels is None:
             return self
@@ -145,7 +145,7 @@ class TransformCodec:
         return TransformOnDevice(self.layers, self.tables, segment_bytes=sizes, device=device, kernels=kernels)
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
-        """See Codec."""
+        """Encode blocks, as `Codec.encode` demands."""
         calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         encoded = np.zeros(len(bits), np.bool_)
@@ -153,7 +153,7 @@ class TransformCodec:
         return encoded.tolist()
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Codec."""
+        """Decode blocks, as `Decodes.decode` demands."""
         calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         if len(bits) != len(words):
@@ -181,7 +181,7 @@ class TransformCodec:
         return Scratch(*(array[0] for array in self._rooms(layer, 1)))
 
     def _rooms(self, layer: int, count: int) -> Scratch:
-        """Return scratch memory for a layer and so many threads at once, made once by each thread that calls, for
+        """Return scratch memory for a layer and so many threads at once. Each calling thread makes it once for all
         layers of one shape."""
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
@@ -206,7 +206,7 @@ class TransformCodec:
         return rooms
 
     def _digest(self) -> bytes:
-        """Hash all that decides what bytes mean."""
+        """Hash everything that decides what bytes mean."""
         digest = blake2b(b"%d" % _VERSION, digest_size=12)
         for size, layer in zip(self.segment_bytes, self.layers, strict=True):
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
@@ -223,7 +223,7 @@ def _tables() -> Tables:
 
 
 def _check(layer: Layer, size: int) -> None:
-    """Raises ValueError: compiled code checks no index."""
+    """Raise ValueError if a layer's arrays do not fit each other, because compiled code checks no index."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     width = -(-n // TILE[1]) * TILE[1]
     shapes = {"into": (n, width), "back": (n, width), "classes": (n + m,)}
@@ -263,7 +263,7 @@ def _begin(layer: Layer) -> int:
 
 
 def _segment_bytes(layer: Layer, tables: Tables) -> int:
-    """Return the bytes that a block needs whose components deviate as calibrated."""
+    """Return the bytes that a block needs if its components deviate as calibrated."""
     bits = 0.0
     for deviation in layer.classes.tolist():
         table, low = compiled.class_of(deviation, 0)

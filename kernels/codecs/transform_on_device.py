@@ -1,4 +1,4 @@
-"""Decodes transform coding where the pages are: what crosses the link is coded, and it is decoded behind it."""
+"""Decodes transform coding where the pages are: coded bytes cross the link and are decoded after it."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -11,8 +11,8 @@ from reprise.kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, P
 
 
 class TransformOnDevice:
-    """Implements `Decodes` for segments of a `TransformCodec`. Numbers are those of the processor; rows may differ by
-    the order of a sum."""
+    """Decodes segments of a `TransformCodec` on a device. Implements `Decodes`. Numbers equal the processor's; rows may
+    differ by the order of a sum."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class TransformOnDevice:
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
-        """layers, tables, segment_bytes: the codec's. kernels: `reprise.kernels.triton_transform`."""
+        """layers, tables, segment_bytes: the codec's. kernels: the module `reprise.kernels.triton_transform`."""
         self.device, self._kernels = device, kernels
         self._segment_bytes = segment_bytes
         self._entries = torch.from_numpy(tables.entries.view(np.int32)).to(device)
@@ -32,7 +32,8 @@ class TransformOnDevice:
         self._layers = [_LayerOnDevice(layer, device) for layer in layers]
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Decodes. segments: on the processor or the device. Raises ValueError for segments of another size."""
+        """Decode blocks, as `Decodes.decode` demands. segments: on the processor or the device. Raises ValueError for
+        segments of another size."""
         if segments.dtype != torch.uint8 or segments.dim() != 2 or segments.shape[1] != self._segment_bytes[layer]:
             raise ValueError(f"segments of {tuple(segments.shape)} {segments.dtype}")
         calibrated, words = self._layers[layer], segments.to(self.device).view(torch.int16)

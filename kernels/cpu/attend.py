@@ -1,7 +1,7 @@
-"""Attention of single query rows over paged KV in bf16 or packed, at the speed of memory. Compiled by numba.
+"""Computes attention of single query rows over paged KV in bf16 or packed, at the speed of memory. Compiled by numba.
 
 A row's context is split into parts of at most PART keys, which threads take as tasks and which are merged by their
-maxima and sums. The split depends on the row's own context alone, so its result does too.
+maxima and sums. The split depends on the row's own context alone, and so does its result.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ class AttentionTasks(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to the
-    next. Numbers of one head are adjacent. is_packed: they are as in `reprise.kernels.cpu.packed_heads`; else bf16."""
+    """The keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to
+    the next. Numbers of one head are adjacent. is_packed: heads are packed as in `reprise.kernels.cpu.packed_heads`;
+    otherwise bf16."""
 
     address: int
     page: int
@@ -44,7 +45,7 @@ class Pool(NamedTuple):
 
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
-    """Split attention of single rows into tasks."""
+    """Split the attention of single rows into tasks."""
     return AttentionTasks(*_plan(np.array(contexts, np.int64), _NO_WINDOW if window is None else window))
 
 
@@ -62,13 +63,13 @@ def _plan(contexts: Int64, window: int) -> tuple[Int64, Int64, Int64, Int64]:
     return rows, firsts, keys, starts
 
 
-def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, behind: Any, size: int) -> None:
+def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, next_run: Any, size: int) -> None:
     """Prefetch the row of `size` bytes that is read some rows after `index`, from the run of `count` rows at `here` or
     from the next run."""
     ahead = e.add(index, max(1, min(_AHEAD, _PREFETCH // size)))
     inside = e.b.icmp_signed("<", ahead, count)
     row = e.b.select(inside, ahead, e.b.sub(ahead, count))
-    base = e.at(e.b.select(inside, here, behind), e.mul(step, row))
+    base = e.at(e.b.select(inside, here, next_run), e.mul(step, row))
     for place in range(0, size, _LINE):
         e.prefetch(e.at(base, place))
 
@@ -108,13 +109,13 @@ def _emit_scores(
     k: ir.Value,
     k_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16 and what each head of it
-    has to be multiplied with. behind: where the next keys will be read. A product has the same bits wherever its key is
-    among the others."""
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16, and the factor of each
+    of its heads. next_run: address of the keys that will be read next. A product has the same bits at whatever place
+    its key is among the others."""
     size = lanes * LANES * (1 if is_packed else 2)
     by_words = is_packed and lanes % 2 == 0 and "+avx512bw" in e.features
     heads = next(n for n in (1, 2, 4, 8, 16) if n >= group)
@@ -126,12 +127,12 @@ def _emit_scores(
             of_queries = e.b.insert_element(of_queries, scale, I32(g * keys + n))
 
     def score(first: Any, together: int) -> None:
-        """Of the keys from `first` on: `keys` of them, or one."""
+        """Compute the scores of the keys from `first` on: of `keys` of them, or of one."""
         index = [e.add(first, n) for n in range(together)]
         bases = [e.at(k, e.mul(k_row, i)) for i in index]
         totals = _multiplied(e, is_packed, by_words, words if by_words else q, bases, group, lanes)
         for i in index:
-            _prefetch_row(e, k, k_row, i, count, behind, size)
+            _prefetch_row(e, k, k_row, i, count, next_run, size)
         key_scales = [e.scale(e.at(base, size)) for base in bases] if is_packed else []
         if together == 1:
             for g, (total,) in enumerate(totals):
@@ -173,12 +174,12 @@ def _scores(
     k: ir.Value,
     k_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """See `_emit_scores`, of keys in bf16."""
-    _emit_scores(e, False, q, q, q, group, lanes, k, k_row, count, behind, out, out_row)
+    """Compute the scores of keys in bf16, as `_emit_scores` does."""
+    _emit_scores(e, False, q, q, q, group, lanes, k, k_row, count, next_run, out, out_row)
 
 
 @emitted
@@ -192,18 +193,18 @@ def _packed_scores(
     k: ir.Value,
     k_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """See `_emit_scores`, of keys in int8."""
-    _emit_scores(e, True, q, words, scales, group, lanes, k, k_row, count, behind, out, out_row)
+    """Compute the scores of keys in int8, as `_emit_scores` does."""
+    _emit_scores(e, True, q, words, scales, group, lanes, k, k_row, count, next_run, out, out_row)
 
 
 @emitted
 def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value, scales: ir.Value) -> None:
-    """Round queries, fp32 [group, 16 * lanes], to int16 and a scale for each head: to a 32,000th of its largest number.
-    A head that is not finite gets a scale of NaN."""
+    """Round queries, fp32 [group, 16 * lanes], to int16, with a scale for each head: to a 32,000th of its largest
+    number. A head that is not finite gets a scale of NaN."""
     for g in range(group):
         numbers = [e.load(e.at(q, (g * lanes + lane) * LANES * 4)) for lane in range(lanes)]
         top, total = e.splat(0.0), e.splat(0.0)
@@ -250,10 +251,11 @@ def _emit_mix(
     v: ir.Value,
     v_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
 ) -> None:
-    """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32. behind: where the next values will be read."""
+    """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32. next_run: address of the values that will be read
+    next."""
     number = 1 if is_packed else 2  # bytes
     together = max(1, 24 // group)  # keeps the sums in registers
     for first in range(0, lanes, together):
@@ -263,7 +265,7 @@ def _emit_mix(
         with cgutils.for_range(e.b, count) as loop:
             base = e.at(v, e.mul(v_row, loop.index))
             if first == 0:
-                _prefetch_row(e, v, v_row, loop.index, count, behind, lanes * LANES * number)
+                _prefetch_row(e, v, v_row, loop.index, count, next_run, lanes * LANES * number)
             weights = [e.load(e.at(p, e.mul(p_row, g), e.mul(loop.index, 4)), F32) for g in range(group)]
             if is_packed:
                 scale = e.scale(e.at(base, lanes * LANES))
@@ -286,11 +288,11 @@ def _mix(
     v: ir.Value,
     v_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
 ) -> None:
-    """See `_emit_mix`, of values in bf16."""
-    _emit_mix(e, False, p, p_row, group, lanes, v, v_row, count, behind, out)
+    """Add up values in bf16, as `_emit_mix` does."""
+    _emit_mix(e, False, p, p_row, group, lanes, v, v_row, count, next_run, out)
 
 
 @emitted
@@ -303,11 +305,11 @@ def _packed_mix(
     v: ir.Value,
     v_row: ir.Value,
     count: ir.Value,
-    behind: ir.Value,
+    next_run: ir.Value,
     out: ir.Value,
 ) -> None:
-    """See `_emit_mix`, of values in int8."""
-    _emit_mix(e, True, p, p_row, group, lanes, v, v_row, count, behind, out)
+    """Add up values in int8, as `_emit_mix` does."""
+    _emit_mix(e, True, p, p_row, group, lanes, v, v_row, count, next_run, out)
 
 
 @compiled()
@@ -351,15 +353,15 @@ def attend_part(
         _round_queries(q, group, k_lanes, words.ctypes.data, scales.ctypes.data)
     done, at = 0, k.address + runs[0, 0] * k.page + runs[0, 1] * k.row + kv_head * k.head
     for i in range(num_runs):
-        behind = k.address + runs[i + 1, 0] * k.page + runs[i + 1, 1] * k.row + kv_head * k.head
+        next_run = k.address + runs[i + 1, 0] * k.page + runs[i + 1, 1] * k.row + kv_head * k.head
         to = scores.ctypes.data + done * 4
         if k.is_packed:
             _packed_scores(
-                q, words.ctypes.data, scales.ctypes.data, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes
+                q, words.ctypes.data, scales.ctypes.data, group, k_lanes, at, k.row, runs[i, 2], next_run, to, row_bytes
             )
         else:
-            _scores(q, group, k_lanes, at, k.row, runs[i, 2], behind, to, row_bytes)
-        at = behind
+            _scores(q, group, k_lanes, at, k.row, runs[i, 2], next_run, to, row_bytes)
+        at = next_run
         done += runs[i, 2]
     for g in range(len(group)):
         scores[g, count:] = -np.inf
@@ -367,13 +369,13 @@ def attend_part(
     _clear(mixed, len(group) * len(v_lanes))
     done, at = 0, v.address + runs[0, 0] * v.page + runs[0, 1] * v.row + kv_head * v.head
     for i in range(num_runs):
-        behind = v.address + runs[i + 1, 0] * v.page + runs[i + 1, 1] * v.row + kv_head * v.head
+        next_run = v.address + runs[i + 1, 0] * v.page + runs[i + 1, 1] * v.row + kv_head * v.head
         weights = scores.ctypes.data + done * 4
         if v.is_packed:
-            _packed_mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], behind, mixed)
+            _packed_mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], next_run, mixed)
         else:
-            _mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], behind, mixed)
-        at = behind
+            _mix(weights, row_bytes, group, v_lanes, at, v.row, runs[i, 2], next_run, mixed)
+        at = next_run
         done += runs[i, 2]
 
 

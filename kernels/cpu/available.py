@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def announce_compiling() -> None:
-    """Log a message when numba compiles something that is not in its cache, which takes half a minute."""
+    """Log a message when numba compiles a function that is not in its cache, which takes half a minute."""
     from numba.core import event
 
     class Announcer(event.Listener):
@@ -155,7 +155,7 @@ def _features() -> set[str]:
 
 
 def _test(module: ModuleType) -> None:
-    """Raises if the kernels are wrong, or if they use threads other than torch's."""
+    """Raise if the kernels are wrong, or if they use threads other than torch's."""
     use_torch_threads()
     torch.ones(1 << 20).sum()  # starts torch's threads
     before = len(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""Products of rows with one block of a weight's outputs: in bf16 as oneDNN lays it out, or packed to 4 or 8 bits.
+"""Multiplies rows by one block of a weight's outputs: in bf16 as oneDNN lays it out, or packed to 4 or 8 bits.
 
 All are compiled by numba. A row's sums are the same, bit for bit, however many rows there are: with dot products of
 bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors of any length.
@@ -48,7 +48,7 @@ from reprise.kernels.views import Constant
 GROUP = 32  # inputs that share a scale
 BLOCK = 32  # outputs computed together
 FEW = 16  # rows for which codes are unpacked in registers; for more, once into memory
-_QUAD_BYTES = {4: 128, 8: 256, 16: 512}  # of eight inputs of a block, by bits
+_QUAD_BYTES = {4: 128, 8: 256, 16: 512}  # bytes of eight inputs of a block, by bits
 # Bytes prefetched, of codes and of bf16 numbers: the processor's own prefetch stops at the end of a page.
 _AHEAD, _AHEAD_WORDS = 2048, 4096
 
@@ -58,13 +58,13 @@ def _bf16_bits(value: int) -> int:
 
 
 def _code_table(zero: int) -> ir.Constant:
-    """What nibbles mean, twice, because a look-up takes five bits."""
+    """Return the numbers that nibbles stand for, twice, because a look-up takes five bits."""
     return ir.Constant(PAIRS, [_bf16_bits(code - zero) for code in range(16)] * 2)
 
 
 def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
-    """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: of 4 bits four pairs of
-    16 outputs; of 8 bits one pair of 32."""
+    """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: for 4 bits four pairs
+    of 16 outputs, for 8 bits one pair of 32."""
     if bits == 4:
         words = e.load(pointer, PAIRS)
         table = _code_table(zero)
@@ -173,8 +173,8 @@ def _by_sums(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Like `_by_dots` without dot products of pairs, and with x in fp32. Vectors are split by LLVM where registers are
-    shorter."""
+    """Compute the same as `_by_dots`, without dot products of pairs and with x in fp32. LLVM splits vectors where
+    registers are shorter."""
     totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
     size = _QUAD_BYTES[bits] * quads
     with cgutils.for_range(e.b, groups) as group:
@@ -386,7 +386,7 @@ def _many(
     out_row: int,
     scratch: int,
 ) -> None:
-    """Like `_few` with dot products, unpacking the block once."""
+    """Compute the same as `_few` with dot products, but unpack the block once."""
     _unpack(bits, has_lows, codes, groups * len(quads), scratch)
     row = 0
     while row < rows:
@@ -479,8 +479,8 @@ among those of other products of the same inputs, and of packed weights the bits
 
 
 class Place(NamedTuple):
-    """Addresses and strides in bytes of a block's operands and result: rows of inputs, in bf16 if dot products are
-    used, else in fp32; fp32 sums of groups of inputs; fp32 outputs."""
+    """The addresses and strides, in bytes, of a block's operands and result: rows of inputs, in bf16 if dot products
+    are used, otherwise in fp32; fp32 sums of groups of inputs; fp32 outputs."""
 
     rows: int
     x: int

@@ -12,7 +12,8 @@ from reprise.kernels.row_copies import save_kernels
 
 
 def compile_all() -> None:
-    """Compile what kernels are tried out with when they are first asked for; nothing where they cannot run."""
+    """Compile the functions with which kernels are checked when they are first asked for. Does nothing where they
+    cannot run."""
     for kernels in (
         available.decode_kernels,
         available.load_kernels,

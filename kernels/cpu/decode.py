@@ -1,5 +1,5 @@
-"""Decoding in bf16 on CPU, compiled by numba: what a step of a few rows uses besides runs of layers, and what of it
-prefill uses too.
+"""Provides kernels for decoding in bf16 on CPU, compiled by numba: those that a step of a few rows uses besides runs of
+layers. Prefill uses some of them too.
 
 Import this through `reprise.kernels.cpu.available.decode_kernels`.
 """
@@ -106,7 +106,7 @@ def _widen(x: Bf16, dots: Constant, wide: Fp32, narrow: Bf16, sums: Fp32) -> Non
 
 @compiled()
 def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
-    """Return rows as products read them."""
+    """Return rows in the form in which products read them."""
     inputs: Inputs = make_inputs(len(x), width)
     if x.size < _TOGETHER:
         for row in range(len(x)):
@@ -118,7 +118,7 @@ def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
 
 @compiled()
 def _find(products: Int64, task: int) -> tuple[int, int]:
-    """Return the product that a task is a block of, and which block of it."""
+    """Return the product to which a task belongs, and which of its blocks the task is."""
     which, block = 0, task
     while block >= blocks_of(products[which]):
         block -= blocks_of(products[which])
@@ -202,11 +202,11 @@ def attend(
     is_packed: bool,
     out: Fp32,
 ) -> None:
-    """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
-    log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or is_packed:
-    rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; table int32 [rows, pages]; out fp32 [rows,
-    heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors per
-    dim of keys and values."""
+    """Compute attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale
+    * log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or
+    is_packed: rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; table int32 [rows, pages]; out
+    fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors
+    per dim of keys and values."""
     heads, dim, kv_heads, page_size = out.shape[1], out.shape[2], k.shape[2], k.shape[1]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)
     stats = np.empty((len(parts.row), heads, 2), np.float32)

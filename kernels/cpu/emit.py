@@ -1,10 +1,10 @@
-"""Emits vector code into functions that numba compiles: what LLVM would not make of scalar loops by itself.
+"""Emits vector code into functions that numba compiles, where LLVM would not make it from scalar loops by itself.
 
 Vectors have 16 numbers of 32 bits, which LLVM splits where registers are shorter. Addresses are integers or pointers,
-and offsets count bytes, so nothing checks them: callers own the arithmetic.
+and offsets count bytes. They are not checked: callers own the arithmetic.
 
-`compiled` marks what it compiles with a digest of this folder, because numba's disk cache by itself notices changes
-only in the file of the compiled function.
+`compiled` marks compiled functions with a digest of this folder, because numba's disk cache notices changes only in the
+file of the function itself.
 """
 
 import functools
@@ -27,29 +27,29 @@ _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 VEC, VEC_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-_HALF_SUMS = (  # of `sums`: the lanes of two vectors that are added to those 8, 4, 2 and 1 behind them
+_HALF_SUMS = (  # for `sums`: the lanes of two vectors that are added to those 8, 4, 2 and 1 after them
     (8, [*range(8), *range(16, 24)]),
     (4, [first + i for first in (0, 8, 16, 24) for i in range(4)]),
     (2, [first + i for lane in range(0, LANES, 4) for first in (lane, lane + LANES) for i in range(2)]),
     (1, [first + i for lane in range(0, LANES, 4) for first in (lane, lane + LANES) for i in (0, 2)]),
 )
 VEC_I16, VEC_I8, VEC_F16 = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES), ir.VectorType(F16, LANES)
-PAIRS = ir.VectorType(I16, 2 * LANES)  # of bf16, as one operand of a dot product
+PAIRS = ir.VectorType(I16, 2 * LANES)  # pairs of bf16, as one operand of a dot product
 _POINTER = I8.as_pointer()
 
 
 class Emit:
-    """Emits code at the place where a builder stands."""
+    """Emits code at the place where a builder stands, for the kernels of this folder."""
 
     def __init__(self, builder: Any, features: frozenset[str] = frozenset()) -> None:
-        """features: of the processor that is compiled for, as LLVM names them."""
+        """features: those of the processor for which code is compiled, as LLVM names them."""
         self.b = builder
         self.features = features
 
     # --- addresses and memory ---
 
     def at(self, base: Any, *offsets: Any) -> Any:
-        """Return the pointer some bytes behind a pointer or an address."""
+        """Return the pointer some bytes after a pointer or an address."""
         if base.type == I64:
             base = self.b.inttoptr(base, _POINTER)
         base = self.b.bitcast(base, _POINTER)
@@ -91,7 +91,7 @@ class Emit:
         return ir.Constant(VEC_I32, [value] * LANES)
 
     def vector(self, value: Any = None) -> Any:
-        """Make a vector that loops may change: of zeros, or `value`."""
+        """Make a vector that loops may change: of zeros, or with `value`."""
         return cgutils.alloca_once_value(self.b, ir.Constant(VEC, [0.0] * LANES) if value is None else value)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
@@ -113,7 +113,7 @@ class Emit:
         return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
 
     def sum_lanes(self, x: Any) -> Any:
-        """Add the lanes of a vector, in the order in which `sums` does."""
+        """Add the lanes of a vector, in the same order as `sums`."""
         while x.type.count > 1:
             half = x.type.count // 2
             parts = [self.shuffled(x, x, [*range(first, first + half)]) for first in (0, half)]
@@ -121,9 +121,9 @@ class Emit:
         return self.b.extract_element(x, I32(0))
 
     def sums(self, vectors: Sequence[Any]) -> Any:
-        """Add the lanes of each of 16 vectors: lane i of the result is the sum of vectors[i]. A third of what single
-        sums take."""
-        vectors = [vectors[4 * (n % 4) + n // 4] for n in range(LANES)]  # so that they end up in order
+        """Add the lanes of each of 16 vectors: lane i of the result is the sum of vectors[i]. Takes a third of the time
+        of single sums."""
+        vectors = [vectors[4 * (n % 4) + n // 4] for n in range(LANES)]  # an order that makes the sums end up in order
         for distance, lows in _HALF_SUMS:
             pairs, highs = zip(vectors[::2], vectors[1::2], strict=True), [i + distance for i in lows]
             vectors = [self._added(self.shuffled(x, y, lows), self.shuffled(x, y, highs)) for x, y in pairs]
@@ -133,7 +133,7 @@ class Emit:
         return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
 
     def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
-        """Take lanes out of two vectors."""
+        """Select lanes of two vectors."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def dot_words(self, total: Any, x: Any, y: Any) -> Any:
@@ -141,7 +141,7 @@ class Emit:
         return self.b.add(total, self.call("llvm.x86.avx512.pmaddw.d.512", VEC_I32, x, y))
 
     def upper(self, x: Any) -> Any:
-        """Take the lower 16 bits of words as bf16."""
+        """Return the bf16 numbers that make up the upper halves of words."""
         return self.b.bitcast(self.b.shl(x, self.words(16)), VEC)
 
     def bf16(self, pointer: Any) -> Any:
@@ -187,7 +187,7 @@ class Emit:
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Hide numba's own type hints for what it makes of `function`, which are wrong."""
+    """Hide numba's own type hints for the intrinsic that it makes of `function`, because they are wrong."""
     return extending.intrinsic(function)
 
 
@@ -214,7 +214,7 @@ def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
 
 
 def emitted_value(result: types.Type) -> Callable[[Callable[..., Any]], Any]:
-    """Like `emitted`, for an emitter that returns a number."""
+    """Turn an emitter that returns a number into a function for compiled code, as `emitted` does for others."""
     return functools.partial(emitted, result=result)
 
 
@@ -236,25 +236,25 @@ def rounded(e: Emit, x: ir.Value) -> Any:
 
 @emitted_value(types.CPointer(types.float32))
 def fp32_at(e: Emit, address: ir.Value) -> Any:
-    """Return an address as what `numba.carray` takes."""
+    """Return an address as the pointer to fp32 that `numba.carray` takes."""
     return e.b.inttoptr(address, F32.as_pointer())
 
 
 @emitted_value(types.CPointer(types.uint16))
 def bf16_at(e: Emit, address: ir.Value) -> Any:
-    """Return an address as what `numba.carray` takes."""
+    """Return an address as the pointer to bf16 that `numba.carray` takes."""
     return e.b.inttoptr(address, I16.as_pointer())
 
 
 @emitted_value(types.CPointer(types.int64))
 def int64_at(e: Emit, address: ir.Value) -> Any:
-    """Return an address as what `numba.carray` takes."""
+    """Return an address as the pointer to int64 that `numba.carray` takes."""
     return e.b.inttoptr(address, I64.as_pointer())
 
 
 @emitted_value(types.CPointer(types.uint8))
 def bytes_at(e: Emit, address: ir.Value) -> Any:
-    """Return an address as what `numba.carray` takes."""
+    """Return an address as the pointer to bytes that `numba.carray` takes."""
     return e.b.inttoptr(address, _POINTER)
 
 
@@ -271,8 +271,8 @@ def _digest() -> str:
 
 
 def keep_compiled(made: Any) -> None:
-    """Let numba keep on disk what it compiles of a function, until any file of this folder changes. Without a directory
-    for that, it compiles anew at every start."""
+    """Let numba keep a compiled function on disk, until any file of this folder changes. Without a directory for that,
+    the function is compiled anew at every start."""
     try:
         made.enable_caching()
         made._cache._cache_file._source_stamp = _digest()
@@ -281,7 +281,7 @@ def keep_compiled(made: Any) -> None:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function, at its first call with arguments of some types."""
+    """Compile a function when it is first called with arguments of some types."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = njit(nogil=True, **options)(function)

@@ -1,4 +1,4 @@
-"""Causal attention of many query rows in bf16 over paged KV, compiled by numba for CPUs with AVX512_BF16.
+"""Computes causal attention of many query rows in bf16 over paged KV, compiled by numba for CPUs with AVX512_BF16.
 
 Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). The lanes of a vector are query rows. The
 rows of all heads of a group are adjacent, so that they share every key and value that is read. Keys are read in place,
@@ -6,8 +6,8 @@ a pair of dimensions at a time for all lanes; values are first paired by key, a 
 correction of the softmax are computed per lane; nothing is summed across lanes.
 
 Lanes are independent, and blocks of keys begin at multiples of BLOCK in the context. So a row's result depends only on
-its query and on the keys and values that it sees: neither on other rows or sequences of the batch, nor on the chunk it
-is computed in, nor on the number of threads. NaN stays NaN, and stays in its row. Memory after the end of a context has
+its query and on the keys and values that it sees. It does not depend on other rows or sequences of the batch, the chunk
+it is computed in, or the number of threads. NaN stays NaN, and stays in its row. Memory after the end of a context has
 no effect.
 
 Sums are fp32; probabilities are rounded to bf16 before they are multiplied by the values; numbers below 1.2e-38 are 0.
@@ -171,7 +171,7 @@ def _pack_queries(
 def _unpack(
     e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on: see `packed_heads`."""
+    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on (`packed_heads` has the format)."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
         bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
@@ -372,8 +372,8 @@ def _next(_: Any, counter: types.Type) -> Any:
 def _guard(
     words: Words, values: int, pairs: int, dims: int, first: int, positions: Int32, window: int, w: Fp32, to: int
 ) -> None:
-    """Replace values that are not finite by 0 and add them to the lanes that see them: a hidden one would be multiplied
-    by a weight of 0, which gives NaN. words: w as integers."""
+    """Replace values that are not finite by 0 and add them to the lanes that see them. A hidden value would otherwise
+    be multiplied by a weight of 0, which gives NaN. words: w as integers."""
     width, odd = len(positions), 0
     for i in range(values, values + pairs * dims):
         word = words[i]
@@ -472,7 +472,7 @@ def _work(
     w: Fp32,
     out: Words,
 ) -> None:
-    """The loop of one thread: takes tiles that no thread has begun, until none are left."""
+    """Run the loop of one thread: take tiles that no thread has begun, until none are left."""
     rows, positions = np.empty(TILE, np.int64), np.empty(TILE, np.int32)
     group = q.shape[1] // heads
     while True:
@@ -539,7 +539,7 @@ def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, hea
 
 
 def memory(threads: int, k_dim: int, v_dim: int) -> Tensor:
-    """Allocate the memory that `attend` works in, a row for each thread."""
+    """Allocate the working memory of `attend`, a row for each thread."""
     words = k_dim // 2 * TILE + BLOCK * TILE + BLOCK // 2 * v_dim + v_dim * TILE + 3 * TILE
     words += PAGE * max(k_dim, v_dim) // 2
     return torch.empty(threads, -(-words // LANES) * LANES)  # torch aligns it to cache lines

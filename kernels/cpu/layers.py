@@ -1,13 +1,14 @@
-"""Runs of decoder layers for a few rows, as a decode step of some streams has them, in one compiled call.
+"""Computes runs of decoder layers for a few rows, as a decode step of some streams has them, in one compiled call.
 
 A run is a sequence of phases, and a phase a number of tasks. Threads enter once and stay: they take tasks from a
-counter, and whoever finishes a phase's last task opens the next phase. Nobody waits for a thread, only for tasks that
-have been taken. So a thread that comes late, or that the system sets aside, holds nobody up unless it has a task.
+counter, and the thread that finishes a phase's last task opens the next phase. Threads wait only for tasks that have
+been taken, never for a thread. So a thread that comes late, or that the system sets aside, delays the others only if it
+has a task.
 
-Sums are fp32; what enters a product is rounded to bf16 where dot products of pairs multiply it. The order of a sum
-depends only on the row it belongs to, neither on other rows of the batch nor on the number of threads. NaN stays NaN.
+Sums are fp32; the inputs of a product are rounded to bf16 where dot products of pairs multiply them. The order of a sum
+depends only on the row it belongs to, not on other rows of the batch or the number of threads. NaN stays NaN.
 
-`reprise.kernels.cpu.decode` hands it on.
+Callers import it from `reprise.kernels.cpu.decode`.
 """
 
 from typing import Any, NamedTuple
@@ -66,11 +67,11 @@ LAYER_FIELDS = _NORMS + 7
 slot where rows are saved (0: nowhere)."""
 
 _YIELD_SPINS = 2_000  # how often a thread looks for the next phase before it lets others run
-_HEADS_TOGETHER = 4  # that one task rotates
+_HEADS_TOGETHER = 4  # heads that one task rotates
 
 
 class Shape(NamedTuple):
-    """What the layers of a run have in common. Widths in numbers, strides in bytes."""
+    """The properties that all layers of a run share. Widths in numbers, strides in bytes."""
 
     num_q: int
     num_k: int
@@ -91,7 +92,7 @@ class Shape(NamedTuple):
 
 @emitted_value(types.int64)
 def _take(e: Emit, counters: ir.Value, at: ir.Value) -> Any:
-    """Add one to a counter and return what it was."""
+    """Add one to a counter and return its value before."""
     pointer = e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer())
     return e.b.atomic_rmw("add", pointer, I64(1), "seq_cst")
 
@@ -116,7 +117,7 @@ def _yield(e: Emit) -> None:
     e.call("sched_yield", ir.IntType(32))
 
 
-_NEXT, _DONE = 0, 8  # of separate cache lines: the phase and its next task, and the tasks of it that are done
+_NEXT, _DONE = 0, 8  # places in two cache lines: the phase with its next task, and how many of its tasks are done
 _COUNTERS = 16
 _PHASE_BITS = 32  # the upper half of the counter of tasks is the phase
 
@@ -161,7 +162,7 @@ def _sum(x: Fp32) -> np.float32:
 
 
 class Inputs(NamedTuple):
-    """What products read: rows in bf16 or fp32, whichever they multiply, and each group's sum."""
+    """The operands of products: rows in bf16 or fp32, whichever the products multiply, and each group's sum."""
 
     wide: Fp32
     narrow: Bf16
@@ -179,7 +180,8 @@ def make_inputs(rows: int, inputs: int) -> Inputs:
 
 @compiled()
 def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
-    """Finish some groups of a row whose numbers are in `x.wide`."""
+    """Prepare some groups of a row, whose numbers are in `x.wide`, for products: round them if needed, and sum them
+    up."""
     wide = x.wide[row, begin:end]
     if len(dots):
         narrow = x.narrow[row, begin:end]
@@ -192,7 +194,7 @@ def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
 
 @compiled()
 def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
-    """Finish a row whose numbers are in `x.wide`. What is behind `width` becomes 0."""
+    """Prepare a row, whose numbers are in `x.wide`, for products. The numbers after `width` become 0."""
     padded = (width + GROUP - 1) // GROUP * GROUP
     x.wide[row, width:padded] = np.float32(0.0)
     set_part(x, row, 0, padded, dots)
@@ -200,7 +202,7 @@ def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
 
 @compiled()
 def multiply_block(product: Int64, block: int, place: Place, scratch: Bf16) -> None:
-    """Compute one block of a product for all rows, and add the bias. scratch: as much as `scratch_size`."""
+    """Compute one block of a product for all rows, and add the bias. scratch: of `scratch_size` numbers."""
     rows, x, x_row, sums, sums_row, out, out_row = place
     call_kernel(
         product[KERNEL], product.ctypes.data, block, rows, x, x_row, sums, sums_row, out, out_row, scratch.ctypes.data
@@ -209,7 +211,7 @@ def multiply_block(product: Int64, block: int, place: Place, scratch: Bf16) -> N
 
 @compiled()
 def scratch_size(product: Int64, rows: int) -> Any:
-    """Return how many numbers of scratch `multiply_block` uses."""
+    """Return how many numbers of scratch `multiply_block` needs."""
     return product[INPUTS] * BLOCK if rows > FEW and product[BITS] else 0
 
 
@@ -221,7 +223,7 @@ def blocks_of(product: Int64) -> Any:
 
 @compiled()
 def end_of(product: Int64) -> Any:
-    """Return the column behind a product's last block."""
+    """Return the column after a product's last block."""
     return product[FIRST] + blocks_of(product) * product[SIZE]
 
 
@@ -253,7 +255,7 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
 
 @compiled()
 def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
-    """Return where all rows are, and where outputs go: out fp32 [rows, outputs of a block], or a part of its
+    """Return the places of all rows and of the outputs. out fp32 [rows, outputs of a block], or a part of its
     columns."""
     sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
     if len(dots):
@@ -278,8 +280,8 @@ def _multiply(products: Int64, task: int, chunk: int, x: Inputs, dots: Constant,
 def _multiply_gated(
     products: Int64, task: int, chunk: int, x: Inputs, dots: Constant, ups: Fp32, out: Inputs, scratch: Bf16
 ) -> None:
-    """Do one task of silu(gate(x)) * up(x). products: gate and up, with blocks of one size, whole groups. ups: room for
-    products like `out.wide`."""
+    """Do one task of silu(gate(x)) * up(x). products: gate and up, with blocks of one size and whole groups. ups:
+    memory of the size of `out.wide`."""
     gate, up = products[0], products[1]
     size = gate[SIZE]
     for block in range(task * chunk, min(blocks_of(gate), (task + 1) * chunk)):
@@ -331,8 +333,8 @@ def _turn_head(
     scale: np.float32,
     q: Fp32,
 ) -> None:
-    """Save one head of one row un-rotated, if it is a key or a value, rotate it, and write it to where attention reads
-    it."""
+    """Write one head of one row to where attention reads it, rotated unless it is a value. If it is a key or a value,
+    save it un-rotated first."""
     dim = len(x)
     key = head - shape.num_q
     if key >= 0 and layer[_SAVED] and len(spots) and spots[row, 0] >= 0:
@@ -368,10 +370,10 @@ def _turn_head(
 
 
 class Rows(NamedTuple):
-    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: what
-    PROJECT makes; q and mixed fp32 [rows, q heads, dim]: what TURN and ATTEND make; cos, sin bf16 [rows, dim]; slots
+    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: results
+    of PROJECT; q and mixed fp32 [rows, q heads, dim]: results of TURN and ATTEND; cos, sin bf16 [rows, dim]; slots
     int64 [rows]: where keys and values go; table int32 [rows, pages]; spots int64 [rows, 2]: for each row the slot
-    where it is saved and the row in it, slot -1: nowhere; of no rows: none is saved."""
+    where it is saved and the row in it, slot -1: nowhere; if it has no rows, none is saved."""
 
     hidden: Bf16
     heads: Bf16
@@ -385,8 +387,9 @@ class Rows(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the threads of a run share. fp32 [rows, ...]: hidden, before and after attention; inputs of products; what
-    products give; [parts, heads, ...] of attention. narrow: inputs in bf16; sums: of groups of inputs."""
+    """The memory that the threads of a run share. fp32 [rows, ...]: hidden, before and after attention; inputs of
+    products; results of products; [parts, heads, ...] of attention. narrow: inputs in bf16; sums: of groups of
+    inputs."""
 
     hidden: Fp32
     middle: Fp32
@@ -419,7 +422,7 @@ def _begins(part: int) -> int:
 
 @compiled()
 def _ends(part: int) -> int:
-    """Return the phase behind the last of a part. Heads are settled at the end of PROJECT."""
+    """Return the phase after the last one of a part. Heads are settled at the end of PROJECT."""
     if part in (PROJECT, TURN):
         return _HEADS + 1
     return _MERGE + 1 if part == ATTEND else _PHASES
@@ -468,7 +471,7 @@ def _normalise(x: Inputs, row: int, hidden: Fp32, weight: int, eps: float, dots:
 
 @compiled()
 def _finish_row(scratch: Scratch, row: int) -> None:
-    """Make a layer's result of what its last product gave, rounded as between layers."""
+    """Compute a layer's result from its last product, rounded as between layers."""
     hidden, made, middle = scratch.hidden[row], scratch.made[row], scratch.middle[row]
     for i in range(len(hidden)):
         hidden[i] = widened(rounded(made[i] + middle[i]))
@@ -494,8 +497,8 @@ def _do(
     threads: int,
     unpacked: Bf16,
 ) -> None:
-    """Do one task. is_first: of the run's first layer; settles, turns: what of PROJECT and TURN is to be done with
-    heads; merges: whether attention has been computed in this run."""
+    """Do one task. is_first: it belongs to the run's first layer; settles, turns: whether heads are to be settled
+    (PROJECT) and turned (TURN); merges: whether attention has been computed in this run."""
     x = Inputs(scratch.wide, scratch.narrow, scratch.sums)
     dim = rows.heads.shape[2]
     if kind == _NORM:
@@ -584,11 +587,11 @@ def _work(
 ) -> None:
     """Do tasks until there are no more phases."""
     unpacked = np.empty(scratch.gates.shape[1] * BLOCK if len(rows.hidden) > FEW else 0, np.uint16)
-    behind = (last - 1) * _PHASES + _ends(end)
+    end_phase = (last - 1) * _PHASES + _ends(end)
     while True:
         ticket = _take(counters, _NEXT)
         phase, task = ticket >> _PHASE_BITS, ticket & ((1 << _PHASE_BITS) - 1)
-        if phase >= behind:
+        if phase >= end_phase:
             return
         index, kind = phase // _PHASES, phase % _PHASES
         count = _num_tasks(layers[index], kind, rows, len(tasks.row), shape.num_k, threads)
@@ -633,14 +636,14 @@ def _products(layer: Int64, first: int, last: int) -> Int64:
 
 @compiled()
 def _columns(layer: Int64) -> Any:
-    """Return the most columns that products of a layer give, but the gated ones."""
+    """Return the most outputs of a layer's products, not counting the gated ones."""
     most = max(end_of(_product(layer, _OUT)), end_of(_product(layer, _DOWN)))
     for which in range(_Q, _V + 1):
         most = max(most, end_of(_product(layer, which)))
     return most
 
 
-# Not inside `run`: numba takes what a parallel function writes to a part of a tuple for unused, and leaves it out.
+# This is not inside `run`: numba takes writes of a parallel function to a part of a tuple for unused and drops them.
 @compiled()
 def _begin(rows: Rows, scratch: Scratch) -> None:
     for row in range(len(rows.hidden)):
@@ -680,7 +683,7 @@ def run(
     count, width = rows.hidden.shape
     parts, dim, layer = len(tasks.row), rows.heads.shape[2], layers[first]
     inputs = max(_product(layer, _Q)[INPUTS], _product(layer, _OUT)[INPUTS])
-    gated = max(_product(layer, _DOWN)[INPUTS], end_of(_product(layer, _GATE)))  # what is behind the outputs is 0
+    gated = max(_product(layer, _DOWN)[INPUTS], end_of(_product(layer, _GATE)))  # columns after the outputs are 0
     scratch = Scratch(
         np.empty((count, width), np.float32),
         np.empty((count, width), np.float32),

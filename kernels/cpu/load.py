@@ -55,7 +55,7 @@ class _Emit:
         return self.b.select(nan, self._all(0x7FC00000), rounded)
 
     def rounded_product(self, x: Any, y: Any) -> Any:
-        """Multiply and round to bf16; returns float32."""
+        """Multiply and round to bf16. Returns float32."""
         bits = self.b.and_(self.rounded(self.b.fmul(x, y)), self._all(0xFFFF0000))
         return self.b.bitcast(bits, self._wide)
 
@@ -125,8 +125,8 @@ def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types
 
 
 def _fetching(write: int) -> Any:
-    """Prefetch the cache line of an element, which may lie beyond the end. Needed because the hardware's own prefetch
-    stops at the end of a page."""
+    """Prefetch the cache line of an element, which may lie beyond the end. This is needed because the hardware's own
+    prefetch stops at the end of a page."""
 
     def fetch(_: Any, x: types.Type, at: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -239,7 +239,7 @@ def _take_in(
 
 @intrinsic
 def _word(_: Any, x: types.Type, at: types.Type) -> Any:
-    """Load the eight bytes from byte `at` on."""
+    """Load eight bytes, from byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _bytes_at(context, builder, signature.args[0], *args)
@@ -287,7 +287,8 @@ def _sumsum(x: Bf16, at: int, size: int) -> np.uint64:
 
 @compiled(error_model="numpy")
 def add_sums(memory: Bf16, starts: Int64, size: int, sums: NDArray[np.uint64]) -> None:
-    """Note the xxh3_64 of `size` bytes, more than 240, from each of `starts` on, which count bytes, in `sums`."""
+    """Compute the xxh3_64 of `size` bytes, more than 240, from each of `starts` on, which count bytes, and store them
+    in `sums`."""
     for number in range(len(starts)):
         sums[number] = _sumsum(memory, starts[number], size)
 
@@ -315,7 +316,7 @@ def _place(
     start, count, slot, angle = block
     page, row = slot // page_size, slot % page_size
     turned = np.empty(k_dim, np.uint16)
-    # In the order of the source: one stream of reads, and one stream of writes per head.
+    # Follow the order of the source: one stream of reads, and one stream of writes per head.
     at = start
     to_k = page * k_strides[0] + row * k_strides[1]
     for i in range(count):
@@ -426,7 +427,7 @@ def place_together(
     shape: tuple[int, int, int],
     is_packed: bool,
 ) -> None:
-    """Like `place`, with all threads of the team."""
+    """Do the same as `place`, with all threads of the team."""
     for number in prange(len(blocks)):
         rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
         _check_and_place(number, segments, blocks, sums, wrong, *rest)

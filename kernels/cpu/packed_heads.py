@@ -1,8 +1,8 @@
 """Packs heads of rows to a byte a number, compiled by numba.
 
 This is the seam between compiled kernels and page formats. Kernels know two kinds of rows, numbers in bf16 and packed
-ones, and are told by a switch, `KvPages.is_packed`. A packed head is its numbers as int8, and behind them their scale
-as bf16: to the bit as `reprise.kernels.int8_pages.pages` defines it. `attend.py` and `flash.py` unpack heads where they
+ones, and are told by a switch, `KvPages.is_packed`. A packed head is its numbers as int8, followed by their scale as
+bf16: to the bit as `reprise.kernels.int8_pages.pages` defines it. `attend.py` and `flash.py` unpack heads where they
 multiply.
 """
 
@@ -19,7 +19,7 @@ _NAN, _INFINITE, _LEAST = 0x7FC0, 0x7F80, 0x0080  # bf16; the last is the smalle
 
 @emitted_value(types.CPointer(types.int8))
 def _int8_at(e: Emit, address: ir.Value) -> ir.Value:
-    """Return an address as what `numba.carray` takes."""
+    """Return an address as the pointer to int8 that `numba.carray` takes."""
     return e.b.inttoptr(address, I8.as_pointer())
 
 

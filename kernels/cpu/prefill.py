@@ -1,7 +1,7 @@
-"""The small operations of a bf16 decoder layer over many rows, compiled by numba: rotation combined with writing keys
-and values to their slots, and merging two parts of an attention. Each takes one pass over memory.
+"""Provides the small operations of a bf16 decoder layer over many rows, compiled by numba: rotation combined with
+writing keys and values to their slots, and merging two parts of an attention. Each takes one pass over memory.
 
-Every row is computed by one thread and in one order, so results depend neither on other rows nor on the number of
+Every row is computed by one thread and in one order, so results do not depend on other rows or on the number of
 threads. bf16 is widened in registers and rounded once, to nearest and ties to even; NaN stays NaN.
 
 Measured on one core, us with torch -> compiled: rotating 1,124 rows of 12 + 4 + 4 heads of 64 1,300 -> 460.

@@ -1,5 +1,5 @@
-"""Matrix products in bf16 that sum every row in the same order, however many rows there are. Compiled by numba: with
-AMX tiles if the processor has them, else with dot products of bf16 pairs (AVX512_BF16).
+"""Multiplies matrices in bf16 and sums every row in the same order, however many rows there are. Compiled by numba:
+with AMX tiles if the processor has them, else with dot products of bf16 pairs (AVX512_BF16).
 
 oneDNN chooses how to split a sum by the number of rows, so the last bits of a row computed alone differ from those of
 the same row among others. Here a sum runs through the inputs from first to last in every case. The sum still depends on
@@ -193,7 +193,7 @@ def _by_dots(
     out: ir.Value,
     out_at: ir.Value,
 ) -> None:
-    """Like `_by_tiles`, with dot products, for `rows` rows; out_at: bytes to the first of them."""
+    """Compute the same as `_by_tiles`, with dot products, for `rows` rows; out_at: bytes to the first of them."""
     sums = [
         [cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(columns)] for _ in range(rows)
     ]
@@ -362,7 +362,7 @@ def _sums(
 
 @compiled()
 def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
-    """Like `_finish`, for fewer outputs than COLUMNS."""
+    """Do the same as `_finish`, for fewer outputs than COLUMNS."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]

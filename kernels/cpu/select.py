@@ -1,9 +1,10 @@
-"""Attention of single query rows in bf16 to few rows of their contexts, compiled by numba for CPUs with AVX-512.
+"""Computes attention of single query rows in bf16 to few rows of their contexts, compiled by numba for CPUs with
+AVX-512.
 
 An index holds some pairs of dimensions of every rotated key, 32 keys of a page side by side, so that scores are sums
 along lanes. `choose` brings the index up to date, scores all rows of a context by those pairs and finds the strongest;
-`attend` reads the keys and values of these alone. Sums are fp32. What is chosen and computed for a row depends on its
-own context alone, not on other rows of the batch or on the number of threads.
+`attend` reads the keys and values of these alone. Sums are fp32. The choice and the result for a row depend on its own
+context alone, not on other rows of the batch or on the number of threads.
 
 Import this through `reprise.kernels.cpu.available.select_kernels`.
 """
@@ -26,7 +27,7 @@ ALWAYS = 32  # rows at either end of a context that are always chosen
 LOG2_E = 1.4426950408889634
 _AHEAD = 32  # chosen rows that are prefetched before they are read
 _RANGE = 64.0  # a row of 2 ** -64 of a head's greatest weight is as good as none
-_HALVINGS = 24  # of that range, until rows differ by less than their scores' rounding
+_HALVINGS = 24  # halvings of that range, until rows differ by less than their scores' rounding
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VEC, _VEC_I16, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
@@ -248,8 +249,8 @@ def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64
 
 @compiled()
 def _threshold(x: Fp32, vectors: int, most: int) -> np.float32:
-    """Return a number that at most `most` of x are above, and no fewer than 31/32 of that if they can be told apart and
-    weigh anything. x: log2 of weights, infinite for at most `most` rows, else at most 0."""
+    """Return a threshold that at most `most` of x exceed, and at least 31/32 of `most` if they can be told apart and
+    have any weight. x: log2 of weights, infinite for at most `most` rows, else at most 0."""
     low, high = np.float32(-_RANGE), np.float32(1.0)
     if _count_above(x, vectors, low) <= most:
         return low
@@ -399,7 +400,7 @@ def _mix(
 
 @compiled()
 def _element(pool: Bf16, pages: Int32, chosen: Int32, head: int, out: Int64) -> None:
-    """Store where the rows of `chosen` begin in a pool, in elements; behind the last one, the last one again."""
+    """Store where the rows of `chosen` begin in a pool, in elements. After the last row, its place is repeated."""
     page_size = pool.shape[1]
     page_step, row_step, first = pool.strides[0] // 2, pool.strides[1] // 2, head * (pool.strides[2] // 2)
     index, end, place = 0, page_size, first
@@ -425,9 +426,9 @@ def attend(
     v_lanes: Constant,
     out: Fp32,
 ) -> None:
-    """Attention of single rows to chosen rows of their contexts, at least one each. q fp32 [rows, heads, k_dim],
-    multiplied by scale * log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is
-    contiguous; table int32 [rows, pages]; chosen int32 [rows, kv_heads, most], ascending, up to counts int64 [rows,
+    """Compute attention of single rows to chosen rows of their contexts, at least one each. q fp32 [rows, heads,
+    k_dim], multiplied by scale * log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim
+    is contiguous; table int32 [rows, pages]; chosen int32 [rows, kv_heads, most], ascending, up to counts int64 [rows,
     kv_heads]; out fp32 [rows, heads, v_dim]. The tuples' lengths are the heads per kv head and the vectors per dim."""
     kv_heads, heads = k.shape[2], len(group)
     k_dim, v_dim = k.shape[3], v.shape[3]

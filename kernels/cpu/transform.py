@@ -1,5 +1,6 @@
-"""Transform coding of a layer's blocks, compiled by numba: rows to components and whole numbers, those to a stream of
-constant size by an entropy coder (rANS, Duda 2013: https://arxiv.org/abs/1311.2540), and back.
+"""Codes a layer's blocks by a transform, compiled by numba. Rows become components and whole numbers, and these a
+stream of constant size by an entropy coder (rANS, Duda 2013: https://arxiv.org/abs/1311.2540). Decoding does the
+reverse.
 
 A segment, as uint16 words in little-endian order:
 
@@ -64,8 +65,8 @@ from reprise.kernels.views import Fp32
 
 
 def _has_vectors() -> bool:
-    """Whether numba compiles for a processor with what `_Reader` and `_Writer` need; if it did not, LLVM would end the
-    process. Not where every index is to be checked, since those work on pointers."""
+    """Whether numba compiles for a processor with the instructions of `_Reader` and `_Writer`; without them, LLVM would
+    end the process. False if every index is to be checked, because those work on pointers."""
     if config.BOUNDSCHECK:  # type: ignore[attr-defined]
         return False
     features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
@@ -76,9 +77,9 @@ def _has_vectors() -> bool:
 def _decode_groups(
     segments: Bits, row: int, last: int, tables: Tables, scratch: Scratch, component: int, group: int, has_low: bool
 ) -> int:
-    """Decode groups of a component for the chosen sides: what `_decode_group` does, eight lanes and TOGETHER sides at
-    once. Returns the group at which it stopped: GROUPS, or one in which a number is escaped or a stream near its end,
-    which it has left as it was."""
+    """Decode groups of a component for the chosen sides. It does the same as `_decode_group`, for eight lanes and
+    TOGETHER sides at once. Returns the group at which it stopped: GROUPS, or a group in which a number is escaped or a
+    stream is near its end. Such a group is left unchanged."""
     # A shift: a division could raise, and what can raise is not inlined, which would make decoding half as fast.
     size, sides = segments.strides[0] >> 1, scratch.components
     entries, values, states, places = tables.entries, tables.values, scratch.states, scratch.places
@@ -97,9 +98,9 @@ def _decode_groups(
 
 @compiled()
 def _encode_groups(tables: Tables, scratch: Scratch, component: int, group: int) -> int:
-    """Encode groups of a component for the chosen sides, none of which stores low bits: what `_encode_group` does,
-    eight lanes and TOGETHER sides at once. Returns the group at which it stopped, which it has left as it was: one in
-    which a number is escaped, or -1."""
+    """Encode groups of a component for the chosen sides, none of which stores low bits. It does the same as
+    `_encode_group`, for eight lanes and TOGETHER sides at once. Returns the group at which it stopped: one in which a
+    number is escaped, which is left unchanged, or -1."""
     words, sides, chosen, finer = scratch.words, scratch.components, scratch.chosen, scratch.finer
     frequencies, starts, states, places = tables.frequencies, tables.starts, scratch.states, scratch.places
     size, side_size = words.shape[1], sides.shape[1] * ROWS
@@ -113,20 +114,20 @@ if not _has_vectors():
 
     @compiled()
     def _encode_groups(tables: Tables, scratch: Scratch, component: int, group: int) -> int:
-        """Encode none."""
+        """Encode no group, where there are no vectors."""
         return group
 
     @compiled()
     def _decode_groups(
         segments: Bits, row: int, last: int, tables: Tables, scratch: Scratch, component: int, group: int, has_low: bool
     ) -> int:
-        """Decode none."""
+        """Decode no group, where there are no vectors."""
         return group
 
 
 @compiled()
 def _to_floats(bits: Bits, shift: int, out: Fp32) -> None:
-    """bits [any] of bf16 (shift 16) or fp32 (shift 0)."""
+    """Convert bits [any] of bf16 (shift 16) or fp32 (shift 0) to fp32."""
     whole = out.view(np.uint32)
     for i in range(len(bits)):
         whole[i] = np.uint32(bits[i]) << np.uint32(shift)
@@ -147,14 +148,14 @@ def _to_bits(floats: Fp32, shift: int, out: Bits) -> None:
 
 @compiled()
 def _quarters(coarser: int, is_v: bool) -> int:
-    """Return how many quarter octaves the steps of K, or of V, are coarser: they take turns, V first."""
+    """Return by how many quarter octaves the steps of K, or of V, are coarser. K and V take turns, V first."""
     return (coarser + is_v) >> 1
 
 
 @compiled()
 def _quarters_of(variance: float) -> int:
     """Return 4 * log2 of the deviation, rounded, of a finite variance above zero."""
-    part, exponent = math.frexp(variance)  # of at least 1/2
+    part, exponent = math.frexp(variance)  # part is at least 1/2
     return int(2 * exponent - 2 + (part >= 2.0**-0.75) + (part >= 2.0**-0.25))
 
 
@@ -175,7 +176,7 @@ def class_of(base: int, quarters: int) -> tuple[int, int]:
 def decode(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, scratch: Scratch, raw: Bits
 ) -> None:
-    """segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] as bits."""
+    """Decode blocks. segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] receives the rows as bits."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     for row in range(0, len(segments), TOGETHER):
         count = min(TOGETHER, len(segments) - row)
@@ -191,7 +192,7 @@ def decode(
 def decode_together(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, rooms: Scratch, raw: Bits
 ) -> None:
-    """Like `decode`, with all threads of the team. rooms: arrays of as many rooms as there are parts of the work."""
+    """Do the same as `decode`, with all threads of the team. rooms: arrays with as many rooms as the work has parts."""
     blocks, parts = len(segments), len(rooms.components)
     for part in prange(parts):
         first, stop = blocks * part // parts, blocks * (part + 1) // parts
@@ -243,7 +244,7 @@ def _decode_numbers(
                 used += 1
         if used == 0:
             continue
-        # What has no numbers leaves its place to another one, which is decoded twice at the same time, to one place.
+        # Unused places repeat the first side, which is then decoded several times at once, to the same memory.
         for other in range(used, TOGETHER):
             chosen[other] = chosen[0]
         group = 0
@@ -269,7 +270,7 @@ def _decode_numbers(
 def _decode_group(
     words: Bits, last: int, tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int
 ) -> None:
-    """Decode a number of each lane, one after the other: where vectors cannot, or there are none."""
+    """Decode a number of each lane, one lane after the other, for groups that vectors cannot decode."""
     states, out = scratch.states[side], scratch.components[side, c]
     entries, values = tables.entries[table], tables.values[table]
     at = scratch.places[side]
@@ -303,7 +304,7 @@ def _decode_group(
 def _store_keys(
     layer: Layer, scratch: Scratch, components: Fp32, live: int, n: int, quarters: int, shift: int, raw: Bits
 ) -> None:
-    """live: the components from here on are zero in every row."""
+    """Store keys. live: the components from here on are zero in every row."""
     rows, columns = TILE
     width = layer.back.shape[1]
     flat, back, product = components.reshape(-1), layer.back.reshape(-1), scratch.product.reshape(-1)
@@ -353,7 +354,8 @@ def encode(
     segments: Bits,
     encoded: NDArray[np.bool_],
 ) -> None:
-    """raw [blocks, ROWS * (n + m)] as bits; segments uint16 [blocks, size_words]; encoded bool [blocks]."""
+    """Encode blocks. raw [blocks, ROWS * (n + m)] as bits; segments uint16 [blocks, size_words]; encoded bool [blocks]
+    tells which could be encoded."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     begin = HEAD_WORDS + (ROWS * layer.heads + 1) // 2
     room = size_words - begin
@@ -392,8 +394,8 @@ def encode(
 def _spread(
     raw: Bits, first: int, step: int, count: int, shift: int, means: Fp32, scratch: Scratch, out: Fp32, at: int
 ) -> None:
-    """Store a block's rows less their means as components, from out[at] on. A row's numbers begin `step` after those of
-    the row before."""
+    """Store a block's rows minus their means as components, from out[at] on. A row's numbers begin `step` after those
+    of the row before."""
     for r in range(0, ROWS, 16):
         for i in range(0, count - count % 16, 16):
             spread_tile(raw, first + r * step + i, step, means, i, out, at + i * ROWS + r)
@@ -406,7 +408,8 @@ def _spread(
 
 @compiled()
 def _k_to_components(raw: Bits, shift: int, layer: Layer, scratch: Scratch, components: Fp32, n: int) -> bool:
-    """Also note how much each component deviates, in quarter octaves. Returns whether all are finite."""
+    """Convert a block's keys to components, and note how much each component deviates, in quarter octaves. Returns
+    whether all are finite."""
     rows, _ = TILE
     width = layer.into.shape[1]
     centred, into, out = scratch.product.reshape(-1), layer.into.reshape(-1), components.reshape(-1)
@@ -420,7 +423,8 @@ def _k_to_components(raw: Bits, shift: int, layer: Layer, scratch: Scratch, comp
 def _v_to_components(
     raw: Bits, shift: int, words: Bits, layer: Layer, scratch: Scratch, components: Fp32, n: int, m: int
 ) -> bool:
-    """Also write the scales' exponents, and note how much each component deviates. Returns whether all are finite."""
+    """Convert a block's values to components, write the scales' exponents, and note how much each component deviates.
+    Returns whether all are finite."""
     heads, width = layer.heads, m // layer.heads
     exponents, scales = words[HEAD_WORDS:].view(np.int8), scratch.product.reshape(-1)
     flat = components.reshape(-1)
@@ -456,7 +460,8 @@ def _deviations(components: Fp32, scratch: Scratch, first: int, last: int) -> bo
 
 @compiled()
 def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -> int:
-    """Predict the finest steps whose code fits in so many bits, from how much each component deviates in this block."""
+    """Predict the finest steps with which the code fits into so many bits, from how much each component deviates in
+    this block."""
     coarser = 0
     if _predicted(coarser, n, tables, layer, scratch) <= bits:
         while coarser > -FINEST and _predicted(coarser - 1, n, tables, layer, scratch) <= bits:
@@ -469,7 +474,7 @@ def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -
 
 @compiled()
 def _predicted(coarser: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> float:
-    """Return the bits of a block's numbers with such steps."""
+    """Return the predicted bits of a block's numbers with steps that are so much coarser."""
     total = np.float32(0)
     for c in range(len(layer.classes)):
         quarters = _quarters(coarser, c >= n)
@@ -483,8 +488,8 @@ def _predicted(coarser: int, n: int, tables: Tables, layer: Layer, scratch: Scra
 
 @compiled()
 def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> bool:
-    """Code the numbers of those sides whose steps are not too coarse, from the last to the first. Notes the count of
-    words of each; one of more than `room` has broken off. Returns whether there were any."""
+    """Code the numbers of those sides whose steps are not too coarse, from the last to the first. Notes each side's
+    count of words; a side with more than `room` was broken off. Returns whether there was any side to code."""
     classes, chosen, places = layer.classes, scratch.chosen, scratch.places
     for side in range(count):
         scratch.states[side] = LEAST_STATE
@@ -520,7 +525,7 @@ def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer,
 
 @compiled()
 def _encode_group(tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int) -> None:
-    """Code a number of each lane, the last one first: where vectors cannot, or there are none."""
+    """Code a number of each lane, the last lane first, for groups that vectors cannot code."""
     states, out, used = scratch.states[side], scratch.words[side], scratch.places[side]
     frequencies, starts = tables.frequencies[table], tables.starts[table]
     half, finer = 1 << low >> 1, scratch.finer[side]

@@ -1,4 +1,5 @@
-"""What a segment of transform coding holds, and what coding it needs: see `reprise.kernels.cpu.transform`."""
+"""Defines the contents of a segment of transform coding, and the data that coding needs
+(`reprise.kernels.cpu.transform`)."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ SYMBOLS = 2 * REACH + 2
 ESCAPE = SYMBOLS - 1  # followed by the number as it is, in ESCAPE_BITS
 ESCAPE_BITS = 15
 LEAST_DEVIATION, LARGEST_DEVIATION = LEAST_CLASS - 12, LARGEST_CLASS + 12  # quarter octaves of a block's own s / d
-ROWS = 32  # of a block
+ROWS = 32  # rows of a block
 LANES = 8
 GROUPS = ROWS // LANES
 TOGETHER = 4  # blocks that are coded at the same time
@@ -27,10 +28,10 @@ HEAD_WORDS = 1 + 2 * LANES
 LEAST_STATE = 1 << 15
 MASK = (1 << PROBABILITY_BITS) - 1
 ESCAPED = 1 << (ESCAPE_BITS - 1)
-POWERS = np.exp2(np.arange(-160, 160) / 4)  # of 2, by quarter octaves: all that a byte and coarser steps may say
+POWERS = np.exp2(np.arange(-160, 160) / 4)  # powers of two, by quarter octaves: all that a byte and coarser steps need
 
 
-Bits = NDArray[Any]  # of bf16 as uint16, or of fp32 as uint32; a segment's words as uint16
+Bits = NDArray[Any]  # bits of bf16 as uint16, or of fp32 as uint32; a segment's words as uint16
 
 
 class Tables(NamedTuple):
@@ -46,10 +47,11 @@ class Tables(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What was calibrated for a layer. K has n components, V has m numbers a row in `heads` heads.
+    """The calibration of a layer. K has n components, V has m numbers a row in `heads` heads.
+
     into [n, width]: rows of K, less their mean, to components; back [n, width]: components, in steps, to K; width is n,
-    rounded up to whole tiles with zeros. classes [n + m]: of
-    each component at the calibrated step, K's in falling order."""
+    rounded up to whole tiles with zeros. classes [n + m]: class of each component at the calibrated step, K's in
+    falling order."""
 
     k_mean: Fp32
     v_mean: Fp32
@@ -61,7 +63,7 @@ class Layer(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's own room for the blocks that it codes at the same time, its sides."""
+    """A thread's memory for the blocks that it codes at the same time, which are called sides."""
 
     number: Fp32  # [1], one of those that fill no vector
     components: Fp32  # [TOGETHER, n + m, ROWS], in steps

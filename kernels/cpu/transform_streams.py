@@ -27,10 +27,11 @@ from reprise.kernels.cpu.transform_vectors import I16, I32, I64, LANES_F32, LANE
 
 
 class _Stream:
-    """The lanes' states and the place in the words, which stay in registers until `keep`."""
+    """A stream of the entropy coder: the lanes' states and the place in the words, which stay in registers until
+    `keep`."""
 
     def __init__(self, e: Emit, words: Any, states: Any, place: Any) -> None:
-        """Pointers to the words, to the lanes' states, and to the place of the next word."""
+        """words, states, place: pointers to the words, to the lanes' states, and to the place of the next word."""
         self._e, self._words, self._states, self._places = e, words, states, place
         self._state, self._place = e.variable(e.load(states, LANES_I32)), e.variable(e.b.load(place))
 
@@ -41,11 +42,11 @@ class _Stream:
 
 
 class _Reader(_Stream):
-    """Emits the decoding of one stream, a number of each lane at a time."""
+    """Emits the decoding of one stream, one number of each lane at a time."""
 
     def __init__(self, *stream: Any, entries: Any, values: Any, out: Any, low: Any, last: Any) -> None:
-        """stream: see `_Stream`; pointers to its table, and to where numbers go; how many low bits are stored as they
-        are, None for 0; and the last word."""
+        """stream: the arguments of `_Stream`. entries, values: pointers to its table; out: pointer to where numbers go;
+        low: how many low bits are stored as they are, None for 0; last: the last word."""
         super().__init__(*stream)
         self._entries, self._values, self._out, self._last = entries, values, out, last
         self._low = None if low is None else self._e.b.trunc(low, I32)
@@ -76,9 +77,9 @@ class _Reader(_Stream):
         e.store(number, e.at(self._out, e.times(self._group, LANES)))
 
     def _take_low(self, x: Any, is_short: Any) -> Any:
-        """Go on from states that may lack their first word. A state takes another word when it is short again without
-        its low bits; the first word does not change whether it is, as it is less than what the low bits leave. Returns
-        the numbers."""
+        """Compute the next states and return the numbers, where low bits are stored. x: states that may lack their
+        first word. A state takes another word if it is short again without its low bits. The first word does not change
+        that, because it is less than what the low bits leave."""
         e, b = self._e, self._e.b
         low, one = e.splat(self._low, LANES_I32), _lanes(1)
         is_short_again = b.icmp_unsigned("<", b.lshr(x, low), _lanes(LEAST_STATE))
@@ -102,10 +103,11 @@ class _Reader(_Stream):
 
 
 class _Writer(_Stream):
-    """Emits the encoding of one stream, a number of each lane at a time. Low bits and escapes are not for it."""
+    """Emits the encoding of one stream, one number of each lane at a time. It cannot store low bits or escapes."""
 
     def __init__(self, *stream: Any, frequencies: Any, starts: Any, numbers: Any, finer: Any) -> None:
-        """stream: see `_Stream`; pointers to its table, and to the numbers, which are multiplied by `finer`."""
+        """stream: the arguments of `_Stream`. frequencies, starts: pointers to its table; numbers: pointer to the
+        numbers, which are multiplied by `finer`."""
         super().__init__(*stream)
         self._frequencies, self._starts, self._numbers = frequencies, starts, numbers
         self._finer = self._e.splat(finer, LANES_F32)
@@ -132,7 +134,7 @@ class _Writer(_Stream):
         backwards = range(LANES)[::-1]
         words, leaves = (e.shuffle(v, v, backwards) for v in (b.and_(x, _lanes(0xFFFF)), is_long))
         words = e.call(f"llvm.x86.avx512.mask.compress.v{LANES}i32", LANES_I32, words, words, leaves)
-        e.store(words, e.at(self._words, place))  # those that are not the stream's are written over
+        e.store(words, e.at(self._words, place))  # surplus words are overwritten later
         b.store(b.add(place, e.count(leaves)), self._place)
         x = b.select(is_long, b.lshr(x, _lanes(16)), x)
         # Both are less than 2^31, and as doubles their quotient never rounds up to a whole number.
@@ -148,8 +150,8 @@ def _lanes(value: int) -> Any:
 
 
 def _run_streams(e: Emit, streams: Sequence[_Reader | _Writer], group: Any, step: int) -> Any:
-    """Go through the groups, up or down, as long as all streams may go on. Returns the group at which they stopped,
-    which they have left as it was, or the one behind the last."""
+    """Code the groups, up or down, as long as all streams can. Returns the group at which they stopped, which is left
+    unchanged, or the one after the last."""
     b, at = e.b, e.variable(group)
     ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
     b.branch(ahead)
@@ -169,7 +171,7 @@ def _run_streams(e: Emit, streams: Sequence[_Reader | _Writer], group: Any, step
 
 
 def _decoder(name: str, has_low: bool) -> Any:
-    """Make what decodes a component with vectors, with or without low bits."""
+    """Make a decoder of a component with vectors, with or without low bits."""
 
     def emit(
         e: Emit,

@@ -51,7 +51,7 @@ class Emit:
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def variable(self, value: Any) -> Any:
-        """Create what loops may change."""
+        """Create a variable that loops may change."""
         place = cgutils.alloca_once_value(self.b, value)
         self.b.store(value, place)  # each time that this is come by, not only at the function's begin
         return place
@@ -61,7 +61,7 @@ class Emit:
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
 
     def load_widened(self, pointer: Any) -> Any:
-        """Load 16 numbers of fp32 or bf16 as fp32, by what `pointer` points to."""
+        """Load 16 numbers of fp32 or bf16, depending on the pointer's type, as fp32."""
         kind = pointer.type.pointee
         whole = self.load(pointer, ir.VectorType(kind, 16))
         if kind.width == 16:
@@ -69,7 +69,7 @@ class Emit:
         return self.b.bitcast(whole, VEC)
 
     def store_rounded(self, x: Any, pointer: Any) -> None:
-        """Store 16 numbers as fp32, or rounded to bf16, ties to even, by what `pointer` points to."""
+        """Store 16 numbers as fp32 or rounded to bf16, ties to even, depending on the pointer's type."""
         b, whole = self.b, self.b.bitcast(x, WORDS)
         if pointer.type.pointee.width == 16:
             even = b.and_(b.lshr(whole, self.splat(16, WORDS)), self.splat(1, WORDS))
@@ -78,7 +78,7 @@ class Emit:
         self.store(whole, pointer)
 
     def transposed(self, rows: Sequence[Any]) -> list[Any]:
-        """Exchange rows and lanes of 16 vectors, by squares that are twice as large each time."""
+        """Exchange rows and lanes of 16 vectors, by squares whose size doubles each time."""
         rows = list(rows)
         for side in (1, 2, 4, 8):
             upper = [lane - side + 16 if lane & side else lane for lane in range(16)]
@@ -177,7 +177,7 @@ def store_k(
     raw: ir.Value,
     raw_at: ir.Value,
 ) -> None:
-    """Store mean + scale * product of a row, of the first numbers as far as they fill vectors."""
+    """Store mean + scale * product for the first numbers of a row, as far as they fill vectors."""
     factor = e.splat(scale)
     with cgutils.for_range(e.b, e.b.sdiv(count, I64(16))) as loop:
         j = e.times(loop.index, 16)
@@ -219,7 +219,8 @@ def spread_tile(
     out: ir.Value,
     at: ir.Value,
 ) -> None:
-    """The way back: store the numbers of 16 rows less their means as components, each ROWS apart from the next one."""
+    """Do the reverse of `store_v_tile`: store the numbers of 16 rows minus their means as components, each ROWS apart
+    from the next one."""
     mean = e.load(e.at(means, means_at))
     rows = [e.b.fsub(e.load_widened(e.at(raw, raw_at, e.times(raw_step, r))), mean) for r in range(16)]
     for i, column in enumerate(e.transposed(rows)):

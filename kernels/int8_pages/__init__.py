@@ -1,1 +1,1 @@
-"""A page format: KV in HBM at a byte a number (`cache.hbm_dtype int8`)."""
+"""Defines a page format: KV in HBM with one byte per number (`cache.hbm_dtype int8`)."""

@@ -1,12 +1,12 @@
-"""Pages of a byte a number.
+"""Defines pages with one byte per number.
 
-A head of a row is its numbers as int8, and behind them their scale as bf16: 66 bytes instead of 128 for 64 numbers.
-A number is its int8 times the scale, which is the largest of the head's numbers divided by 127. Each head has its own
-scale, so that a row is known once it is computed, whatever comes before or after it. The packed row depends on nothing
-but the row in bf16: a row that is computed anew, or loaded from below HBM, has the same bytes.
+A head of a row is its numbers as int8, followed by their scale as bf16: 66 bytes instead of 128 for 64 numbers. A
+number is its int8 times the scale, which is the largest of the head's numbers divided by 127. Each head has its own
+scale, so that a row can be packed once it is computed, whatever comes before or after it. The packed row depends only
+on the row in bf16: a row that is computed again, or loaded from below HBM, has the same bytes.
 
-Here is the definition, by torch. `reprise.kernels.cpu.packed_heads` packs to the same bytes, and kernels beside it read
-them.
+This is the definition, in torch. `reprise.kernels.cpu.packed_heads` packs to the same bytes, and the kernels in its
+folder read them.
 """
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor
 from reprise.kernels.attention.ragged_batch import KvPages, PageFormat
 
 LEVELS = 127
-_NAN = 0x7FC0  # as bf16
+_NAN = 0x7FC0  # NaN in bf16
 _LEAST_SCALE = 2.0**-126  # smaller ones have no inverse: all numbers are 0 then
 
 
 class Int8Pages(KvPages):
-    """See KvPages. Pools are int8 [pages, page_size, kv_heads, dim + beside]."""
+    """One layer's pages with one byte per number, in the form of KvPages. Pools are int8 [pages, page_size, kv_heads,
+    dim + beside]."""
 
     __slots__ = ()
     beside = 2  # bytes of a head's scale
@@ -39,7 +40,7 @@ class Int8Pages(KvPages):
 
     @staticmethod
     def to_numbers(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Unpack rows. In bf16 numbers are rounded once."""
+        """Unpack rows. To bf16, numbers are rounded once."""
         codes, scale = rows[..., : -Int8Pages.beside], rows[..., -Int8Pages.beside :]
         return (codes.float() * scale.contiguous().view(torch.bfloat16).float()).to(dtype)
 

@@ -1,6 +1,6 @@
-"""Selectors of KV by name: which rows of a long context a decoding sequence attends to.
+"""Lists the selectors of KV by name. A selector chooses the rows of a long context that a decoding sequence attends to.
 
-Listing them loads nothing; `none` selects nothing and costs nothing. tests/kernels/selectors/ holds each against the
+Listing them loads nothing; `none` selects nothing and costs nothing. tests/kernels/selectors/ compares each with the
 naive attention with a mask.
 """
 

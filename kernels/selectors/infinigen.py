@@ -1,10 +1,11 @@
-"""InfiniGen (arXiv 2406.19707) as it is for models with rotary positions, for comparison, in plain torch.
+"""Implements InfiniGen (arXiv 2406.19707) for models with rotary positions, as the paper has it, for comparison, in
+plain torch.
 
-Scores are of a guess: the query that a layer's weights make of what the layer before began with, so that rows can be
+Scores come from a guess: the query that a layer's weights make from the input of the layer before, so that rows can be
 fetched while that layer computes. Query and keys are skewed after rotation by the eigenvectors of the queries' moments,
-and the 30 % of dims that matter most are multiplied. Rows that come within ALPHA of the greatest score are chosen, as
-many for all kv heads as for the mean of them, and no more than the share that may be read. The first layer, which no
-layer foretells, is read whole.
+and only the 30 % of dims that matter most are multiplied. Rows within ALPHA of the greatest score are chosen. Each kv
+head gets the mean number of such rows, and no more than the share that may be read. The first layer has no layer before
+it and is read whole.
 """
 
 import torch
@@ -25,11 +26,11 @@ from reprise.kernels.attention.selection import (
 )
 
 ALPHA = 5.0  # nats; what the paper takes for Llama-like models
-DIMS = 0.3  # of a head's
+DIMS = 0.3  # share of a head's dims
 
 
 class InfinigenSelector:
-    """Gets guesses in the place of queries."""
+    """Chooses rows by guessed queries. Made for one model; called by the engine's thread."""
 
     name = "infinigen"
     index_bytes_per_token = 0
@@ -37,10 +38,10 @@ class InfinigenSelector:
 
     def __init__(self, inputs: SelectorInputs) -> None:
         self._share = inputs.share
-        self.skews = [skew(layer) for layer in inputs.moments]  # by layer
+        self.skews = [skew(layer) for layer in inputs.moments]  # directions by layer
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """See KvSelector."""
+        """Choose rows for one layer, as `KvSelector.choose` demands, with guesses in the place of queries."""
         rows = {}
         for at, context in enumerate(candidates.contexts):
             keys = context_keys(kv, candidates.table[at], context)
@@ -50,8 +51,8 @@ class InfinigenSelector:
 
 
 def skew(layer: LayerMoments) -> Tensor:
-    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: of the eigenvectors of the queries'
-    moments, those along which queries and keys are largest."""
+    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: those eigenvectors of the queries'
+    moments along which queries and keys are largest."""
     _, directions = torch.linalg.eigh(layer.queries)
     along = [(directions * (moments @ directions)).sum(1) for moments in (layer.queries, layer.keys)]
     strength = along[0].clamp_min(0).sqrt() * along[1].clamp_min(0).sqrt()  # [kv_heads, k_dim]
@@ -62,7 +63,7 @@ def skew(layer: LayerMoments) -> Tensor:
 
 
 def skewed_weights(queries: Tensor, keys: Tensor, directions: Tensor) -> Tensor:
-    """Return `weights` by scores along some directions [kv_heads, rows]. queries fp32 [heads, k_dim], scaled to the
+    """Return `weights` from scores along some directions, [kv_heads, rows]. queries fp32 [heads, k_dim], scaled to the
     base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads, k_dim, dims]."""
     group = queries.view(keys.shape[1], -1, queries.shape[1]) @ directions
     partial = keys.float().transpose(0, 1) @ directions
@@ -70,7 +71,7 @@ def skewed_weights(queries: Tensor, keys: Tensor, directions: Tensor) -> Tensor:
 
 
 def how_many(weight: Tensor, most: int) -> int:
-    """Return how many rows to choose for each kv head: the mean number of those within ALPHA of a head's greatest
-    score, both ends of the context besides, and at most `most`. weight [kv_heads, rows], log2."""
+    """Return how many rows to choose for each kv head: the mean number of rows within ALPHA of a head's greatest score,
+    plus both ends of the context, and at most `most`. weight [kv_heads, rows], log2."""
     near = (weight > -ALPHA * LOG2_E).sum(1).float().mean()
     return min(most, 2 * ALWAYS + int(near))

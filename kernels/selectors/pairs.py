@@ -1,15 +1,16 @@
-"""Partial keys of RoPE pairs: InfiniGen (arXiv 2406.19707) for models with rotary positions and grouped queries.
+"""Chooses rows by partial keys of RoPE pairs: InfiniGen (arXiv 2406.19707) for models with rotary positions and grouped
+queries.
 
 InfiniGen scores all rows by a few dims of a skewed query and key, and attends to the strongest rows alone. The skew, an
-orthogonal product folded into the weights, does not commute with rotations, so here the few dims are whole pairs that
+orthogonal product folded into the weights, does not commute with rotations. So here the few dims are whole pairs that
 RoPE turns together: those in which queries and keys are strong, found by calibration. Scores use the query itself, not
-a guess made one layer ahead, because there is no slow link whose time such a guess would hide.
+a guess made one layer ahead, because there is no slow link whose time a guess would hide.
 
-Each kv head chooses for itself. A row counts by the query head of the group that gives it most, compared with what that
-head gives to its strongest row; to compare with the sum instead takes an exponential of every score and is no better.
-SmolLM2-135M, 64 tokens behind 4,096 of each of two books, 12.5 % read in all layers but the first: 8 pairs of 32 cost
-0.0064 nats, 10 cost 0.0051, 16 cost 0.0039; exact scores, 0.0033; one choice for all kv heads by 10 pairs, 0.0064.
-Behind 7,680, in all layers: 8 pairs cost 0.0124 reading 5 %, 0.0040 reading 10 %, 0.0027 reading 12.5 %.
+Each kv head chooses for itself. A row counts by the query head of the group that gives it the most weight, relative to
+that head's strongest row. Comparing with the sum instead takes an exponential of every score and is no better. Measured
+on SmolLM2-135M with 64 tokens after 4,096 of each of two books, 12.5 % read in all layers but the first: 8 pairs of 32
+cost 0.0064 nats, 10 cost 0.0051, 16 cost 0.0039; exact scores, 0.0033; one choice for all kv heads by 10 pairs, 0.0064.
+After 7,680, in all layers: 8 pairs cost 0.0124 reading 5 %, 0.0040 reading 10 %, 0.0027 reading 12.5 %.
 """
 
 import numpy as np
@@ -31,13 +32,14 @@ from reprise.kernels.attention.torch_cpu import fits_kernels
 from reprise.kernels.cpu.available import select_kernels
 from reprise.kernels.views import as_bits
 
-PAIRS = 8  # of a kv head
+PAIRS = 8  # pairs of a kv head
 _MOST_KNOWN = 1024  # sequences whose rows are known to be in the index; others are indexed anew
-_ROOM = 16  # numbers that the kernel may write behind the last chosen row
+_ROOM = 16  # numbers that the kernel may write after the last chosen row
 
 
 class PairSelector:
-    """With compiled kernels an index beside the pool holds partial keys; without, they are gathered from the pool."""
+    """Chooses rows by partial keys. With compiled kernels an index beside the pool holds these; without, they are
+    gathered from the pool. Called by the engine's thread."""
 
     name = "pairs"
     looks_ahead = False
@@ -46,14 +48,14 @@ class PairSelector:
         self._share, self._pool = inputs.share, (inputs.num_pages, inputs.page_size)
         self._dims = [strongest_pairs(layer) for layer in inputs.moments]  # [kv_heads, PAIRS, 2] int64
         self._words: list[np.ndarray | None] = [None] * len(self._dims)
-        self._indexed: list[dict[int, int]] = [{} for _ in self._dims]  # by layer: owner -> rows in the index
+        self._indexed: list[dict[int, int]] = [{} for _ in self._dims]  # layer -> owner -> rows in the index
         self._kernels = select_kernels()
         self.index_bytes_per_token = (
             0 if self._kernels is None else sum(4 * d.shape[0] * d.shape[1] for d in self._dims)
         )
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """See KvSelector."""
+        """Choose rows for one layer, as `KvSelector.choose` demands."""
         if self._kernels is not None and fits_kernels(queries.shape[1], kv) and self._pool[1] % 32 == 0:
             return self._chosen_by_kernel(layer, queries, kv, candidates)
         rows = {
@@ -86,8 +88,8 @@ class PairSelector:
         return Selection(candidates.sequences, rows, counts)
 
     def _spans(self, layer: int, candidates: Candidates) -> np.ndarray:
-        """Return [candidates, 2]: the first row that is not in the layer's index, and the length of the context. Counts
-        on the index being brought up to date."""
+        """Return [candidates, 2]: the first row that is not in the layer's index, and the length of the context. The
+        caller has to bring the index up to date."""
         indexed, spans = self._indexed[layer], np.empty((len(candidates.contexts), 2), np.int64)
         for at, (owner, context) in enumerate(zip(candidates.owners, candidates.contexts, strict=True)):
             known = indexed.pop(owner, 0)
@@ -99,8 +101,8 @@ class PairSelector:
 
 
 def pair_weights(queries: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
-    """Return `weights` by partial scores [kv_heads, rows]. queries fp32 [heads, k_dim],
-    scaled to the base of 2; keys [rows, kv_heads, k_dim]; dims [kv_heads, pairs, 2]."""
+    """Return `weights` from partial scores, [kv_heads, rows]. queries fp32 [heads, k_dim], scaled to the base of 2;
+    keys [rows, kv_heads, k_dim]; dims [kv_heads, pairs, 2]."""
     kv_heads = keys.shape[1]
     group = queries.view(kv_heads, -1, queries.shape[1])
     scores = [group[head][:, at] @ keys[:, head, at].float().T for head, at in enumerate(dims.flatten(1))]

@@ -22,7 +22,7 @@ from reprise.cache.returns.return_times import ReturnTimes
 from reprise.loadgen.codec import RAW, CodedKV
 from reprise.loadgen.workloads.traces import TraceRequest
 
-BLOCK_TOKENS = 512  # in the published traces
+BLOCK_TOKENS = 512  # size of a block in the published traces
 DEFAULT = "lookahead"  # the server's policy for all its tiers
 CEILINGS = ("belady", "unbounded")
 ANSWER_S_PER_TOKEN = 0.03  # assumed, because traces do not record when answers ended
@@ -34,7 +34,7 @@ class HitRate:
     """The hits of one policy at one capacity."""
 
     policy: str
-    capacity_tokens: int | None  # of raw KV that would fit; None: unlimited
+    capacity_tokens: int | None  # tokens of raw KV that would fit; None: unlimited
     blocks: int
     hit_blocks: int
     tokens: int
@@ -88,16 +88,16 @@ class _Uses:
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self._next: dict[BlockKey, float] = {}
-        self._behind: list[list[float]] = []  # per request and block: the number of the next request with the block
+        self._later: list[list[float]] = []  # per request and block: the number of the next request with the block
         for number in range(len(requests) - 1, -1, -1):
             keys = [_key(name) for name in requests[number].block_names]
-            self._behind.append([self._next.get(key, math.inf) for key in keys])
+            self._later.append([self._next.get(key, math.inf) for key in keys])
             self._next.update(dict.fromkeys(keys, float(number)))
-        self._behind.reverse()
+        self._later.reverse()
 
     def arrive(self, number: int, keys: Sequence[BlockKey]) -> None:
         """Advance the future of this request's blocks to what comes after it."""
-        self._next.update(zip(keys, self._behind[number], strict=True))
+        self._next.update(zip(keys, self._later[number], strict=True))
 
     def next_use(self, key: BlockKey) -> float:
         return self._next[key]

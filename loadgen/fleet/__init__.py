@@ -1,1 +1,2 @@
-"""Simulates a fleet: many of `reprise.loadgen.sim`'s servers behind the gateway's own routing, on one virtual clock."""
+"""Simulates a fleet: many of `reprise.loadgen.sim`'s servers, routed by the gateway's own class, on one virtual
+clock."""

@@ -9,7 +9,7 @@ from reprise.fleet.routing import Choice, Cost, FleetView, NoReplica, Question, 
 
 
 class Policy(Protocol):
-    """What a simulated gateway asks."""
+    """A policy of routing, as a simulated gateway asks it."""
 
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice: ...
 
@@ -19,7 +19,7 @@ class Hashing:
 
     def __init__(self, view: FleetView) -> None:
         self._view = view
-        self._chosen: dict[str, str] = {}  # of the names in `_among`
+        self._chosen: dict[str, str] = {}  # the choices among the names in `_among`
         self._among: list[str] = []
 
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
@@ -129,5 +129,5 @@ def make_policy(
     return makers[name]()
 
 
-VARIANTS = ("four-looks", "cheap-moves", "eager-moves")  # of "guarded"
+VARIANTS = ("four-looks", "cheap-moves", "eager-moves")  # variants of "guarded"
 POLICIES = ("round-robin", "hash", "sticky", "cheapest", "guarded", *VARIANTS, "clairvoyant")

@@ -1,4 +1,4 @@
-"""What simulated fleets did, in figures."""
+"""Figures of what simulated fleets did."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class FleetResult:
     ttft_p99_s: float
     ttft_mean_s: float
     tokens: dict[str, float]  # share of the history's tokens, by where they were found; `computed` is the rest
-    routes: dict[str, int]  # of the whole run
-    redis_bytes: dict[str, float]  # of the whole run: loaded, uploaded, dropped (too much waited), evicted
+    routes: dict[str, int]  # turns of the whole run by route
+    redis_bytes: dict[str, float]  # bytes of the whole run: loaded, uploaded, dropped (too much waited), evicted
 
     def figures(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Upload:
     owner: int
-    tokens: int  # of the context, when all has arrived
+    tokens: int  # tokens of the context when all has arrived
     size: float  # bytes still to come
 
 

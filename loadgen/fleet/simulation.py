@@ -33,11 +33,11 @@ class FleetConfig:
     """A fleet and what happens to it. Times in seconds of the virtual clock; math.inf: never."""
 
     replicas: int
-    policy: str  # of `reprise.loadgen.fleet.baselines.POLICIES`
+    policy: str  # a name in `reprise.loadgen.fleet.baselines.POLICIES`
     machine: Machine
     server: Config
-    redis_bytes_per_s: float = 0.0  # of all instances; 0: no Redis for KV
-    link_bytes_per_s: float = 3e9  # of a replica
+    redis_bytes_per_s: float = 0.0  # rate of all instances together; 0: no Redis for KV
+    link_bytes_per_s: float = 3e9  # rate of a replica's link
     redis_bytes: float = math.inf
     gateways: int = 1
     beat_s: float = 1.0
@@ -50,7 +50,7 @@ class FleetConfig:
 
 @dataclass(slots=True)
 class _Home:
-    """What the directory says of a session."""
+    """The directory's entry of a session."""
 
     replica: str
     used_s: float
@@ -106,7 +106,7 @@ class _Replica:
 class FleetSimulation:
     """One run. Deterministic: chance comes from the workload and `config.seed`.
 
-    histories: tokens that conversations have behind them at the start. Their homes are hashed then, whatever the
+    histories: tokens of the histories that conversations have at the start. Their homes are hashed then, whatever the
     policy, and have their KV; Redis has none of it.
     """
 

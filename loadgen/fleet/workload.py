@@ -70,7 +70,7 @@ def conversations(
 def already_under_way(
     drawn: Sequence[Conversation], machine: Machine, *, since_s: float
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Return conversations as they are `since_s` later, and the tokens that those under way then have behind them. What
+    """Return conversations as they are `since_s` later, and the tokens of history that those under way then have. What
     begins later is the same, so much earlier. With `since_s` as long as the longest conversation as many end as
     begin."""
     found: list[Conversation] = []

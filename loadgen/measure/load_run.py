@@ -66,7 +66,7 @@ class Workload:
 
     conversations: list[Conversation]
     left_out: int = 0  # whose first turn already exceeds `max_context`
-    unusable: int = 0  # of a file of dialogues: nobody asks anything in them that is answered
+    unusable: int = 0  # dialogues of a file in which no question is answered
 
 
 def workload(options: Options) -> Workload:

@@ -1,4 +1,5 @@
-"""How much of a context is kept as activations and how much as KV: HybridServe's Algorithm 1 and Equation 11. Pure.
+"""Decides how much of a context is kept as activations and how much as KV: HybridServe's Algorithm 1 and Equation 11.
+Pure.
 
 A block of activations is half as large as one of KV with full multi-head attention, but keys and values have to be made
 of it. The link brings weights and KV while the GPU makes keys and values, so both should take as long. A model whose
@@ -36,7 +37,7 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
     kv_bytes, act_bytes = model.num_layers * model.kv_bytes, model.num_layers * model.act_bytes
     if act_bytes >= kv_bytes:
         return Allocation(0.0, 0.0, host_bytes / kv_bytes)
-    load_s, make_s = host.load_s(model.kv_bytes), host.kv_gen_s(model, 1)  # of a token: both are linear
+    load_s, make_s = host.load_s(model.kv_bytes), host.kv_gen_s(model, 1)  # times of a token: both are linear
     act_gpu = host.free_bytes(model) / act_bytes
     idle_s = host.weights_s(model, 0.0) - act_gpu * make_s
     act_host = min(max(0.0, idle_s) / make_s, host_bytes / act_bytes)
@@ -48,7 +49,7 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
 
 
 def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
-    """Whether a request's next block holds activations: if not, they would fall behind the ratio of host memory."""
+    """Whether a request's next block holds activations: if not, they would fall short of the ratio of host memory."""
     return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
 
 

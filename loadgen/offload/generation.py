@@ -27,7 +27,7 @@ class Generated:
     tokens_per_s: float
     prefill_s: float
     decode_s: float
-    link_bytes: float  # to the GPU, while decoding
+    link_bytes: float  # bytes to the GPU while decoding
     gpu_busy: float  # share of the decoding time
 
 

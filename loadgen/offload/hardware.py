@@ -50,8 +50,8 @@ class Host:
     link_bytes_per_s: float  # each way
     gpu_bytes: float
     host_bytes: float
-    buffer_bytes: float  # of the GPU: what one mini-batch has of a layer. There are two
-    reserved_bytes: float  # of the GPU: for the runtime and intermediate results
+    buffer_bytes: float  # GPU memory for a mini-batch's part of a layer; there are two such buffers
+    reserved_bytes: float  # GPU memory for the runtime and intermediate results
 
     def weights_s(self, model: OffloadedModel, on_gpu: float) -> float:
         """Seconds to load a layer's weights but for the share that stays on the GPU."""

@@ -1,4 +1,4 @@
-"""Which requests share a mini-batch: HybridServe's greedy bin packing (§4.3.3). Pure."""
+"""Decides which requests share a mini-batch: HybridServe's greedy bin packing (§4.3.3). Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request brings to a layer, in tokens."""
+    """The tokens that a request brings to a layer."""
 
-    act: int  # of which keys and values are made
+    act: int  # tokens of whose activations keys and values are made
     kv: int  # loaded as they are
 
 

@@ -22,9 +22,11 @@ from reprise.loadgen.workloads.synthetic import Distribution
 from reprise.loadgen.workloads.workload import Conversation, fitted
 
 _SIMULATED = 4  # replicas at most; of a larger fleet, so many with their share of the load
-_LEAST_S, _LEAST_SESSIONS = 600.0, 400  # of a simulation
-_DRAWS = 4  # of conversations; their turns count together: near its limit, a fleet's wait differs much between draws
-_WARM = 1 / 3  # of a simulation does not count
+_LEAST_S, _LEAST_SESSIONS = 600.0, 400  # least length of a simulation
+_DRAWS = (
+    4  # draws of conversations, whose turns count together: near its limit, a fleet's wait differs much between draws
+)
+_WARM = 1 / 3  # share of a simulation that does not count
 _GROWTH = 1.15  # from row to row
 _ROWS = 8  # at most
 _USED = 0.5  # share of Redis' rate to plan for
@@ -45,7 +47,7 @@ class FleetPlan:
     workload: str
     model: str
     sessions_per_s: float  # that a replica finishes whose batch is always full
-    ttft_target_s: float  # of p95
+    ttft_target_s: float  # target of the p95
     rows: tuple[FleetRow, ...]  # by ascending number of replicas
 
     @property

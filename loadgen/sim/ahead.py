@@ -1,4 +1,4 @@
-"""What the queue says about the next turns: told to the policies, and fetched for (AttentionStore §3.3)."""
+"""Tells the policies what the queue says about the next turns, and fetches for these (AttentionStore §3.3)."""
 
 import math
 from operator import attrgetter
@@ -56,11 +56,11 @@ class SimulatedLookAhead:
                 decode_s = moved / self._codec.decode_bytes_per_s
                 self.fetching = (self._disk.read(moved / self._codec.ratio, now, decode_s), name)
                 self._settled = False
-            return  # if there was no room for it, nor is there for those behind it
+            return  # no room for this one means no room for those after it
 
     @property
     def due_s(self) -> float:
-        """When what is being fetched will be there."""
+        """The time at which what is being fetched will be there."""
         return math.inf if self.fetching is None else self.fetching[0]
 
     def fetched(self) -> None:

@@ -60,7 +60,7 @@ class Machine:
     hbm_shared: bool  # whether running contexts also occupy `hbm_bytes`
     dram_bytes: float
     disk_bytes: float
-    codec: CodedKV = RAW  # of the disk
+    codec: CodedKV = RAW  # the disk's codec
 
     def disk_s(self, num_tokens: int) -> float:
         """Seconds to read KV of so many tokens from disk and to decode it."""
@@ -93,16 +93,18 @@ class Config:
     car_window: int = 8
     granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (the paper's OF)
-    truncation_ratio: float = 0.5  # of the window
+    truncation_ratio: float = 0.5  # share of the window that a cut drops
     answer_share: float = 0.125  # the most of the window that is kept free for the answer when a prompt is cut
     # whether waiting sessions after the first (C_mem + C_disk) / S_kv are treated as unordered
     eviction_window: bool = False
     prefetch: bool = True  # from disk into DRAM, for queued sessions
-    prefetch_share: float = 1.0  # of DRAM that the prefetch window may use
+    prefetch_share: float = 1.0  # share of DRAM that the prefetch window may use
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
     # whether turns start while others ahead of them still load, as on the server; the papers do not say
     starts_past_loads: bool = False
     recompute_if_faster: bool = False  # than to load what is kept; the server does so, the paper does not say
-    chunk_tokens: int = 0  # of prefill chunks that run beside decodes; 0: prefills are not chunked, and decodes wait
+    chunk_tokens: int = (
+        0  # size of prefill chunks that run beside decodes; 0: prefills are not chunked, and decodes wait
+    )
     ttl_s: float = math.inf  # since the last access
     warmup_turns: int = 0  # number of first turns that do not count

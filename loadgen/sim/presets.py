@@ -24,11 +24,11 @@ class Saturation:
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer
-    prompt_share: float  # of a later turn's tokens
+    prompt_share: float  # share of a later turn's tokens
     spread: float  # log-normal spread of both lengths
     # shape of the gamma distribution of the number of turns: 1 is geometric, smaller values have longer tails
     turn_shape: float
-    layer_s: float  # of a decode step per layer, besides reading weights and KV
+    layer_s: float  # time of a decode step per layer, besides reading weights and KV
     hbm_share: float  # share of the data sheet's bandwidth that these reads reach
 
 

@@ -16,12 +16,12 @@ class Result:
 
     turns: int
     first_turns: int
-    hit_rate: float  # of all turns; a session's first turn cannot hit
-    hit_rate_returning: float  # of turns >= 2
-    token_hit_rate: float  # of prompt tokens
+    hit_rate: float  # share of all turns; a session's first turn cannot hit
+    hit_rate_returning: float  # share of turns >= 2
+    token_hit_rate: float  # share of prompt tokens
     tier_token_hit_rate: dict[str, float]  # `token_hit_rate` split by tier
     tier_hit_share: dict[str, float]  # share of the tokens found, by tier; adds up to 1 unless nothing was found
-    history_token_hit_rate: float  # of history tokens
+    history_token_hit_rate: float  # share of history tokens
     prompt_tokens: int
     computed_tokens: int
     answer_tokens: int
@@ -33,14 +33,16 @@ class Result:
     stalled_s: float  # time spent waiting for loads
     prefill_tokens_per_s: float  # prompt tokens per second of their prefills
     gpu_s: float  # time during which the machine was busy with them
-    prefill_gpu_s: float  # of the whole run
-    decode_gpu_s: float  # of the whole run
-    makespan_s: float  # of the whole run
-    cost: float  # of the whole run, in dollars; storage is charged only where KV is kept
+    prefill_gpu_s: float  # GPU time of prefills in the whole run
+    decode_gpu_s: float  # GPU time of decode steps in the whole run
+    makespan_s: float  # length of the whole run
+    cost: float  # dollars for the whole run; storage is charged only where KV is kept
     cost_storage: float  # the part of `cost` for storage
     cut_turns: int
     ttft_by_turn_s: list[float]  # mean, by turn of the conversation
-    bytes: dict[str, float]  # of the whole run: into HBM by source, fetched into DRAM; evicted and refused by tier
+    bytes: dict[
+        str, float
+    ]  # bytes of the whole run: into HBM by source, fetched into DRAM; evicted and refused by tier
     records: list[TurnRecord] = field(repr=False)
 
     def figures(self) -> dict[str, Any]:

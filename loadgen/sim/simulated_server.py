@@ -60,7 +60,7 @@ class SimulatedServer:
         self.machine = machine
         self.config = config
         self.now = 0.0
-        self.records: list[TurnRecord] = []  # in the order of their starts
+        self.records: list[TurnRecord] = []  # turns in the order of their starts
         self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.prefilled_tokens = self.decoded_tokens = self.recomputed_tokens = 0
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
@@ -151,7 +151,7 @@ class SimulatedServer:
 
     @property
     def slowdown(self) -> float:
-        """How much longer a prefill takes because of the decode steps beside it."""
+        """The factor by which decode steps beside it lengthen a prefill."""
         if not (chunk := self.config.chunk_tokens) or not self._running:
             return 1.0
         costs = self.machine.costs

@@ -54,7 +54,7 @@ class Tier:
         self.capacity = capacity
         self._kv, self.codec = kv, codec
         self.policy = policy
-        self.told: Line[str] = Line()  # of the queued sessions, those that the policy knows of
+        self.told: Line[str] = Line()  # the queued sessions that the policy knows of
         self.used = 0.0
         self.evicted = 0.0
         self.refused = 0.0

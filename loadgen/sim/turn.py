@@ -20,8 +20,8 @@ class TurnRecord:
     answer_tokens: int
     history_tokens: int = 0
     prompt_tokens: int = 0
-    clipped_tokens: int = 0  # of its own words, if they alone exceeded the window
-    cut_tokens: int = 0  # of the history, before or during its answer
+    clipped_tokens: int = 0  # tokens of its own words that were cut, if they alone exceeded the window
+    cut_tokens: int = 0  # tokens of the history that were cut before or during its answer
     context_tokens: int = 0  # after its answer
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens found there when its load began
     load_s: float = 0.0

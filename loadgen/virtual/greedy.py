@@ -1,4 +1,4 @@
-"""What a virtual request asks of the sampler: nothing but a length."""
+"""Sampling of a virtual request: nothing but a length."""
 
 from reprise.scheduler.sequence import SamplingParams
 

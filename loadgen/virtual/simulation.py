@@ -66,7 +66,7 @@ class VirtualServer:
     bytes_per_token: int = 1024
     num_layers: int = 12
     fixed_s: float = 0.005
-    chunk_fixed_s: float = 0.0  # of every step with tokens of prompts, beside it: products of many rows begin dearer
+    chunk_fixed_s: float = 0.0  # added to every step with tokens of prompts: products of many rows begin dearer
     s_per_token: float = 0.0004
     s_per_row: float = 0.0005
     s_per_kilo_pair: float = 0.0001
@@ -76,10 +76,10 @@ class VirtualServer:
     disk_bytes_per_s: float = 5e6
     redis_blocks: int = 0  # 0: no Redis
     redis_bytes_per_s: float = 2e6
-    coded_share: float = 0.0  # of a block's bytes that it takes as a codec makes it; 0: nothing is coded
-    decoded_bytes_per_s: float = 10e6  # of rows, that come out of the codec
-    encoded_bytes_per_s: float = 4e6  # of rows, that go into it
-    load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
+    coded_share: float = 0.0  # share of its bytes that a coded block takes; 0: nothing is coded
+    decoded_bytes_per_s: float = 10e6  # bytes of rows that come out of the codec
+    encoded_bytes_per_s: float = 4e6  # bytes of rows that go into it
+    load_fixed_s: float = 0.0  # time of every load and fetch beside that of its bytes
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
     block_scorer: str = ""  # what a full window drops first; empty: the conversation ends there
@@ -95,7 +95,7 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """What a step costs, times `misjudged`."""
+        """Return the cost of steps, times `misjudged`."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,
@@ -107,7 +107,7 @@ class VirtualServer:
 
 @dataclass(slots=True)
 class VirtualTurn:
-    """What became of a turn."""
+    """The outcome of a turn."""
 
     session_id: str
     tenant: str
@@ -136,7 +136,7 @@ class _Live:
 
 
 class BrokenInvariant(Exception):
-    """What must hold did not."""
+    """An invariant does not hold."""
 
 
 class Simulation:
@@ -174,7 +174,7 @@ class Simulation:
         return self._trace.hexdigest()
 
     def run(self) -> None:
-        """To the end of all conversations. Raises BrokenInvariant."""
+        """Run to the end of all conversations. Raises BrokenInvariant."""
         while self._arrivals or self._live:
             if self.steps > _MOST_STEPS:
                 raise BrokenInvariant(f"{len(self._live)} requests do not come to an end")
@@ -249,7 +249,7 @@ class Simulation:
         self.scheduler.ran(seconds + waited_s, waited_s)
 
     def _attention(self, sequence: Sequence) -> list[float]:
-        """As if later text attended to each block by its first token."""
+        """Return the attention to each block, as if later text attended to a block by its first token."""
         tokens = self.cache.requests.context(sequence.request_id).token_ids[::BLOCK_TOKENS]
         return [(token + 1) / (sum(tokens) + len(tokens)) for token in tokens]
 
@@ -331,7 +331,7 @@ class Simulation:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _push_turn(self, before_s: float, live: _Live) -> None:
-        """A conversation's next turn, behind what ended at `before_s`."""
+        """Send a conversation's next turn, after the one that ended at `before_s`."""
         turn = live.conversation.turns[live.turn]
         self._pushed += 1
         heapq.heappush(self._arrivals, (max(before_s + turn.think_s, turn.due_s), self._pushed, live))

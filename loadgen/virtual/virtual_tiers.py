@@ -1,4 +1,4 @@
-"""What the transfer threads and the tiers below HBM do, on a virtual clock: moves take time and end in events."""
+"""Plays the transfer threads and the tiers below HBM on a virtual clock: moves take time and end in events."""
 
 import heapq
 import math
@@ -40,14 +40,14 @@ DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualSpeeds:
-    """How long moves take: bytes per second of each link, and of rows that come out of the codec or go into it."""
+    """The speeds of moves: bytes per second of each link, and of rows that come out of the codec or go into it."""
 
     dram_bytes_per_s: float
     disk_bytes_per_s: float
     redis_bytes_per_s: float
     decoded_bytes_per_s: float
     encoded_bytes_per_s: float
-    load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
+    load_fixed_s: float = 0.0  # time of every load and fetch beside that of its bytes
 
 
 class VirtualTiers:
@@ -197,7 +197,7 @@ class VirtualTiers:
     # --- what has become of them --------------------------------------------------------------------------------------
 
     def take_events(self, now: float) -> Iterator[Event]:
-        """What has ended by now, in order; with what comes in while they are taken."""
+        """Return what has ended by now, in order, and what ends while these are taken."""
         while self._events and self._events[0][0] <= now:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, Loaded):
@@ -210,11 +210,11 @@ class VirtualTiers:
 
     @property
     def last_event_s(self) -> float | None:
-        """When nothing will be under way any more; None: nothing is."""
+        """Return when nothing will be under way any more; None: nothing is."""
         return max((when_s for when_s, _, _ in self._events), default=None)
 
     def loaded_s(self, job_id: int) -> float:
-        """When a load ends; 0.0 if it has, or has not begun."""
+        """Return when a load ends; 0.0 if it has, or has not begun."""
         return self._loads[job_id][1] if job_id in self._loads else 0.0
 
     def arrived(self, job_id: int, now: float) -> float:

@@ -24,8 +24,8 @@ class Distribution:
     # Assumed, because the paper does not say:
     max_turns: int = 40  # its figures end at these maxima
     max_tokens: int = 32_768
-    correlation: float = 0.7  # of the normal scores of turns and tokens: long conversations have more turns
-    prompt_share: float = 1 / 3  # of a turn's tokens; answers are the longer part in ShareGPT
+    correlation: float = 0.7  # correlation of the normal scores of turns and tokens: long conversations have more turns
+    prompt_share: float = 1 / 3  # share of a turn's tokens; answers are the longer part in ShareGPT
     turn_spread: float = 0.8  # log-normal spread of the turns' lengths within a conversation
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class TraceRequest:
     """One request of a trace."""
 
     at_s: float
-    prompt_tokens: int  # of the whole prompt, including history
+    prompt_tokens: int  # length of the whole prompt, including history
     answer_tokens: int
     session: str = ""  # empty if unknown
     block_names: tuple[int, ...] = ()

@@ -16,12 +16,12 @@ from reprise.loadgen.workloads.think import ThinkTime
 class Turn:
     """One request of a conversation."""
 
-    prompt_tokens: int  # of the new message only
+    prompt_tokens: int  # length of the new message only
     answer_tokens: int
     think_s: float  # from the end of the answer before it, or from the conversation's start, until it is sent
     text: str = ""  # the new message; empty: use one filler word per token
     due_s: float = 0.0  # earliest time in the run to send it, even if the answer before it has ended earlier
-    block_names: tuple[int, ...] = ()  # of a trace: turns whose names begin alike have texts that begin alike
+    block_names: tuple[int, ...] = ()  # names of a trace: turns whose names begin alike have texts that begin alike
     block_tokens: int = 0
 
 

@@ -38,13 +38,13 @@ pytestmark = pytest.mark.api
 NUM_REQUESTS = int(os.environ.get("REPRISE_API_REQUESTS", "2400"))
 ENGINE = os.environ.get("REPRISE_API_MODEL", "scripted")
 PATIENCE_S = "2"  # x-request-timeout: answers that the description lets be endless end
-GROWTH = 1.10  # of the server's memory over the second half of the requests
+GROWTH = 1.10  # most growth of the server's memory over the second half of the requests
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 @dataclass
 class Asked:
-    """What came back so far, and the ids that later requests may ask for."""
+    """The answers so far, and the ids that later requests may ask for."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     ids: dict[str, list[str]] = field(default_factory=dict)  # path parameter -> values

@@ -25,6 +25,6 @@ async def running(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def server(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
-    """The app with default settings, behind a real socket."""
+    """The app with default settings on a real socket."""
     async with on_loopback(engine, make_settings(tmp_path)) as running:
         yield running

@@ -125,7 +125,7 @@ STATS = Stats(
 
 @dataclass
 class Script:
-    """What the engine does with the next requests."""
+    """The script that the engine plays with the next requests."""
 
     answer: str = "Hello there, how are you today?"
     step_s: float = 0.0  # between two tokens
@@ -428,7 +428,7 @@ async def on_loopback(engine: FakeEngine, settings: Settings) -> AsyncIterator[R
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 1.0) -> float:
-    """How long it took; fails past `timeout_s`."""
+    """Return the seconds it took; fail past `timeout_s`."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < timeout_s

@@ -16,10 +16,7 @@ NAMES = [name for name, text in TEXTS.items() if "\nEXPERIMENT = " in text]
 WITH_SMALL_FORM = [name for name in NAMES if "quick=Quick(" in TEXTS[name]]
 NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "truncation": ["--data", "d"],
           "eviction_limit": ["--trace", "t"], "coded_capacity": ["--trace", "t"], "other_tree": ["--other", "p"],
-          "keeping": ["--data", "d"], "codecs": ["--data", "d"], "sparsity": ["--data", "d"],
-          "codec_drift": ["--data", "d"], "fidelity.selectors": ["--data", "d"],
-          "pool": ["--data", "d"], "packed_weights": ["--data", "d"],
-          "drafts": ["--data", "d"], "int8_pages": ["--data", "d"]}  # fmt: skip
+          "texts": ["--data", "d"], "drafts": ["--data", "d"], "int8_pages": ["--data", "d"]}  # fmt: skip
 
 
 @pytest.fixture(params=NAMES)
@@ -30,7 +27,7 @@ def benchmark(request) -> Experiment:
 def words(benchmark: Experiment, *more: str) -> list[str]:
     """What it cannot be started without."""
     folder, name = re.findall(r"python -m benchmarks\.(\w+)[. ](\w+)", benchmark.about or "")[0]
-    return [*NEEDED.get(f"{folder}.{name}", NEEDED.get(name, [])), *more]
+    return [*NEEDED.get(folder, NEEDED.get(name, [])), *more]
 
 
 @pytest.fixture(autouse=True)

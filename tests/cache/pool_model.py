@@ -48,12 +48,12 @@ from reprise.scheduler.line import Line
 EMPTY = -1
 GARBAGE = -2
 BYTES_PER_TOKEN = 4
-CODED_BYTES = 28  # of a block
+CODED_BYTES = 28  # size of a block
 NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 
 
 class Decoded(int):
-    """What a row holds that came out of a codec: equal to what was computed, and known by its class."""
+    """A row's value that came out of a codec: equal to what was computed, and known by its class."""
 
 
 def decoded(rows: Iterable[int]) -> list[int]:
@@ -166,7 +166,7 @@ class PoolModel:
         self._root_of: dict[int, int] = {}  # a row's number -> the root of its tenant
         self._pure: dict[BlockKey, list[int]] = {}  # full blocks that are a chain from the root -> their rows
         self._held: dict[BlockKey, set[tuple[int, ...]]] = {}  # any block -> what was computed under its name
-        self._states: dict[BlockKey, int] = {}  # pure blocks and roots -> what stands behind their last row
+        self._states: dict[BlockKey, int] = {}  # pure blocks and roots -> the state after their last row
 
     # --- the engine's part --------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class PoolModel:
         return True
 
     def save_and_commit(self, request_id: str, num_tokens: int) -> None:
-        """What follows a forward pass that stands on sound rows."""
+        """Save and commit what a forward pass on sound rows has computed."""
         context = self.contexts[request_id]
         size = self.manager.page_size
         pieces = self.manager.requests.capture(request_id, num_tokens, 0)
@@ -483,7 +483,7 @@ class PoolModel:
         return self._number("behind", state, value)
 
     def _learn(self, domain: KeyDomain, tokens: Sequence[int]) -> None:
-        """What the rows of a context hold that was never cut, by the names of its blocks."""
+        """Note what the rows of a context hold that was never cut, by the names of its blocks."""
         root = state = self._root(domain)
         for block, key in enumerate(domain.chain(tokens)):
             if key not in self._pure:
@@ -495,7 +495,7 @@ class PoolModel:
             state = self._states[key]
 
     def pure(self, domain: KeyDomain, tokens: Sequence[int]) -> list[int]:
-        """What the rows of a context hold that was never cut."""
+        """Return what the rows of a context hold that was never cut."""
         self._learn(domain, tokens)
         keys = domain.chain(tokens)
         rows = [value for key in keys for value in self._pure[key]]
@@ -506,8 +506,8 @@ class PoolModel:
         return rows
 
     def _name(self, context: RequestContext, values: list[int]) -> None:
-        """What was computed under the names of a context's blocks. A name that is a chain from the root says all that a
-        row depends on; behind a cut it may depend on whether an open block was still there."""
+        """Note what was computed under the names of a context's blocks. A name that is a chain from the root says all
+        that a row depends on; after a cut it may depend on whether an open block was still there."""
         keys = context.chain()
         for block in range(len(values) // BLOCK_TOKENS):
             rows = values[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
@@ -540,7 +540,7 @@ class PoolModel:
         self._check_in_flight()
 
     def _check_context(self, context: RequestContext) -> None:
-        """Every computed row holds its own token behind its own prefix, and what comes next can be written safely."""
+        """Every computed row holds its own token after its own prefix, and what comes next can be written safely."""
         size = self.manager.page_size
         if not context.rows.pages:
             assert context.rows.computed == 0
@@ -571,7 +571,7 @@ class PoolModel:
             assert (page, block) not in published, "a block is findable where rows will be written"
 
     def check_match(self, context: RequestContext) -> None:
-        """What is remembered of a waiting context, if it still counts, is what is found anew."""
+        """Fail if what is remembered of a waiting context, and still counts, is not what is found anew."""
         matcher, reason = self.manager.view._matcher, context.reuse.miss_reason
         assert matcher.match(context) == matcher._match_anew(context, matcher._basis(context))
         context.reuse.miss_reason = reason

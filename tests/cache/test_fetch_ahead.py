@@ -24,7 +24,7 @@ class Queue:
             num_pages=pages, policy="lookahead", dram_slots=dram, staging_slots=staging, disk_bytes=1 << 30
         )
         self.model = PoolModel(self.manager)
-        self.model.check = lambda: None  # of every step, which takes most of the time; a test checks at its end
+        self.model.check = lambda: None  # checking every step takes most of the time; a test checks at its end
         self.blocks, self.now = blocks, 0.0
         self.fetched = []
         for session in range(sessions):
@@ -130,7 +130,7 @@ def test_no_block_is_fetched_twice_for_one_waiting_request(dram, staging, blocks
                 queue.transfer()
             case "reorder":
                 random.Random(number).shuffle(waiting)
-            case "turn":  # of somebody else
+            case "turn":  # another session's turn
                 turns += 1
                 start = 100_000 * turns
                 queue.model.run(f"other-{turns}", range(start, start + 32 * (1 + number % 4)), session=f"other-{turns}")

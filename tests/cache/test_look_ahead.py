@@ -109,7 +109,7 @@ def test_policies_are_told_of_each_session_once_and_who_came_and_went(queues, sl
 
 
 def test_everybody_in_the_window_is_looked_at_however_many_they_are_the_next_first(monkeypatch):
-    monkeypatch.setattr(ahead, "_LOOKED_UP", 64)
+    monkeypatch.setattr(ahead, "_LOOKED_UP_TOKENS", 64)
     world = World(slots=10)
     waiting = [f"r{number}" for number in range(20)]
     for request_id in waiting:
@@ -122,7 +122,7 @@ def test_everybody_in_the_window_is_looked_at_however_many_they_are_the_next_fir
 
 
 def test_who_comes_in_front_is_looked_at_before_those_behind(monkeypatch):
-    monkeypatch.setattr(ahead, "_LOOKED_UP", 32)
+    monkeypatch.setattr(ahead, "_LOOKED_UP_TOKENS", 32)
     world = World()
     for request_id in "abcd":
         world.request(request_id, request_id)

@@ -19,7 +19,7 @@ from tests.cache.pool_model import PoolModel, make_manager
 from tests.example_counts import examples
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]
-WHICH = st.integers(0, 5)  # of the requests that qualify, counted in circles
+WHICH = st.integers(0, 5)  # chooses among the requests that qualify, counted in circles
 
 
 class Conversations(RuleBasedStateMachine):
@@ -304,7 +304,7 @@ def test_why_the_rest_of_a_prompt_was_not_there():
     assert reasons(model, "next", [*history, 7, 7]) == {"new": 2}
     # Now the session has 86. Cut in the middle of block 1 and regenerated: only the last token's logits are missing.
     assert reasons(model, "regenerated", history[:50]) == {"last_token": 1}
-    # Now 50. Edited at token 40: 10 known tokens lie behind the edit, 5 more were never there.
+    # Now 50. Edited at token 40: 10 known tokens lie after the edit, 5 more were never there.
     assert reasons(model, "edited", [*history[:40], *[9] * 15]) == {"diverged": 10, "new": 5}
     # What another session finds is a sibling's, the last token too.
     assert reasons(model, "stranger", history[:64], session="t") == {"last_token": 1}
@@ -347,7 +347,7 @@ def test_the_second_turn_computes_only_what_is_new(page_size):
 
 
 def test_the_turn_after_a_stop_string_goes_on_in_place():
-    # 60 rows were computed, the stop string begins at row 55: the rows behind it are written again.
+    # 60 rows were computed, the stop string begins at row 55: the rows after it are written again.
     model = PoolModel(make_manager())
     model.open("turn1", range(60))
     model.manager.view.admit("turn1", 60)
@@ -366,7 +366,7 @@ def test_two_requests_of_a_session_do_not_take_over_the_same_open_block():
     assert model.manager.view.admit("left", 2) == 50
     assert (
         model.manager.view.admit("right", 20) == 32
-    )  # rows 32..49 are being written behind; nobody else can have them
+    )  # rows 32..49 are being written in the background; no other request can have them
     model.step("left", 2)
     model.step("right", 20)
     model.check()

@@ -76,7 +76,7 @@ def test_transfers_of_one_size_are_foreseen():
 
 
 def test_a_first_sample_is_not_believed_alone():
-    """Whatever comes first after a start is cold."""
+    """The first sample after a start is cold."""
     rates = make_rates(transfer_fixed_s=0.003, disk_to_hbm=1.5e9)
     rates.moved("disk_to_hbm", 3 * MB, 0.155)
     assert rates.load_s("disk_to_hbm", 3 * MB) == pytest.approx((0.155 + 0.005) / 2, rel=0.01)

@@ -17,7 +17,7 @@ def stored():
 
 
 def listen(model):
-    """What is ordered of the disk from now on, as it comes."""
+    """Return a list that grows by each order to the disk from now on."""
     orders, take_moves = [], model.manager.take_moves
 
     def take():

@@ -26,7 +26,7 @@ def image_environment() -> dict[str, str]:
 
 
 def compose(*overlays: str) -> dict[str, Any]:
-    """As docker compose merges the files: mappings key by key, anything else by the last."""
+    """Merge the files as docker compose does: mappings key by key, anything else by the last."""
 
     def merge(below: Any, above: Any) -> Any:
         if not (isinstance(below, dict) and isinstance(above, dict)):
@@ -40,7 +40,7 @@ def compose(*overlays: str) -> dict[str, Any]:
 
 
 def resolved(environment: dict[str, Any], host: dict[str, str]) -> dict[str, str]:
-    """What is in the container: ${NAME:?..} and names without a value come from the host, the latter if set."""
+    """Return what is in the container: ${NAME:?..} and names without a value come from the host, the latter if set."""
     found = {}
     for name, value in environment.items():
         if value is None:

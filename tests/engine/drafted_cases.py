@@ -22,7 +22,7 @@ from tests.engine.driver import Driver
 from tests.engine.models import VOCAB, family_model
 
 REQUESTS = 6  # at once
-ROUNDS = 2  # of them: the second goes on from the answers of the first
+ROUNDS = 2  # the second round goes on from the answers of the first
 SETTINGS = {"dram_bytes": 32 << 20, "hbm_tokens": 2048, "truncation": "auto", "max_seqs": 16}
 # In bf16 a prompt is rounded otherwise where another part of it is found, which is as it may be. So KV is reused where
 # that is known to change nothing: with exact kernels, and to all but the last bits in fp32.
@@ -140,8 +140,8 @@ class Pair:
         return count
 
     def _is_tie(self, case: Case, ours: list[int], theirs: list[int]) -> bool:
-        """In fp32 torch rounds a row's last bits by how many rows there are, as beside any other request. So one of
-        many thousand texts turns where two tokens are as likely to 1e-5."""
+        """Allow for ties: in fp32 torch rounds a row's last bits by how many rows there are, as beside any other
+        request. So one of many thousand texts turns where two tokens are as likely to 1e-5."""
         if self._is_exact:
             return False
         self.ties += 1
@@ -178,12 +178,12 @@ def drafted(driver: Driver, outcome: str) -> int:
 
 
 def save_model(path: Path) -> None:
-    """With heads of 32 dims, which is what exact kernels take."""
+    """Make a model with heads of 32 dims, which exact kernels take."""
     family_model("llama", num_attention_heads=2, num_key_value_heads=1).save_pretrained(path)
 
 
 def all_of_them(candidates: list[Candidate], *, rows: int, most_rows: int, **_: float) -> list[int]:
-    """As many as there is room for, in the place of `worthwhile`."""
+    """Return as many as there is room for, in the place of `worthwhile`."""
     lengths = []
     for candidate in candidates:
         lengths.append(min(candidate.tokens, most_rows - rows))
@@ -192,7 +192,8 @@ def all_of_them(candidates: list[Candidate], *, rows: int, most_rows: int, **_: 
 
 
 def arms() -> list[str]:
-    """In bf16 only where a row has the same bits for any number of rows, as the kernels of few rows see to."""
+    """Whether drafts are on: in bf16 only where a row has the same bits for any number of rows, as the kernels of few
+    rows see to."""
     exact = product_kernels() is not None and flash_kernels(exact=True) is not None
     return ["float32", *(["bfloat16"] if decode_kernels() is not None else []), *(["exact", "int8"] if exact else [])]
 

@@ -75,7 +75,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     report: TokensBySource | None = None
-    timings: list[Timings | None] = field(default_factory=list)  # of each output
+    timings: list[Timings | None] = field(default_factory=list)  # timings of each output
     error: str | None = None
     error_code: str | None = None
 
@@ -197,7 +197,8 @@ class Driver:
         return outputs
 
     def run(self, max_steps: int = 30_000) -> None:
-        """Until there is nothing left to do. Steps that only wait for a slow link are over at once: many may come."""
+        """Step until there is nothing left to do. Steps that only wait for a slow link are over at once: many may
+        come."""
         for _ in range(max_steps):
             if not self.engine.has_work():
                 break
@@ -207,7 +208,7 @@ class Driver:
         assert self.engine.stats().leases == 0
 
     def settle(self) -> None:
-        """Until every save, load and write has ended, and what a busy disk refused was written at a later try."""
+        """Step until every save, load and write has ended, and what a busy disk refused was written at a later try."""
         end = time.monotonic() + 30
         self.engine.poll(self.now)
         while self.cache.in_flight or self.cache.tiers.writes._dirty.sessions:
@@ -225,11 +226,11 @@ class Driver:
                 self.cache.tiers.hbm.leave(row)
 
     def close(self) -> None:
-        """As a process that leaves in order."""
+        """Close the engine as a process does that leaves in order."""
         self.engine.close()
 
     def step_and_fail(self) -> None:
-        """As the engine's loop has it when a step raises."""
+        """Fail the requests as the engine's loop does when a step raises."""
         try:
             self.step()
         except Exception as error:
@@ -278,8 +279,8 @@ class Driver:
 
 
 def greedy_tokens(vanilla: Any, text: list[int], prompt_tokens: int) -> list[int]:
-    """What transformers would have said behind every prefix of `text` from the prompt on: equal to the tokens that
-    stand there if, and only if, `text` is a greedy answer."""
+    """Return what transformers would have said after every prefix of `text` from the prompt on: equal to the tokens
+    that stand there if, and only if, `text` is a greedy answer."""
     tokens: list[int] = vanilla_logits(vanilla, text[:-1])[prompt_tokens - 1 :].argmax(-1).tolist()
     return tokens
 

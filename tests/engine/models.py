@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprise.engine.model.hf_model import attention_implementation
 
-WINDOW = 24  # of every sliding window here: smaller than a page, and than most texts
+WINDOW = 24  # size of every sliding window here: smaller than a page, and than most texts
 VOCAB = 199
 RARE = VOCAB - 1  # a token that random texts do not have
 CPU = torch.device("cpu")

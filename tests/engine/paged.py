@@ -76,7 +76,7 @@ class Pool:
         self.runner = ModelRunner(
             model=model, pages=self.pages, backend=backend or BACKENDS["torch_cpu"](), sink=sink
         )  # fmt: skip
-        self.shares: list[tuple[Text, int]] = []  # of the step that runs: texts stand where it began
+        self.shares: list[tuple[Text, int]] = []  # shares of the step that runs: texts stand where it began
         self.reads_in_part = False  # whether single rows may
         self._tables = BlockTables(max_seqs=8, max_pages=8)
         self._vocab = model.config.get_text_config().vocab_size

@@ -20,7 +20,7 @@ Rotate = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SegmentKey:
-    """What part of a record a segment is. Ranges are half open; tokens count from the start of the record."""
+    """The part of a record that a segment is. Ranges are half open; tokens count from the start of the record."""
 
     layer: int
     part: Literal["k", "v"]
@@ -62,7 +62,7 @@ class RawCodec:
         self._rotate = rotate
 
     def encode(self, layer: int, k_plain: Tensor, v: Tensor, first_token: int) -> list[Segment]:
-        """See Codec."""
+        """Return the rows as they are, as `Codec.encode` would code them."""
         tokens = (first_token, first_token + k_plain.shape[0])
         return [
             Segment(SegmentKey(layer, "k", (0, k_plain.shape[1]), tokens), _to_bytes(k_plain)),
@@ -70,7 +70,7 @@ class RawCodec:
         ]
 
     def materialise(self, segments: Sequence[Segment], slots: Tensor, positions: Tensor, pages: KvPages) -> None:
-        """See Codec."""
+        """Return the rows that `encode` was given."""
         rows = [(segment.key, _from_bytes(segment, self._target(segment.key, pages))) for segment in segments]
         num_tokens = min(slots.numel(), positions.numel())
         for key, _ in rows:

@@ -380,7 +380,7 @@ class ScriptedEngine:
 
 
 def build(config: EngineConfig, go_on: Callable[[], None]) -> StepEngine | Refused:
-    """What happens is the first word of the model's name; with a path behind it, it happens until that file exists, but
+    """Do what the first word of the model's name says; with a path after it, it happens until that file exists, but
     for `refuse-while`, which is while it exists."""
     script, _, path = config.model.source.partition(" ")
     if script == "refuse-while":

@@ -20,7 +20,7 @@ __all__ = ["redis_server"]
 
 HEADS = {"num_key_value_heads": 4}  # one for each head of queries
 HISTORY, ANSWER, WINDOW = 150, 9, 256
-BYTES_PER_TOKEN = 4 * 2 * 64 * 4  # of KV: layers, K and V, width, fp32
+BYTES_PER_TOKEN = 4 * 2 * 64 * 4  # a token's KV: layers, K and V, width, fp32
 Make = Callable[..., Driver]
 
 
@@ -109,7 +109,7 @@ def test_rows_take_half_the_bytes_in_all_tiers(make: Make) -> None:
     assert held["dram"] == held["disk"] == held["hbm"] / 2
     raw = make("raw")
     turn(raw, "1", random_ids(HISTORY, 1))
-    assert raw.engine._transfer._slab.num_slots < slab.num_slots  # in the same bytes
+    assert raw.engine._transfer._slab.num_slots < slab.num_slots  # they have the same bytes
 
 
 def test_a_full_window_is_cut_and_the_rest_goes_on(make: Make, vanilla: Any) -> None:
@@ -186,7 +186,7 @@ def test_another_engine_goes_on_from_redis(make: Make, vanilla: Any, redis_serve
 
 
 def test_nothing_is_saved_out_of_a_page(make: Make, vanilla: Any) -> None:
-    """Where DRAM has no room while rows are computed they are not saved at all: pages have no activations."""
+    """Rows are not saved at all where DRAM has no room while they are computed: pages have no activations."""
     driver = make(disk_bytes=0, dram_bytes=3 * 32 * BYTES_PER_TOKEN // 2, staging_bytes=32 * BYTES_PER_TOKEN)
     moves: list[Any] = []
     put = driver.engine._transfer._saves.put

@@ -22,7 +22,7 @@ pytest.importorskip("numba")
 
 LONG, ROOM = 900, 960  # tokens of a conversation, and of what it becomes
 ROUNDS = 2
-KV_BYTES = 4 * 2 * 2 * 32 * 4  # of a token: layers, K and V, heads, numbers, fp32
+KV_BYTES = 4 * 2 * 2 * 32 * 4  # a token's KV: layers, K and V, heads, numbers, fp32
 ONE_IN_HBM = {"hbm_tokens": ROOM + 64, "max_context": ROOM, "disk_bytes": 0, "staging_bytes": 40 * 32 * KV_BYTES}
 
 
@@ -182,7 +182,7 @@ def test_coded_blocks_are_loaded_out_of_dram_and_say_so(make):
     assert (two.report.dram_tokens, two.report.coded_tokens) == (len(one.text) - 1, 3 * 32)
     assert driver.engine.stats().moved_bytes["coded_to_hbm"] == 3 * driver.cache.tiers.dram.rows.slot_bytes
     again = turn(driver, "3", [*one.text, *random_ids(9, 2)], session="t")
-    assert again.report.coded_tokens >= 3 * 32  # in HBM now
+    assert again.report.coded_tokens >= 3 * 32  # they are in HBM now
     [info] = [driver.cache.sessions.bytes_of(name) for name in driver.cache.sessions.contexts if name[2] == "s"]
     assert info["dram"] < info["hbm"]
     assert driver.engine.stats().verified_loads == 1  # what was loaded, not what was in HBM

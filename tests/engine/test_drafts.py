@@ -1,4 +1,4 @@
-"""Tests the engine with drafts: the same texts, in fewer steps, and the same KV left behind."""
+"""Tests the engine with drafts: the same texts, in fewer steps, and the same KV left by them."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is found is drafted."""
+    """Draft whatever is found."""
     monkeypatch.setattr(drafter, "worthwhile", all_of_them)
     measure_nothing(monkeypatch)
 
@@ -65,7 +65,7 @@ class Known:
 
     def __init__(self, model: Path, **settings: object) -> None:
         self.driver = Driver(model, draft_tokens=7, cache_mode="attentionstore", dram_bytes=32 << 20, **settings)  # type: ignore[arg-type]
-        self.rows: list[int] = []  # of each step
+        self.rows: list[int] = []  # rows of each step
         runner = self.driver.compute.runner
         inner = runner.forward
 

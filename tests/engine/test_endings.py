@@ -57,7 +57,7 @@ def test_a_stop_string_keeps_what_stands_before_it(driver: Driver, vanilla: Any,
     assert not driver.engine.has_work()
     kept = first.text[: 30 + keep]
     onward = driver.ask("b", kept + random_ids(6, 2), session="s")
-    assert onward.cached == min(30 + keep, 39)  # of ten tokens the last has no KV yet
+    assert onward.cached == min(30 + keep, 39)  # the last of ten tokens has no KV yet
     assert_greedy(vanilla, onward)
 
 

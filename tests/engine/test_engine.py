@@ -155,7 +155,7 @@ def test_preempted_and_evicted_texts_are_right(path: Path, vanilla: Any) -> None
 
 
 def test_the_longest_context_fits_alone(path: Path, vanilla: Any) -> None:
-    """Whatever lies in HBM already, and from whomever its first rows have to be copied."""
+    """The text is the same whatever lies in HBM already, and whatever its first rows are copied from."""
     driver = Driver(path, hbm_tokens=5 * 32)
     assert driver.engine.model.max_context == 128
     prompt = random_ids(100, 1)
@@ -167,7 +167,7 @@ def test_the_longest_context_fits_alone(path: Path, vanilla: Any) -> None:
 
 
 class WidePages(TorchAttention):
-    """As on a GPU: several blocks to a page, so that forks and evictions split pages."""
+    """Make several blocks to a page, as on a GPU, so that forks and evictions split pages."""
 
     page_multiple = 128
 

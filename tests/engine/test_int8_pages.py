@@ -15,12 +15,12 @@ from tests.engine.driver import Answer, Driver
 from tests.engine.models import random_ids, save_tiny
 
 HISTORY, ANSWER, WINDOW = 150, 30, 512
-KV_BYTES = 4 * 2 * 2 * 32 * 2  # of a token: layers, K and V, heads, dims, bf16
+KV_BYTES = 4 * 2 * 2 * 32 * 2  # a token's KV: layers, K and V, heads, dims, bf16
 Make = Callable[..., Driver]
 
 
 def has_dots() -> bool:
-    """By the processor: kernels that do not run on one that has them are to be seen."""
+    """Return the kernels that this processor must run: a test sees if they do not."""
     return decode_kernels() is not None and dots_of_pairs()
 
 
@@ -105,7 +105,7 @@ def test_pages_take_half_the_bytes_and_tiers_below_keep_all_of_them(make: Make) 
 
 
 def test_rows_are_saved_by_the_step_that_computes_them_alone(make: Make) -> None:
-    """What a page holds is no longer what was computed, so nothing is saved out of one."""
+    """A page no longer holds what was computed, so nothing is saved out of one."""
     driver = make(dram_bytes=5 * 32 * KV_BYTES, disk_bytes=0)
     seen: list[object] = []
     take = driver.cache.take_moves
@@ -169,7 +169,8 @@ def test_it_is_measured_once(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_contexts_that_are_not_in_hbm_as_a_whole_are_refused(path: Path) -> None:
-    """By the settings first; this is the last line, because to read such pages in part would read them wrongly."""
+    """The settings refuse it first; this is the last line, because reading such pages in part would read them
+    wrongly."""
     with pytest.raises(ModelRefused, match=r"larger_than_hbm false"):
         Driver(path, hbm_dtype="int8", codec_budget=1.0, model_dtype="bfloat16", larger_than_hbm=True)
 

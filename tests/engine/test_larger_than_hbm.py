@@ -128,7 +128,7 @@ def test_logprobs_of_a_prompt_are_the_same(ample: Driver, small: Driver) -> None
 
 
 def test_bf16_reads_the_rows_that_it_has_saved(path: Path) -> None:
-    """With compiled kernels where the machine has them. Roundings differ, and no more."""
+    """Compiled kernels, where the machine has them, differ by rounding and no more."""
     prompt, found = random_ids(290, 7), []
     for maker in (make, make_small):
         driver = maker(path, dtype="bfloat16")

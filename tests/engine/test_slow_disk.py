@@ -108,7 +108,7 @@ def test_a_slow_disk_is_hardly_asked_and_a_fast_one_believed_again_within_ten_re
         answer = second_turn(driver, number, texts[number])
         assert answer.report is not None
         assert answer.report.disk_tokens == 0
-    # The first load, and a look behind two, and behind four more.
+    # The first load, and a look after two, and after four more.
     assert driver.engine.stats().load_failures["late"] <= 5 + 1 + 1
     assert reads.begun < 12, "most requests have not asked"
     reads.is_slow = False

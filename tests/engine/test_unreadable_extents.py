@@ -77,7 +77,7 @@ def is_a_recompute(path: Path, answer: Answer) -> bool:
 
 
 def addresses(driver: Driver) -> list[tuple[int, int] | None]:
-    """Where on disk the history's full blocks are, in order."""
+    """Return the places on disk of the history's full blocks, in order."""
     rows = [driver.cache.tiers.table.get(key) for key in driver.cache.sessions.contexts["t", "", "s"].keys]
     return [None if row is None else row.copies.get("disk") for row in rows]
 

@@ -24,7 +24,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def run(server: ServerProcess, name: str, typed: str = "") -> str:
-    """What the example prints."""
+    """Return what the example prints."""
     program = ["bash"] if name.endswith(".sh") else [sys.executable]
     done = subprocess.run(
         [*program, str(EXAMPLES / name)],

@@ -27,7 +27,7 @@ CHAT = "/v1/chat/completions"
 @dataclass
 class SmallFleet:
     directory: Path
-    settings: dict[str, dict[str, Any]]  # of all
+    settings: dict[str, dict[str, Any]]  # settings of all replicas
     replicas: dict[str, Running]
     gateways: list[httpx.AsyncClient]
     parts: list[gateway_server.Gateway]

@@ -130,7 +130,7 @@ async def test_a_head_that_is_renewed_ends_no_turn(server):
 
 
 async def test_turns_without_a_claim_are_taken_where_nobody_else_was(server):
-    """As from the outbox of a replica that could not ask when its turn began."""
+    """Commit as from the outbox of a replica that could not ask when its turn began."""
     async with fleet(server, "a", "b") as (a, b):
         assert (await a.commit(commit_of(0))).turn == 1
         assert (await a.commit(commit_of(0, base_turn=1))).turn == 2

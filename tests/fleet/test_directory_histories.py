@@ -40,7 +40,7 @@ from tests.redis_servers import RedisServer, redis_server
 HISTORIES = int(os.environ.get("FLEET_HISTORIES", "40"))
 REPLICAS = ("a", "b", "c")
 SESSIONS = (SessionName("alice", "1"), SessionName("alice", "1", "salt"), SessionName("bob", "1"))
-ACTS = {  # and how often
+ACTS = {  # act -> how often it is drawn
     "beat": 4, "claim": 10, "commit": 12, "begin_turn_without_redis": 4, "release": 2, "move": 2, "forget": 2,
     "crash": 2, "expire": 1, "flush": 1, "settle": 3,
 }  # fmt: skip
@@ -70,13 +70,13 @@ class Replica:
     born: str = ""
     claimed: dict[SessionName, tuple[int, int]] = field(default_factory=dict)  # epoch and turn
     begun: dict[SessionName, int] = field(default_factory=dict)  # epoch at which its copy was begun
-    life: dict[SessionName, int] = field(default_factory=dict)  # of its copy
+    life: dict[SessionName, int] = field(default_factory=dict)  # life of its copy
     knows: dict[str, int] = field(default_factory=dict)  # deletions
 
 
 @dataclass
 class Session:
-    """What the record must be; None: there is none."""
+    """Return what the record must be; None: there is none."""
 
     home: str
     boot: str
@@ -370,9 +370,9 @@ def test_a_copy_of_before_the_first_epoch_is_older_than_every_deletion(server: R
     try:
         machine.begin()
         machine.forget("a", name)
-        machine.flush()  # and with it the deletion, of which b has not heard
+        machine.flush()  # the deletion goes too, of which b has not heard
         machine.beat("b")
-        machine.begin_turn_without_redis("b", name)  # of a copy that may be older than the deletion
+        machine.begin_turn_without_redis("b", name)  # its copy may be older than the deletion
         machine.claim("b", name)
         machine.beat("a")
         machine.commit(*machine.turns[-1])

@@ -115,7 +115,7 @@ async def test_a_conversation_goes_on_anywhere(fleet, alone, names_it):
         homes.append(stream.route["replica"])
         from_redis += stream.x_cache["redis_tokens"]
         messages.append({"role": "assistant", "content": stream.text})
-        await asyncio.sleep(1)  # people read an answer before they reply; meanwhile its KV is written behind
+        await asyncio.sleep(1)  # people read an answer before they reply; meanwhile its KV is written
         fleet.move(stream.session_id, "b" if homes[-1] == "a" else "a")
     assert all(before != after for before, after in pairwise(homes))
     assert from_redis > 0, "what one replica has computed is loaded by the other"

@@ -1,4 +1,4 @@
-"""What a beat says of the load, from what an engine counts."""
+"""Tests what a beat says of the load, from what an engine counts."""
 
 from typing import Any
 

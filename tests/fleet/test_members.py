@@ -160,7 +160,7 @@ async def test_after_a_flush_those_who_were_there_have_time_to_beat():
 
 
 async def test_nobody_is_silent_while_redis_takes_no_beats():
-    """As when its memory is used up: it answers, and everybody's last beat grows old."""
+    """Have Redis refuse writes, as when its memory is used up: it answers, and all last beats grow old."""
     directory, members, now = table()
     directory.hear("a")
     directory.hear("b")

@@ -1,4 +1,4 @@
-"""What operators are told of a fleet."""
+"""Tests what operators are told of a fleet."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 """A fleet that Ray Serve keeps, of real processes with the bundled model. Servers, Ray's processes and its head are
-killed; clients notice nothing, and nothing is left behind. Needs the extra `fleet`: `make test-ray`.
+killed; clients notice nothing, and nothing is left of it. Needs the extra `fleet`: `make test-ray`.
 
 How long things take is printed, not asserted: a busy machine takes any time.
 """
@@ -58,7 +58,7 @@ class RayFleet:
         return found
 
     def servers(self) -> list[psutil.Process]:
-        """Those whose arguments say which state directory a replica has."""
+        """Return the processes whose arguments say which state directory a replica has."""
         found = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -164,7 +164,7 @@ class Client:
     machine the replicas' beats come late; what is refused for that, before anything is answered, is counted apart."""
 
     url: str
-    tokens: int = 8  # of an answer
+    tokens: int = 8  # length of an answer
     answered: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)

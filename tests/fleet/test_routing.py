@@ -137,7 +137,7 @@ def test_moves_stop_when_redis_has_given_half_of_what_it_can():
 
 
 def test_until_it_is_told_the_rate_of_redis_is_what_replicas_measured():
-    """Of 3 GB/s half may be used, for two seconds at once: 3 GB. 0.92 GB fit three times."""
+    """Half of 3 GB/s may be used, for two seconds at once: 3 GB. 0.92 GB fit three times."""
     view = FleetView()
     view.heard("a", replace(BEAT, wait_s=10.0), NOW)
     view.heard("b", BEAT, NOW)

@@ -35,7 +35,7 @@ def test_longer_waits_never_call_for_fewer(signals, more_s, limits):
 
 @given(signals=SIGNALS, limits=LIMITS)
 def test_who_grows_does_not_shrink_at_once(signals, limits):
-    """What a wish predicts of its own fleet does not call for another one: no see-saw."""
+    """The fleet that a wish predicts does not call for another one: no see-saw."""
     wish = wanted(signals, limits)
     if signals.replicas < wish < limits.most and signals.busy < 1.0:
         after = replace(

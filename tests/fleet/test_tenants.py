@@ -30,7 +30,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @dataclass
 class Secrets:
-    """What Alice has, and Bob has heard of."""
+    """The ids that Alice has, and Bob has heard of."""
 
     messages: list[dict[str, Any]]
     response: str
@@ -58,7 +58,7 @@ class Bob:
         return await client.request(method, path, json=body, headers={**bearer(BOB), **named})
 
     async def refused(self, client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> None:
-        """What is Alice's is not there."""
+        """Check that what is Alice's is not there."""
         answer = await self.ask(client, method, path, body)
         self.note(f"{method} {path} {answer.status_code}", not 400 <= answer.status_code < 500)
 
@@ -77,7 +77,7 @@ class Bob:
 
 
 def spelled(running: Running) -> list[int]:
-    """What Alice's answers consist of; the tokenizer makes other ids of their text."""
+    """The ids of Alice's answers; the tokenizer makes other ids of their text."""
     ids = [running.engine.tokenizer.token_to_id(letter) for letter in "Hello"]
     assert not has(running.engine.tokenizer.encode("Hello").ids, ids)
     return ids

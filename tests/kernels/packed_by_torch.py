@@ -1,4 +1,4 @@
-"""What `reprise.kernels.triton_packed` computes, by torch's own operations."""
+"""Computes by torch's own operations what `reprise.kernels.triton_packed` computes."""
 
 import torch
 from torch import Tensor

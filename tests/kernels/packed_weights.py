@@ -21,7 +21,7 @@ def random_codes(form: Form, outputs: int, inputs: int, seed: int) -> Codes:
 
 
 def truth(codes: Codes) -> Tensor:
-    """What a weight stands for, fp32 [outputs, inputs]."""
+    """Return what a weight stands for, fp32 [outputs, inputs]."""
     wide = codes.codes.float() - (ZERO if codes.bits == 4 and codes.lows is None else 0)
     groups = wide.unflatten(1, (-1, codes.group)) * codes.scales.half().float()[..., None]
     return (groups if codes.lows is None else groups + codes.lows.half().float()[..., None]).flatten(1)

@@ -1,4 +1,4 @@
-"""What `reprise.kernels.triton_rows` computes, by torch's own operations, which round as the kernels do."""
+"""Computes by torch's own operations, which round as the kernels do, what `reprise.kernels.triton_rows` computes."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -195,7 +195,7 @@ def test_pages_of_int8_are_read_as_the_numbers_they_hold(case, dtype, tolerance,
 @pytest.mark.long
 @pytest.mark.parametrize("name", TESTED)
 def test_layers_of_one_step_may_differ(name):
-    """What a backend derives once per step must not carry one layer's window or grouping into the next."""
+    """Values that a backend derives once per step must not carry one layer's window or grouping into the next."""
     backend = make(name)
     batch = a_batch(CASES["prefill_in_blocks"], backend.page_multiple, torch.bfloat16, 1)
     moved = batch.to("cuda" if name in ON_CUDA else "cpu")
@@ -241,7 +241,7 @@ FIXED = [
 @pytest.mark.parametrize("case", FIXED)
 @pytest.mark.parametrize("name", [param for param in TESTED if param != "torch_cpu"])
 def test_a_plan_of_fixed_size_gives_the_same_bits(name, case):
-    """Whatever was planned in the same tables before, for more sequences or longer ones."""
+    """The result is the same whatever was planned in the same tables before, for more sequences or longer ones."""
     if name != "triton":
         pytest.skip("only Triton's backend plans on the host")
     device, backend = "cuda" if name in ON_CUDA else "cpu", make(name)
@@ -336,7 +336,7 @@ def test_triton_in_its_interpreter(chosen: str, number: int) -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("dtype", "capability"), [("fp32", 80), ("bf16", 90), ("bf16", 100)])
 def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_path):
-    """To machine code, by the assembler that comes with triton: no device needed."""
+    """It compiles to machine code, by the assembler that comes with triton, without a device."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 

@@ -18,7 +18,7 @@ from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.kernels.kv_copy import write_rows
 from tests.example_counts import examples
 
-ROWS = 32  # of a block
+ROWS = 32  # rows of a block
 needs_numba = pytest.mark.skipif(load_kernels() is None, reason="no numba here")
 
 
@@ -30,7 +30,7 @@ def write(
     sums: np.ndarray | None = None,
     together: bool = False,
 ) -> np.ndarray:
-    """By default with the checksums that the blocks have."""
+    """Make blocks, by default with the checksums that they have."""
     assert writer is not None
     sums = sums_of(writer, segments, blocks) if sums is None else sums
     return writer.write(segments, blocks, sums, *tables, together=together)
@@ -101,7 +101,7 @@ def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.nd
 def test_what_is_not_what_it_was_is_not_written(
     load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor], data: st.DataObject
 ) -> None:
-    """By one thread or by all of them: blocks whose checksum is right are as without the others."""
+    """Blocks whose checksum is right are as without the others, by one thread or by all of them."""
     ours, theirs, segments, blocks, cos, sin = load
     altered = np.array(data.draw(st.lists(st.booleans(), min_size=len(blocks), max_size=len(blocks))), np.bool_)
     together = decode_kernels() is not None and data.draw(st.booleans())
@@ -135,7 +135,7 @@ def test_without_checksums_all_is_written(
 def test_blocks_too_short_for_the_checksum_go_another_way() -> None:
     kernels = load_kernels()
     assert kernels is not None
-    for rows in (60, 61):  # of two numbers
+    for rows in (60, 61):  # rows of two numbers
         writer = block_writer(KvPages(pool(1, 64, 1, 1, True), pool(1, 64, 1, 1, True)), rows)
         assert (writer is None) == (4 * rows < kernels.MIN_BYTES)
 

@@ -60,7 +60,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
 @pytest.mark.triton
 @for_every_arch
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code; no device needed. Registers suffice."""
+    """It compiles to machine code without a device, and registers suffice."""
     pytest.importorskip("triton")
     from reprise.kernels.triton_draws import _TILE, _survey
 

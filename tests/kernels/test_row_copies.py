@@ -9,7 +9,7 @@ from reprise.kernels.row_copies import copy_into_blocks, save_kernels
 from tests.example_counts import examples
 
 BLOCKS, ROWS, HEADS = 4, 8, 2
-DIMS = (3, 16, 40)  # of the targets
+DIMS = (3, 16, 40)  # dims of the targets
 
 
 @st.composite

@@ -164,7 +164,7 @@ def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
 @pytest.mark.triton
 @for_every_arch
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code; no device needed. Registers suffice."""
+    """It compiles to machine code without a device, and registers suffice."""
     pytest.importorskip("triton")
     from reprise.kernels.triton_rows import _gated, _norm, _place, _turn
 

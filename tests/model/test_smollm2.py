@@ -17,7 +17,7 @@ from tests.engine.gguf import gguf_files
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
-    """What pip would have downloaded; its file is the one that is expected."""
+    """Write what pip would have downloaded; its file is the one that is expected."""
     file = gguf_files.write(tmp_path / "a.gguf", gguf_files.random_llama()).read_bytes()
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
         archive.writestr(smollm2.MEMBER, file)

@@ -20,7 +20,7 @@ ANSWERS = 'article.theirs[data-streaming="false"]'  # the complete ones
 
 
 def executable() -> str | None:
-    """Where Chromium is, if it is installed."""
+    """Return the path of Chromium if it is installed."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 

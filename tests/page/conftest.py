@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def tab(browser: Any) -> Iterator[Any]:
     """One for all: a new one each time would cost a process each time."""
-    tab = browser.new_context().new_page()  # of a context that may have other tabs
+    tab = browser.new_context().new_page()  # its context may have other tabs
     yield tab
     tab.context.close()
 

@@ -19,7 +19,7 @@ RENDER = """async (text) => {
 
 @pytest.fixture(scope="module")
 def page(browser: Any, server: Served) -> Iterator[Any]:
-    """One for all of them: they leave nothing behind."""
+    """Share one among all of them: they leave no trace."""
     page = browser.new_page()
     page.goto(server.url)
     yield page

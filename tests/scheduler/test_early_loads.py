@@ -56,7 +56,7 @@ def test_a_load_is_on_time_within_50_ms_or_a_quarter_of_itself(load_s, turn_s, o
 
 
 def test_steps_are_longer_than_a_load_takes_and_do_not_make_it_look_late_or_early():
-    # It ended 10 ms into a step of 200 ms: the turn came 190 ms behind it, and 190 ms ahead of one that has just begun.
+    # It ended 10 ms into a step of 200 ms: the turn came 190 ms after it, and 190 ms ahead of one that has just begun.
     assert Clock(load_s=0.01).outcome(turn_s=0.2, step_s=0.2) == "early"
     assert Clock(load_s=0.19).outcome(turn_s=0.2, step_s=0.2) == "on_time"
 

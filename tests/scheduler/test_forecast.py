@@ -45,7 +45,7 @@ def test_nobody_is_overdue():
 
 def test_steps_that_compute_prompts_are_longer_and_come_first():
     # 100 tokens in steps of 50: two of 100 ms, in which the other says two tokens, then eight of 20 ms. The prompt's
-    # own answer of 100 ends 100 steps behind them.
+    # own answer of 100 ends 100 steps after them.
     made = forecast()
     expected = [0.2 + 8 * 0.02, 0.2 + 100 * 0.02]
     assert made.opens_s([running(90), running(0, pending=100)], 0) == pytest.approx(expected, rel=0.01)

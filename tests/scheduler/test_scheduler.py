@@ -86,7 +86,7 @@ class FakeCache:
 
 @dataclass
 class Loop:
-    """The engine's part: computes every chunk, samples behind the newest token, ends what has said enough."""
+    """The engine's part: computes every chunk, samples after the newest token, ends what has said enough."""
 
     scheduler: Scheduler
     cache: FakeCache

@@ -44,8 +44,8 @@ def starved(tenants, queue, before=(), has_places=False):
         (("a0", "a1"), ("a2", "a3"), False, None),  # nobody else is there
         (("a0", "b0"), ("a1", "b1"), False, None),  # both run
         (("a0",), ("a1", "b0"), False, None),  # one alone keeps its place
-        (("a0",), ("a1", "b0"), True, "b0"),  # but not the steps
-        (("a0",), ("b0",), True, None),  # and all of them if it asks for no more
+        (("a0",), ("a1", "b0"), True, "b0"),  # others have the places, and not the steps
+        (("a0",), ("b0",), True, None),  # others may have all steps if it asks for no more
         ((), ("a0", "b0"), True, None),  # nobody runs
     ],
 )

@@ -68,7 +68,7 @@ PHASES = (
 )
 WARMUP_STEPS, DECAY_FROM = 60, 0.55
 MUON_LR, ADAM_LR = 4e-3, 3e-3
-CHECKPOINT_EVERY_S, VALIDATION_EVERY_S = 180, 400  # of CPU time
+CHECKPOINT_EVERY_S, VALIDATION_EVERY_S = 180, 400  # seconds of CPU time
 
 
 def model_config() -> LlamaConfig:

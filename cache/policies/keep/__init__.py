@@ -1,4 +1,4 @@
-"""Scorers of what a cut drops, by name. The engine, the simulator and the property tests read this table.
+"""Lists the scorers of what a cut drops, by name. The engine, the simulator and the property tests read this table.
 `cache.block_scorer` in app/settings/sections.py lists the names again, because the app does not import the cache; a
 test compares the two."""
 

@@ -1,4 +1,4 @@
-"""Keeps what later text looked at most (H2O, arXiv 2306.14048; SnapKV, arXiv 2404.14469)."""
+"""Keeps the blocks to which later text attended most (H2O, arXiv 2306.14048; SnapKV, arXiv 2404.14469)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The interface of whoever says which blocks of a full window are wanted least."""
+"""Defines the interface of scorers, which say what blocks of a full window are wanted least."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class CutBlocks:
 
 
 class BlockScorer(Protocol):
-    """Scores blocks for a cut. Pure and deterministic; keeps nothing from call to call."""
+    """Scores blocks for a cut. The Keeper calls it. Pure and deterministic; keeps nothing from call to call."""
 
     needs: Needs  # what it reads beside the tokens
 
@@ -32,8 +32,8 @@ class BlockScorer(Protocol):
 
 
 def with_guesses(known: Sequence[float | None]) -> list[float] | None:
-    """Put the median of what is known in the place of what is not, which is then neither wanted nor unwanted. None:
-    nothing is known."""
+    """Replace unknown values by the median of the known ones, which counts as neither wanted nor unwanted. Returns None
+    if nothing is known."""
     values = [value for value in known if value is not None]
     if not values:
         return None

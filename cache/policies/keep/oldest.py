@@ -1,4 +1,4 @@
-"""The oldest leaves (AttentionStore §3.4)."""
+"""Drops the oldest blocks first (AttentionStore §3.4)."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs
 
 
 class OldestScorer:
-    """Keeps what is newest, whatever it says."""
+    """Keeps the newest blocks, whatever is in them."""
 
     needs: Needs = "tokens"
 

@@ -6,25 +6,27 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 _RARE_SHARE = 8  # a token tells what a message is about if at most one block in so many has it
-_COMMON_SHARE = 2  # and one that more than every second block has tells nothing
-_BESIDE = (0.7, 0.5)  # parts of the relevance of the blocks next to a block, and next to those, that count for it
-_NEAR_BEST = 0.4  # of the highest relevance; what has less is not recalled
+_COMMON_SHARE = 2  # a token tells nothing if more than one block in so many has it
+_NEIGHBOUR_SHARES = (0.7, 0.5)  # shares of its neighbours' relevance that count for a block, at a distance of 1 and 2
+_LEAST_RELEVANCE_SHARE = 0.4  # share of the highest relevance below which no block is recalled
 
 
 class Recall(NamedTuple):
-    """What a message is about."""
+    """The blocks that a message is about."""
 
-    places: list[int]  # of the dropped blocks to bring back, the most relevant first
-    spared: list[bool]  # of each kept block, whether the message is about it too
+    places: list[int]  # places of the dropped blocks to bring back, the most relevant first
+    spared: list[bool]  # for each kept block, whether the message is about it too
 
 
 def choose(
     dropped: Sequence[tuple[int, Collection[int]]], kept: Sequence[Collection[int]], query: Sequence[int], most: int
 ) -> Recall:
     """Choose at most `most` dropped blocks for the message `query`. dropped: the place of each in the conversation,
-    with its tokens. A block is relevant by the tokens that it and those around it share with the message, and by how
-    rare these are; with it its neighbours come back, because an episode does not end where a block does. Differs from
-    the paper: nothing but tokens is compared, so that this is known before the message is computed."""
+    with its tokens.
+
+    A block is relevant by the tokens that it and its neighbours share with the message, and by how rare these are. Its
+    neighbours come back with it, because an episode does not end where a block does. Differs from the paper: only
+    tokens are compared, so that the choice is known before the message is computed."""
     asked = set(query)
     blocks = [*(tokens for _, tokens in dropped), *kept]
     shared = [sorted(asked.intersection(block)) for block in blocks]
@@ -34,7 +36,7 @@ def choose(
     around = {place: _around(place, at, relevance) for place in at}
     there = {number: number + len(dropped) for number in range(len(kept))}
     around_kept = [_around(number, there, relevance) for number in there]
-    least = _NEAR_BEST * max([*around.values(), *around_kept], default=0.0)
+    least = _LEAST_RELEVANCE_SHARE * max([*around.values(), *around_kept], default=0.0)
     rare = max(2, len(blocks) // _RARE_SHARE)
     chosen: dict[int, None] = {}
     for place in sorted(at, key=lambda place: (-around[place], -place)):
@@ -50,22 +52,22 @@ def choose(
 
 
 def _relevance(shared: Sequence[Sequence[int]], having: Counter[int]) -> list[float]:
-    """Return how much each block has to do with a message. shared: the message's tokens that each has; having: how many
-    have each."""
+    """Return how much each block has to do with a message. shared: for each block, the message's tokens that are in it.
+    having: for each token, how many blocks have it."""
     most = max(2, len(shared) // _COMMON_SHARE)
     weights = {token: _rarity(count, len(shared)) for token, count in having.items() if count <= most}
     return [sum(weights.get(token, 0.0) for token in tokens) for tokens in shared]
 
 
 def _around(place: int, at: Mapping[int, int], relevance: Sequence[float]) -> float:
-    """Return the relevance of a block and, in part, of those around it."""
+    """Return the relevance of a block plus a part of its neighbours' relevance."""
     total = relevance[at[place]]
-    for distance, part in enumerate(_BESIDE, 1):
+    for distance, part in enumerate(_NEIGHBOUR_SHARES, 1):
         total += part * sum(relevance[at[beside]] for beside in (place - distance, place + distance) if beside in at)
     return total
 
 
 def _rarity(having: int, blocks: int) -> float:
-    """Return the weight of a token that so many of the blocks have (BM25's), between nearly 0 where all have it and
-    log(2 blocks + 2) where none has."""
+    """Return the weight of a token that `having` of the blocks have (as in BM25): nearly 0 if all have it, log(2 blocks
+    + 2) if none has."""
     return math.log1p((blocks - having + 0.5) / (having + 0.5))

@@ -1,1 +1,1 @@
-"""Extents in Redis servers, which other servers can load too."""
+"""Keeps extents in Redis servers, which other servers can load too."""

@@ -1,8 +1,8 @@
-"""The Redis tier: extents in one or several Redis servers, which other servers can load too.
+"""Implements the Redis tier: extents in one or several Redis servers, which other servers can load too.
 
 An extent has the header that its file on disk has, and is named by a keyed hash of that header. So a name promises the
-contents: whoever loads it checks the header against the name and every segment against the header. The segments' bytes
-follow each other layer by layer, without gaps, cut into fields of FIELD_BYTES.
+contents: a server that loads it checks the header against the name and every segment against the header. The segments'
+bytes follow each other layer by layer, without gaps, cut into fields of FIELD_BYTES.
 """
 
 import threading
@@ -30,16 +30,16 @@ FIELD_BYTES = (5 << 18) - 64
 Redis from others for longer."""
 NAME_BYTES = 16
 MAX_CACHED_HEADER_BYTES = 32 << 20
-_MAX_IDLE = 8  # connections kept to one server
-_FAILURES = 3  # in a row, after which a server is left alone
-_PAUSE_S = 1.0  # for so long; then one call tries
-_UNFINISHED_TTL_S = 600  # of an extent without a header
-_AHEAD = 4  # fields sent before the first reply is read
-_RENEWED_AT_ONCE = 256  # extents: Redis does nothing else for about a millisecond
+_MAX_IDLE_CONNECTIONS = 8  # connections kept to one server
+_MAX_FAILURES = 3  # failures in a row, after which a server is left alone
+_PAUSE_S = 1.0  # time for which a failing server is left alone; then one call tries
+_UNFINISHED_TTL_S = 600  # time to live of an extent without a header
+_FIELDS_AHEAD = 4  # fields sent before the first reply is read
+_EXTENTS_PER_RENEWAL = 256  # extents renewed by one call, which takes Redis about a millisecond
 
 
 class _Breaker:
-    """Spares callers the deadline of a server that does not answer. Thread-safe."""
+    """A circuit breaker that spares callers the deadline of a server that does not answer. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class _Breaker:
     def check(self) -> None:
         """Raise RedisFailed while the server is left alone."""
         with self._lock:
-            if self._failures < _FAILURES:
+            if self._failures < _MAX_FAILURES:
                 return
             now = time.monotonic()
             if now < self._until_s:
@@ -59,7 +59,7 @@ class _Breaker:
     def note(self, *, has_failed: bool) -> None:
         with self._lock:
             self._failures = self._failures + 1 if has_failed else 0
-            if self._failures >= _FAILURES:
+            if self._failures >= _MAX_FAILURES:
                 self._until_s = time.monotonic() + _PAUSE_S
 
 
@@ -70,11 +70,11 @@ class _Server:
         self.address = address
         self._deadline_s = deadline_s
         self._breaker = _Breaker()
-        self._idle: deque[RedisConnection] = deque(maxlen=_MAX_IDLE)
+        self._idle: deque[RedisConnection] = deque(maxlen=_MAX_IDLE_CONNECTIONS)
 
     @contextmanager
     def lease(self) -> Iterator[RedisConnection]:
-        """Lend a connection. It is kept for the next if all its replies were read. Raises RedisFailed."""
+        """Lend a connection. It is kept for the next call if all its replies were read. Raises RedisFailed."""
         self._breaker.check()
         try:
             connection = self._idle.pop()
@@ -88,7 +88,7 @@ class _Server:
         else:
             self._breaker.note(has_failed=False)
         finally:
-            if connection.is_open and not connection.unanswered and len(self._idle) < _MAX_IDLE:
+            if connection.is_open and not connection.unanswered and len(self._idle) < _MAX_IDLE_CONNECTIONS:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -112,9 +112,9 @@ class RedisExtents:
         ttl_s: float,
         deadline_s: float,
     ) -> None:
-        """urls: of all servers, among which extents are spread by their names. capacity_bytes: of all extents on one
-        server, whoever wrote them; 0: whatever Redis allows. ttl_s: how long an unused extent stays. Raises ValueError
-        for a URL that is none."""
+        """urls: all servers, among which extents are spread by their names. capacity_bytes: most bytes of all extents
+        on one server, from all writers; 0: whatever Redis allows. ttl_s: how long an unused extent stays. Raises
+        ValueError for an invalid URL."""
         if not urls:
             raise ValueError("at least one Redis URL")
         self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
@@ -125,13 +125,13 @@ class RedisExtents:
         self._lock = threading.Lock()  # guards what follows
         self._headers: OrderedDict[bytes, tuple[ExtentHeader, int]] = (
             OrderedDict()
-        )  # by name; least recently used first
+        )  # headers by name; least recently used first
         self._header_bytes = 0
 
     # --- names --------------------------------------------------------------------------------------------------------
 
     def name_of(self, header: ExtentHeader) -> bytes:
-        """Return the name of an extent: NAME_BYTES that nobody without the key can make."""
+        """Return the name of an extent: NAME_BYTES that cannot be made without the key."""
         return self._named(encode_header(header, self._form.key), header.extent_id)
 
     def _named(self, encoded: bytes, extent_id: int) -> bytes:
@@ -146,8 +146,8 @@ class RedisExtents:
         return self._prefix + name.hex().encode()
 
     def server_of(self, name: bytes) -> _Server:
-        """Return the server on which an extent lies: the one with the highest hash of both (rendezvous hashing), so
-        that another server more or less moves only its own share."""
+        """Return the server on which an extent lies: the one with the highest hash of both (rendezvous hashing). So
+        adding or removing a server moves only its own share."""
         if len(self._servers) == 1:
             return self._servers[0]
         return max(
@@ -155,7 +155,7 @@ class RedisExtents:
         )
 
     def _session_key(self, tenant: str, session_id: str) -> bytes:
-        """Return the key of the set that names the extents of what is deleted together."""
+        """Return the key of the set that names the extents that are deleted together."""
         fields = typed_fields(tenant, session_id)
         digest = blake2b(fields, key=self._form.key, digest_size=NAME_BYTES, person=b"session")
         return b"r1:ks:" + digest.hexdigest().encode()
@@ -163,10 +163,10 @@ class RedisExtents:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, header: ExtentHeader, layers: Iterable[Sequence[memoryview]], next_use_s: float) -> bytes:
-        """Store an extent and return its name; one that is there already is only renewed, and `layers` not asked for.
-        layers: of each layer, the bytes of its blocks in order, in any number of pieces, which must not change until
-        the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises TierFull,
-        TierFailed, and whatever `layers` raises."""
+        """Store an extent and return its name. An extent that is there already is only renewed, and its `layers` are
+        not asked for. layers: for each layer, the bytes of its blocks in order, in any number of pieces, which must not
+        change until the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises
+        TierFull, TierFailed, and whatever `layers` raises."""
         encoded = encode_header(header, self._form.key)
         name = self._named(encoded, header.extent_id)
         server, key = self.server_of(name), self.key_of(name)
@@ -180,7 +180,7 @@ class RedisExtents:
                     if not num_fields:
                         connection.send((b"EXPIRE", key, b"%d" % _UNFINISHED_TTL_S))
                     num_fields, size = num_fields + 1, size + sum(map(len, field))
-                    while connection.unanswered > _AHEAD:
+                    while connection.unanswered > _FIELDS_AHEAD:
                         _checked(connection.read())
                 while connection.unanswered:
                     _checked(connection.read())
@@ -202,13 +202,13 @@ class RedisExtents:
         return name
 
     def renew(self, names: Sequence[bytes], next_use_s: float) -> list[bytes]:
-        """Keep extents for another time to live. Returns those that are there. Raises TierFailed."""
+        """Keep extents for another time to live. Returns the names of those that are there. Raises TierFailed."""
         there: list[bytes] = []
         for server, mine in self._by_server(names):
             with self._asking(server) as connection:
                 found: list[object] = []
-                for start in range(0, len(mine), _RENEWED_AT_ONCE):
-                    keys = [self.key_of(name) for name in mine[start : start + _RENEWED_AT_ONCE]]
+                for start in range(0, len(mine), _EXTENTS_PER_RENEWAL):
+                    keys = [self.key_of(name) for name in mine[start : start + _EXTENTS_PER_RENEWAL]]
                     found += self._renew(connection, keys, next_use_s)
             there += [name for name, is_there in zip(mine, found, strict=True) if is_there == 1]
         return there
@@ -221,8 +221,8 @@ class RedisExtents:
         return found
 
     def used_bytes(self) -> int:
-        """Return the bytes of all extents on all servers, whoever wrote them, as the books have it. What Redis has
-        evicted by itself counts until a later publication finds it gone. Raises TierFailed."""
+        """Return the bytes of all extents on all servers, from all writers, as the books have it. An extent that Redis
+        has evicted by itself counts until a later publication finds it gone. Raises TierFailed."""
         total = 0
         for server in self._servers:
             with self._asking(server) as connection:
@@ -231,8 +231,7 @@ class RedisExtents:
         return total
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """Take extents out of Redis that are not what was stored, so that nobody tries them again. Raises
-        TierFailed."""
+        """Take damaged extents out of Redis, so that no server tries them again. Raises TierFailed."""
         for server, mine in self._by_server(names):
             with self._asking(server) as connection:
                 connection.call(b"EVAL", DROP.encode(), b"%d" % len(mine), *map(self.key_of, mine))
@@ -265,8 +264,8 @@ class RedisExtents:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def headers(self, names: Sequence[bytes]) -> tuple[dict[bytes, ExtentHeader], dict[bytes, BlockMissing]]:
-        """Read the headers of extents, all of one server at once. Returns those that are there and right, and why
-        others cannot be used."""
+        """Read the headers of extents, all of one server at once. Returns the intact ones, and why others cannot be
+        used."""
         found: dict[bytes, ExtentHeader] = {}
         missing: dict[bytes, BlockMissing] = {}
         unknown = []
@@ -311,7 +310,7 @@ class RedisExtents:
         return header
 
     def tell_damage(self, name: bytes, what: str) -> None:
-        """Report an extent that is not what was stored."""
+        """Log that an extent is not what was stored."""
         self._log.warn("damage", "extent %s in Redis: %s", name.hex(), what)
 
     def _remembered(self, name: bytes) -> ExtentHeader | None:
@@ -340,7 +339,7 @@ class RedisExtents:
 
 def cut_fields(layers: Iterable[Sequence[memoryview]]) -> Iterator[list[memoryview]]:
     """Cut bytes that come layer by layer into fields of FIELD_BYTES, the last one shorter. A field's pieces are valid
-    until the next field is asked for; only what is left over from a layer is copied."""
+    until the next field is asked for. Only the remainder of a layer is copied."""
     kept = memoryview(bytearray(FIELD_BYTES))
     filled = 0
     for pieces in layers:

@@ -13,7 +13,7 @@ from reprise.cache.storage.extent_reader import Landed, in_turn
 from reprise.cache.storage.redis.extents import FIELD_BYTES, RedisExtents
 from reprise.cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal, WrongLength
 
-_AHEAD = 8  # fields asked for before they are read: ten MiB that Redis may have to hold for us
+_FIELDS_AHEAD = 8  # fields asked for before they are read: ten MiB that Redis may have to hold for us
 
 
 class _Stream:
@@ -32,7 +32,7 @@ class _Stream:
         self._held: deque[tuple[int, memoryview]] = deque()  # received and not wanted yet, by place in the stream
 
     def fields(self, layer: int) -> Iterator[int]:
-        """Yield the fields that this layer needs and none before it."""
+        """Yield the fields that this layer needs and no earlier call has yielded."""
         for start, stop in self._pieces(layer):
             for field in range(start // FIELD_BYTES, (stop - 1) // FIELD_BYTES + 1):
                 if field > self._planned:
@@ -61,7 +61,7 @@ class _Stream:
                 start, out = start + taken, out[taken:]
 
     def _held_part(self, at: int, out: memoryview) -> int:
-        """Copy what was received before. Returns how many bytes."""
+        """Copy bytes that were received before. Returns how many."""
         while self._held:
             begin, data = self._held[0]
             if begin + len(data) <= at:
@@ -88,7 +88,8 @@ class _Receiver:
         self._under_way: deque[_Stream] = deque()
 
     def __call__(self, stream: _Stream, at: int, out: memoryview) -> int:
-        """Receive the next field of `stream`, its bytes from `at` on into `out`. Returns how many of these."""
+        """Receive the next field of `stream`, and put its bytes from `at` on into `out`. Returns how many bytes were
+        put there."""
         self._ask()
         if not self._under_way or self._under_way[0] is not stream:
             raise BlockMissing("a field of another extent comes next", reason="format")
@@ -102,7 +103,7 @@ class _Receiver:
         return taken
 
     def keep_rest(self) -> None:
-        """Receive what was asked for and is not wanted yet; ask for nothing more."""
+        """Receive the fields that were asked for and are not wanted yet, and ask for no more."""
         self._plan.clear()
         while self._under_way:
             stream = self._under_way[0]
@@ -112,7 +113,7 @@ class _Receiver:
             stream.hold(begin, data)
 
     def _ask(self) -> None:
-        while self._plan and len(self._under_way) < _AHEAD:
+        while self._plan and len(self._under_way) < _FIELDS_AHEAD:
             stream, field = self._plan.popleft()
             self._connections[id(stream.server)].send((b"HGET", stream.key, b"%d" % field))
             stream.coming.append(field)
@@ -137,8 +138,8 @@ class _Receiver:
 
 
 class RedisReader:
-    """Reads blocks of several extents. One thread at a time. Fields are asked for ahead of the layer that needs them,
-    and what they hold of later layers is kept until those are asked for."""
+    """Reads blocks of several extents, in one thread at a time. Fields are asked for before the layer that needs them,
+    and their bytes of later layers are kept until those are asked for."""
 
     def __init__(self, store: RedisExtents, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         """wanted: names of extents and the places of their blocks, ascending. Raises BlockMissing."""

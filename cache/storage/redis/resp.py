@@ -19,11 +19,11 @@ Part = bytes | memoryview
 Reply = object
 """None, an int, bytes, a RedisRefusal, or a list of these."""
 
-MAX_REPLY_BYTES = 1 << 20  # of all values in a reply that `read` returns, unless the caller allows for more
+MAX_REPLY_BYTES = 1 << 20  # most for all values in a reply of `read`, unless the caller allows more
 _BUFFER_BYTES = 16 << 10  # a status line, an error or a length must fit
 _SOCKET_BYTES = 4 << 20  # asked of the kernel, which may give less
-_MAX_PARTS = 256  # of one system call
-_MAX_DEPTH, _MAX_ITEMS = 4, 4096  # of all arrays in a reply
+_MAX_PARTS = 256  # most parts in one system call
+_MAX_DEPTH, _MAX_ITEMS = 4, 4096  # deepest nesting, and most items, of all arrays in a reply
 _PORT = 6379
 
 
@@ -51,11 +51,11 @@ class RedisRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where a Redis server is, and who we are to it."""
+    """The address of a Redis server, and the user and password for it."""
 
     host: str  # empty: `path` counts
     port: int
-    path: str  # of a unix socket
+    path: str  # path of a unix socket
     username: str
     password: str
     database: int
@@ -97,16 +97,16 @@ class RedisAddress:
 
 @dataclass(slots=True)
 class _Allowed:
-    """What the rest of a reply may still bring."""
+    """The bytes and items that the rest of a reply may still have."""
 
     size_bytes: int
     items: int = _MAX_ITEMS
 
 
 class RedisConnection:
-    """One connection, made by the first command. One thread at a time. Commands may be sent ahead of their replies;
-    replies come in the order of the commands. Every method but `close` raises RedisFailed, after which the connection
-    is closed and what was not answered is lost."""
+    """One connection to Redis, made by the first command and used by one thread at a time. Commands may be sent before
+    the replies to earlier ones were read; replies come in the order of the commands. Every method but `close` raises
+    RedisFailed, after which the connection is closed and unanswered commands are lost."""
 
     def __init__(self, address: RedisAddress, *, deadline_s: float) -> None:
         """deadline_s: the longest that one call of a method may take."""
@@ -132,7 +132,8 @@ class RedisConnection:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def send(self, *commands: Sequence[Part | Sequence[Part]]) -> None:
-        """Send commands: each a sequence of arguments, each of these bytes or several pieces that are one argument."""
+        """Send commands. Each command is a sequence of arguments; each argument is bytes, or several pieces that form
+        one argument."""
         until = time.monotonic() + self._deadline_s
         try:
             if self._socket is None:
@@ -222,7 +223,7 @@ class RedisConnection:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def read(self, *, max_bytes: int = MAX_REPLY_BYTES) -> Reply:
-        """Return the next reply; an error as a RedisRefusal. All values in it may have `max_bytes` together."""
+        """Return the next reply; an error as a RedisRefusal. All values in it together may have `max_bytes`."""
         try:
             reply = self._read(time.monotonic() + self._deadline_s, _Allowed(max_bytes))
         except RedisFailed:
@@ -234,8 +235,8 @@ class RedisConnection:
         return reply
 
     def read_into(self, targets: Sequence[memoryview]) -> bool:
-        """Receive the next reply, which is a value as long as all targets together, into them. Returns False if there
-        is no such value. Raises RedisRefusal if the reply is an error. Nothing is written to `targets` after this has
+        """Receive the next reply, a value as long as all targets together, into the targets. Returns False if there is
+        no such value. Raises RedisRefusal if the reply is an error. Nothing is written to `targets` after this has
         returned or raised."""
         until = time.monotonic() + self._deadline_s
         try:
@@ -286,7 +287,7 @@ class RedisConnection:
             raise RedisFailed(f"{self._address} sends more bytes than were asked for", reason="format")
 
     def _header(self, until: float) -> "tuple[bytes, int | bytes | RedisRefusal]":
-        """Return what kind a reply is of, and what its first line says: an error, a status, or a number."""
+        """Return the kind of the next reply and the contents of its first line: an error, a status, or a number."""
         line = self._line(until)
         kind, rest = line[:1], line[1:]
         if kind == b"-":
@@ -319,7 +320,7 @@ class RedisConnection:
             raise RedisFailed(f"{self._address} sends a value longer than it said", reason="format")
 
     def _receive(self, targets: Sequence[memoryview], until: float) -> None:
-        """Fill the targets, first with what was received already."""
+        """Fill the targets, first with bytes that were received already."""
         left = [target for target in targets if len(target)]
         while left and self._start < self._end:
             taken = min(len(left[0]), self._end - self._start)
@@ -347,7 +348,7 @@ class RedisConnection:
                 left[first] = left[first][got:]
 
     def _more(self, views: Sequence[memoryview], until: float) -> int:
-        """Receive what has come, a byte at least. Raises RedisFailed, OSError."""
+        """Receive the bytes that have come, at least one. Raises RedisFailed, OSError."""
         made = self._made()
         made.settimeout(self._left(until))
         got = made.recv_into(views[0]) if isinstance(made, ssl.SSLSocket) else made.recvmsg_into(views)[0]

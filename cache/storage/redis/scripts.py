@@ -1,4 +1,4 @@
-"""The scripts that keep the books of extents in Redis, each carried out by the server as one step.
+"""Holds the scripts that keep the books of extents in Redis. Redis carries out each as one step.
 
     r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `s` the key of its session's set, and `0`, `1`, ... its
                                bytes in fields of FIELD_BYTES
@@ -7,9 +7,9 @@
     r1:kz                      sorted set: every key of an extent -> Unix time of its next expected use
     r1:kb                      hash: every key of an extent -> bytes; "" -> bytes of all
 
-Extents are immutable and named by their contents, so writing one twice is harmless. One is there only when it has its
-header, which comes last. Whatever else removes a key (its time to live, Redis' own eviction) leaves it in the books: a
-few members chosen at random are looked at with every publication.
+Extents are immutable and named by their contents, so writing one twice is harmless. An extent counts as stored only
+when it has its header, which is written last. If a key goes by itself (by its time to live or Redis' own eviction), the
+books still have it. So every publication looks at a few members of the books chosen at random.
 """
 
 SIZES = b"r1:kb"

@@ -1,1 +1,1 @@
-"""Streams of the tier that other servers share."""
+"""Holds the streams of the tier that other servers share."""

@@ -8,7 +8,7 @@ from reprise.cache.transfer.fetch_stream import FetchStream, Found
 
 
 class RedisFetches(FetchStream):
-    """A FetchStream whose blocks come out of Redis."""
+    """A FetchStream whose blocks come from Redis."""
 
     direction = "redis_to_dram"
 

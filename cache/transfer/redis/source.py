@@ -12,7 +12,7 @@ from reprise.cache.transfer.layer_source import LandedSource, Landings
 
 
 class RedisSource(LandedSource):
-    """Blocks in Redis."""
+    """A source of blocks in Redis."""
 
     def __init__(
         self,

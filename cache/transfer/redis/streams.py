@@ -1,4 +1,4 @@
-"""Puts together what moves bytes to and from Redis, for a Transfer."""
+"""Puts together the streams that move bytes to and from Redis, for a Transfer."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from reprise.cache.transfer.stores import Stores, Work
 
 
 class RedisStreams:
-    """Implements `reprise.cache.transfer.stores.RemoteStreams`. The entries of `work` are threads; the engine's thread
-    calls the methods."""
+    """The streams to and from Redis, with their threads. Implements `reprise.cache.transfer.stores.RemoteStreams`. The
+    entries of `work` are the work of threads; the engine's thread calls the methods."""
 
     def __init__(self, redis: RedisExtents, stores: Stores, completions: Events) -> None:
         self._redis, self._stores = redis, stores

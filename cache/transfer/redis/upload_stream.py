@@ -1,5 +1,5 @@
-"""Copies extents from disk to Redis, and asks Redis about sessions, on two threads: nobody who is taken over waits for
-an upload."""
+"""Copies extents from disk to Redis, and asks Redis about sessions. These are two threads, so that taking over a
+session never waits for an upload."""
 
 import contextlib
 import time
@@ -31,7 +31,7 @@ from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class UploadStream:
-    """`run` is the work of a thread; the engine's thread calls the other methods."""
+    """Uploads extents for RedisStreams. `run` is the work of a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, disk: ExtentStore, redis: RedisExtents, completions: Events) -> None:
         self._disk, self._redis, self._completions = disk, redis, completions
@@ -76,14 +76,14 @@ class UploadStream:
 
 
 Call = ReadHeaders | RenewRemote | DropRemote | DeleteRemote
-_LOOK_S = 5.0  # between two looks at how full Redis is
-_LOOK_AGAIN_S = 60.0  # after one that was not answered: it keeps calls waiting for a deadline
+_LOOK_S = 5.0  # time between two looks at how full Redis is
+_LOOK_AGAIN_S = 60.0  # time after an unanswered look, which keeps calls waiting for a deadline
 _ALTERED = frozenset({"checksum", "short_read"})
 
 
 class RemoteCalls:
-    """Asks Redis what moves few bytes: reads headers, renews and drops extents, deletes sessions. `run` is the work of
-    a thread; the engine's thread calls the other methods."""
+    """Makes the calls to Redis that move few bytes: reads headers, renews and drops extents, deletes sessions. `run` is
+    the work of a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, redis: RedisExtents, completions: Events) -> None:
         self._redis, self._completions = redis, completions
@@ -114,7 +114,7 @@ class RemoteCalls:
                     self._completions.tell(self._delete(order))
 
     def _next(self) -> Call | None:
-        """Return the next order. While there is none, look how full Redis is now and then."""
+        """Wait for the next order and return it. While there is none, look now and then how full Redis is."""
         while True:
             left_s = max(0.0, self._look_s - time.monotonic())
             with contextlib.suppress(Empty):
@@ -122,7 +122,7 @@ class RemoteCalls:
             self._look()
 
     def _look(self) -> None:
-        """Tell how full Redis is, if that has changed. The last number stays while Redis does not answer."""
+        """Report how full Redis is, if that has changed. The last number stays while Redis does not answer."""
         wait_s = _LOOK_S
         try:
             used = self._redis.used_bytes()
@@ -149,13 +149,13 @@ class RemoteCalls:
             there = self._redis.renew(order.names, order.next_use_s)
         except TierFailed as error:
             self._log.warn(error.reason, "extents in Redis were not renewed: %s", error)
-            there = list(order.names)  # nobody knows
+            there = list(order.names)  # not known: taken to be there
         return Renewed(order.job_id, frozenset(order.names).difference(there))
 
     def _drop(self, names: Sequence[bytes]) -> None:
         try:
             self._redis.drop(names)
-        except TierFailed as error:  # whoever tries them next finds the same, and tries this again
+        except TierFailed as error:  # the next load of them finds the damage and tries this again
             self._log.warn(error.reason, "damaged extents were not dropped from Redis: %s", error)
 
     def _delete(self, order: DeleteRemote) -> RemoteDeleted:
@@ -168,7 +168,7 @@ class RemoteCalls:
 
 
 def _layers(reader: ExtentReader) -> Iterator[Sequence[memoryview]]:
-    """Read an extent's layers, each when it is asked for and verified."""
+    """Read an extent's layers. Each is read and verified when it is asked for."""
     sizes, places = reader.header.segment_bytes, range(len(reader.header.blocks))
     memory = memoryview(bytearray(max(sizes) * len(places)))
     for layer, size in enumerate(sizes):

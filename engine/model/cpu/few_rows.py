@@ -1,8 +1,10 @@
-"""Decoder layers for a few rows, as a decode step of some streams has them: several layers in one compiled call.
+"""Computes decoder layers for a few rows, as a decode step of some streams has them: several layers in one compiled
+call.
 
-A layer is called by the model's own code, one after the other. The first of a run computes all of it, and the others
-give back what they get. A run ends where another thread or another part of the engine has to be heard: where KV is
-still being loaded, where chosen parts of contexts are read, where somebody wants to see rows.
+The model's own code calls the layers one after the other. The first layer of a run computes all of the run, and the
+others return what they get. A run ends where another thread or another part of the engine must act between two layers:
+where KV is still being loaded, where chosen parts of contexts are read, or where a part of the engine wants to see
+rows.
 """
 
 import itertools
@@ -28,17 +30,17 @@ _K_POOL, _V_POOL, _SAVED = -3, -2, -1  # fields of a layer that are filled in la
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a layer is made of. norms: before attention, of queries, of keys, and before the MLP."""
+    """The parts of a layer. norms: before attention, of queries, of keys, and before the MLP."""
 
     params: AttentionParams
-    heads: tuple[int, int, int]  # of queries, keys and values
+    heads: tuple[int, int, int]  # number of heads of queries, keys and values
     head_dim: int
     products: tuple[FewProduct | None, ...]  # queries, keys, values, output, gate, up, down; None: part of queries'
     norms: tuple[RmsNorm | None, ...]
 
     @property
     def fields(self) -> list[int]:
-        """Addresses of what outlives them: `products` and `norms` keep the memory."""
+        """The layer's entry in a kernel's table: addresses of memory that `products` and `norms` keep."""
         weights = [0 if norm is None else norm.weight.data_ptr() for norm in self.norms]
         nothing = (0,) * len(self.q.fields)
         products = (nothing if product is None else product.fields for product in self.products)
@@ -46,7 +48,7 @@ class LayerParts:
 
     @property
     def q(self) -> FewProduct:
-        """Queries, and perhaps keys and values."""
+        """The product that gives queries, and perhaps keys and values."""
         assert self.products[0] is not None
         return self.products[0]
 
@@ -56,13 +58,13 @@ class LayerParts:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What layers of one run have in common."""
+        """The properties that all layers of one run share."""
         sizes = [p and (p.inputs, p.outputs, p.padded_outputs, p.first) for p in self.products]
         return (self.heads, self.head_dim, self.params.window, sizes)
 
 
 class Run:
-    """Adjacent layers of one form, as tables for the kernels. Single-threaded, as the model is."""
+    """Adjacent layers of one form, as tables for the kernels. Used by the thread that runs the model."""
 
     def __init__(self, parts: Sequence[LayerParts], first: int) -> None:
         """first: the first layer's index in the model."""
@@ -73,10 +75,10 @@ class Run:
         num_q, num_k, _ = parts[0].heads
         self.group, self.lanes = (0,) * (num_q // num_k), (0,) * (parts[0].head_dim // 16)
         self.dots = (0,) if dots_of_pairs() else ()
-        self._pages: list[KvPages | None] = [None] * len(parts)  # whose addresses are in the table
-        self._saved: Sequence[np.ndarray] | None = None  # likewise
+        self._pages: list[KvPages | None] = [None] * len(parts)  # pages whose addresses are in the table
+        self._saved: Sequence[np.ndarray] | None = None  # slots whose addresses are in the table
         self._seen_pages: KvPages | None = None
-        self._fits = False  # those
+        self._fits = False  # whether the kernels can attend to `_seen_pages`
         self._shape: Any = None
         self._slot = (0, 0)
 
@@ -85,13 +87,14 @@ class Run:
         return self.first + len(self.parts)
 
     def takes(self, pages: KvPages) -> bool:
-        """Whether the kernels can attend to these pages; the same ones in nearly every step."""
+        """Whether the kernels can attend to these pages. The answer is remembered, because nearly every step has the
+        same pages."""
         if pages is not self._seen_pages:
             self._seen_pages, self._fits = pages, fits_kernels(self.parts[0].heads[0], pages)
         return self._fits
 
     def prepare(self, step: Step, end: int, save: bool) -> None:
-        """Fill in where KV goes in this step, for layers up to `end`."""
+        """Enter into the table where KV goes in this step, for layers up to `end`."""
         for place in range(end - self.first):
             pages = step.pages(self.first + place)
             if self._pages[place] is not pages:
@@ -113,7 +116,8 @@ class Run:
         return self.kernels.Shape(num_q, num_k, pages.k.shape[1], *k, *v, pages.is_packed, *self._slot)
 
     def __call__(self, first: int, end: int, begin: int, stop: int, rows: Any, tasks: Any) -> None:
-        """Compute layers `first` to `end` - 1 of the model; begin, stop: parts of the first and the last."""
+        """Compute layers `first` to `end` - 1 of the model. begin, stop: the first part of the first layer and the end
+        of the last layer's parts."""
         self.kernels.run(
             *(self._table, self._numbers, first - self.first, end - self.first, begin, stop, self._shape),
             *(rows, tasks, self.group, self.lanes, self.dots, torch.get_num_threads()),
@@ -121,8 +125,8 @@ class Run:
 
 
 class FewRows:
-    """A layer's way for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that the layer's own
-    code rounds to bf16 stay in fp32."""
+    """Computes a layer for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that the layer's own
+    code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
 
     def __init__(self, index: int, parts: LayerParts) -> None:
         self.parts = parts
@@ -140,7 +144,7 @@ class FewRows:
         return has_dtype and self.takes_rows(current_step(), len(hidden))
 
     def takes_rows(self, step: Step, num_rows: int) -> bool:
-        """Whether this implementation is correct and faster for so many rows of a step."""
+        """Whether this implementation is correct and faster for a step of so many rows."""
         return (
             0 < num_rows <= FEW_ROWS
             and type(step.backend) is TorchAttention
@@ -149,13 +153,13 @@ class FewRows:
         )
 
     def is_undisturbed(self, step: Step) -> bool:
-        """Whether nobody has to be heard between the layers of a run."""
+        """Whether no other part of the engine must act between the layers of a run."""
         shows_rows = step.saved is None and step.sink is not None
         return not (shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """cos, sin [1, rows, head_dim]. Computes the layers up to `step.computed_layers` - 1, which may be more than
-        this one."""
+        """Compute the layers up to `step.computed_layers` - 1, which may be more than this one. cos, sin [1, rows,
+        head_dim]."""
         step, kernels, run = current_step(), self.run.kernels, self.run
         is_alone = not self.is_undisturbed(step)
         end = self._index + 1 if is_alone else run.end
@@ -183,7 +187,7 @@ class FewRows:
         return out
 
     def _rows(self, step: Step, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, Tensor, Any]:
-        """Return the rows of a step as the kernels take them, the heads in them, and the attention tasks."""
+        """Return the rows of a step as the kernels take them, with their heads, and the attention tasks."""
         num_q, count, dim = self.parts.heads[0], len(hidden), self.parts.head_dim
         table, slots, tasks = self._plan(step)
         heads = torch.empty(count, sum(self.parts.heads), dim, dtype=hidden.dtype)
@@ -202,7 +206,7 @@ class FewRows:
 
     def _read_in_part(self, step: Step, selection: StepSelection, rows: Any, tasks: Any) -> None:
         """Attend where some rows may read chosen parts of their contexts, from `rows.q` to `rows.mixed`. tasks: of all
-        rows, reading everything."""
+        rows, reading whole contexts."""
         candidates, pages, params = selection.candidates, step.pages(self._index), self.parts.params
         attend, queries = self.run.kernels.attend, rows.q
         pool = as_bits(pages.k), as_bits(pages.v)
@@ -228,7 +232,7 @@ class FewRows:
 
     def _plan(self, step: Step) -> tuple[np.ndarray, np.ndarray, Any]:
         """Return each row's pages and slots and the attention tasks, computed once per step and window. A row before
-        the last of its sequence is treated as having a context of its own, up to itself."""
+        the last of its sequence is treated as a context of its own that ends with it."""
         window, meta = self.parts.params.window, step.meta
         key = f"few rows {window}"
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)
@@ -241,8 +245,8 @@ class FewRows:
 
 
 def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
-    """Let adjacent layers of one form be computed in one call. ways: by layer; together: whether a layer gets the
-    rotary tables that the one before it gets."""
+    """Let adjacent layers of one form be computed in one call. ways: by layer. together: for each layer, whether it
+    gets the same rotary tables as the one before it."""
     run: list[FewRows] = []
     for index, way in enumerate((*ways, None)):
         if run and (way is None or not together[index] or way.parts.form != run[0].parts.form):
@@ -255,7 +259,7 @@ def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
 
 
 class Layers(nn.ModuleList):
-    """A model's layers, whose iteration within a step ends as soon as all of them have been computed. To call each of
+    """A model's layers, whose iteration within a step ends as soon as all of them have been computed. Calling each of
     thirty layers for nothing takes 0.4 ms."""
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -275,6 +279,6 @@ def _left(layers: Sequence[Any]) -> Iterator[nn.Module]:
 
 
 def _contexts(meta: AttentionMeta) -> list[int]:
-    """Return the length of each row's context, up to itself."""
+    """Return the length of each row's context, which ends with the row."""
     lens = zip(meta.query_lens, meta.context_lens, strict=True)
     return [context - query + row + 1 for query, context in lens for row in range(query)]

@@ -17,8 +17,8 @@ _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 def finish_wanted_rows_only(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> bool:
-    """Returns whether the last layer is one of ours and now skips unwanted rows. Both variants must give the same
-    logits, because the modules after the layers may do anything."""
+    """Have the last layer skip unwanted rows, if it is one of ours. Returns whether it does. Both variants must give
+    the same logits, because the modules after the layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False

@@ -1,8 +1,8 @@
-"""A whole decoder layer in bf16 on CPU, of the kind used by Llama, Mistral, Qwen2, Qwen3 and others.
+"""Computes a whole decoder layer in bf16 on CPU, of the kind used by Llama, Mistral, Qwen2, Qwen3 and others.
 
 The model's own code makes some sixty torch calls; this makes about twenty, with queries and keys rotated together, and
 residual sums and the gate computed inside the matrix products. A few rows, as a decode step of some streams has them,
-take two calls of compiled kernels. `optimise` puts it in the place of layers that it gives the same result as.
+take two calls of compiled kernels. `optimise` replaces layers by it if it gives the same results.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ class DecoderLayer(nn.Module):
     uses the rotary tables and the current step."""
 
     def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
-        """exact: rows must not depend on how many there are, at any cost in speed."""
+        """exact: rows must not depend on how many rows there are, whatever that costs in speed."""
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def saves_rows(self) -> bool:
-        """Whether it has kernels that write rows to where they are saved."""
+        """Whether it has kernels that write rows to the slots where they are saved."""
         return self._rotate is not None and (self.few is not None or self._is_exact)
 
     def _few_rows(self) -> FewRows | None:
@@ -73,7 +73,7 @@ class DecoderLayer(nn.Module):
         mixed = self._attend(self._input_norm(hidden), *position_embeddings, wanted)
         if wanted is None:
             return self._finish(mixed, hidden)[None]
-        out = torch.full_like(hidden, float("nan"))  # so that a read of an unwanted row shows
+        out = torch.full_like(hidden, float("nan"))  # shows if an unwanted row is read
         if len(wanted):
             out[wanted] = self._finish(mixed, hidden[wanted])
         return out[None]
@@ -84,8 +84,8 @@ class DecoderLayer(nn.Module):
         return out
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> Tensor:
-        """Write the keys and values of all rows to their slots; return [rows, width] for all rows or for the wanted
-        ones."""
+        """Write the keys and values of all rows to their slots. Returns [rows, width] for all rows, or only for the
+        wanted ones."""
         step = current_step()
         tokens = x.shape[0]
         num_q, num_k, _ = self._heads
@@ -135,7 +135,7 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
-    """Return parameters whose selection is of the sequences that `single_rows` makes."""
+    """Return parameters whose selection is for the sequences that `single_rows` makes."""
     if params.selection is None or step.selection is None:
         return params
     tokens = step.selection.candidates.tokens
@@ -149,7 +149,7 @@ def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> Attention
 
 
 def _together(layers: list[Any], exact: bool) -> Any:
-    """One product of linear layers of the same inputs."""
+    """Return one product for linear layers with the same inputs."""
     if isinstance(layers[0], QuantisedLinear):
         return QuantisedTogether(layers)
     biases = [linear.bias for linear in layers if linear.bias is not None]
@@ -164,7 +164,7 @@ def _gate(gate: Any, up: Any, exact: bool) -> Any:
 
 
 def _summed(linear: Any, exact: bool) -> Any:
-    """A linear layer that adds to what it is given."""
+    """Return a linear layer that adds a residual."""
     if isinstance(linear, QuantisedLinear):
         return linear
     return ExactLinear(linear.weight, linear.bias) if exact else SummedLinear(linear)

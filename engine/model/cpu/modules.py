@@ -1,4 +1,4 @@
-"""Faster replacements for a model's modules on CPU, installed under the model's own code, which calls them as before.
+"""Provides faster replacements for a model's modules on CPU. The model's own code calls them as before.
 
 Measured on one core with AVX-512 and AMX in bf16, us before -> after: linear 4096x768 on one row 470 -> 290, 1280x768
 148 -> 94, lm_head 16384x768 2,665 -> 1,113; RMSNorm of 1,124x768 1,291 -> 769, compiled 230; the gated product of 1,124
@@ -24,7 +24,7 @@ _PACK_FOR_ROWS = 16
 # Up to this many rows the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
 # threads, ms for 1 / 4 / 8 rows: 4.3 / 5.0 / 5.7 against 6.3 / 6.8 / 6.2.
 FEW_ROWS = 32
-_FIRST = 8  # the place of a column in the fields of a product
+_FIRST_FIELD = 8  # the place of a column in the fields of a product
 _NOTHING = np.empty((0, 0), np.uint16)
 
 
@@ -36,7 +36,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer for the compiled kernels of a few rows. fields: see `reprise.kernels.cpu.blocks`."""
+    """A linear layer for the compiled kernels of a few rows. fields: as `reprise.kernels.cpu.blocks` defines them."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -45,13 +45,13 @@ class FewProduct:
     block: int  # outputs per block
 
     def starting_at(self, column: int) -> "FewProduct":
-        """Return the same layer with its outputs from a column on, among those of other products."""
-        return replace(self, fields=(*self.fields[:_FIRST], column, *self.fields[_FIRST + 1 :]))
+        """Return the same layer with its outputs from a column on, among the outputs of other products."""
+        return replace(self, fields=(*self.fields[:_FIRST_FIELD], column, *self.fields[_FIRST_FIELD + 1 :]))
 
     @property
     def first(self) -> int:
-        """The column of its first output, among those of other products."""
-        return self.fields[_FIRST]
+        """The column of its first output, among the outputs of other products."""
+        return self.fields[_FIRST_FIELD]
 
     @property
     def inputs(self) -> int:
@@ -64,7 +64,7 @@ class FewProduct:
 
 def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewProduct | None:
     """Return the same linear layer for the compiled kernels, using the memory of `packed`, which must outlive it. None
-    if there are no such kernels, or oneDNN's layout is not the one they read."""
+    if there are no such kernels, or they cannot read oneDNN's layout."""
     kernels = decode_kernels()
     found = None if kernels is None else words_of(packed, weight)
     if kernels is None or found is None:
@@ -81,7 +81,7 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewP
 
 def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:
     """Return the memory of a packed weight as pairs of bf16, uint32 [blocks * pairs * outputs of a block], and the
-    vectors in a block; None if oneDNN's layout is another."""
+    vectors in a block. None if oneDNN's layout is a different one."""
     outputs, inputs = weight.shape
     size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_uint32 * (size // 4)).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -133,9 +133,9 @@ class PackedLinear(nn.Module):
 
 
 class ExactLinear(nn.Module):
-    """A linear layer that computes each row in the same way however many there are (`reprise.kernels.cpu.products`).
-    Slower than `PackedLinear` for one row and for hundreds. x [..., in], plus a residual [tokens, out] to add ->
-    [..., out]. Raises RuntimeError if there are no such kernels."""
+    """A linear layer that computes each row in the same way however many rows there are
+    (`reprise.kernels.cpu.products`). Slower than `PackedLinear` for one row and for hundreds. x [..., in], plus a
+    residual [tokens, out] to add -> [..., out]. Raises RuntimeError if there are no such kernels."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

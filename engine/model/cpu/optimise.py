@@ -34,7 +34,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(slots=True)
 class Optimised:
-    """Counts what was replaced, for the log."""
+    """The numbers of replaced modules, for the log."""
 
     layers: int = 0
     fused: int = 0
@@ -54,10 +54,10 @@ def optimise_for_cpu(
     page_format: PageFormat,
     leave: Collection[nn.Module] = (),
 ) -> Optimised:
-    """Replace modules in place: whole decoder layers of the known kind, else known parts of them. Embeddings keep their
-    own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
-    RuntimeError if there are none. page_format: of the pages that the model will be served from, which replacements are
-    proven on. leave: modules that stay as they are."""
+    """Replace modules in place: whole decoder layers of the known kind, and in others the known parts. Embeddings keep
+    their own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many rows there are;
+    raises RuntimeError if there are none. page_format: format of the pages in use, for which replacements are checked.
+    leave: modules that stay as they are."""
     done = Optimised()
     dtype = next(model.parameters()).dtype
     pack = dtype == torch.bfloat16 and packing_works()
@@ -98,7 +98,7 @@ def _replace_layers(
     page_format: PageFormat,
     leave: Collection[nn.Module],
 ) -> int:
-    """Replace the decoder layers of the known kind, in place; returns how many."""
+    """Replace the decoder layers of the known kind, in place. Returns how many were replaced."""
     replaced, positions = 0, check_positions(model)
     for container, place, index in layers_in_lists(model, leave):
         layer = container[place]
@@ -119,7 +119,7 @@ def _replace_layers(
 
 
 def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Return the lists in a model, with what has them under which name."""
+    """Return the lists in a model, with the module and the name under which each is found."""
     return [
         (module, name, child)
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""A model's modules whose weights stay packed."""
+"""Provides modules for CPU whose weights stay packed."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ _CHECK_OUTPUTS = 4096
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer whose weight stays packed. x [..., in] bf16, plus a residual like the result to add -> [..., out].
-    Every row is computed in the same way, however many there are. Where compiled kernels cannot run or are off, the
-    weight is unpacked for every call."""
+    """A linear layer whose weight stays packed. x [..., in] bf16, plus a residual of the result's shape to add -> [...,
+    out]. Every row is computed in the same way, however many rows there are. Where compiled kernels cannot run or are
+    off, the weight is unpacked for every call."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A new tensor of the unpacked weight, for those who do arithmetic of their own with it."""
+        """A new tensor of the unpacked weight, for modules that do arithmetic of their own with it."""
         return unpack(self.packed, torch.bfloat16)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What its kernels depend on."""
+        """The properties that decide which kernels it uses."""
         weight = self.packed
         return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
 

@@ -1,8 +1,8 @@
-"""A way through a whole model for a few rows that leaves transformers' own code out.
+"""Computes a whole model for a few rows without transformers' own code.
 
 That code calls the same modules, but what it does around them (masks it does not need, outputs it might capture) takes
-half a millisecond of a step, a tenth of one of a small model with packed weights. It is used where both give the same
-logits, bit for bit.
+half a millisecond of a step, which is a tenth of a step of a small model with packed weights. The short way is used
+where both give the same logits, bit for bit.
 """
 
 from typing import Any
@@ -19,21 +19,22 @@ from reprise.engine.model.probe import ProbeResult, RopeSource, single_sequence_
 from reprise.kernels.attention.ragged_batch import AttentionBackend, PageFormat
 
 _CHECK_TOKENS = 5
-_CHECK_POSITION = 300  # of the first row: where rotations show
-_KNOWN_POSITIONS = 8192  # whose rotations are kept, 2 MiB with heads of 64
+_CHECK_POSITION = 300  # position of the first row, at which rotations show
+_KNOWN_POSITIONS = 8192  # positions whose rotations are kept: 2 MiB with heads of 64
 _CHECK_POSITIONS = (*range(40), 1000, 4097, 8190, 8191)
 
 
 class ShortWay:
-    """Called in a step, by the thread that runs the model."""
+    """The short way through one model. Called in a step, by the thread that runs the model."""
 
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head
-        self._run = first.run  # of all layers
+        self._run = first.run  # run of all layers
         self._known: tuple[Tensor, Tensor] | None = None  # rotary tables of the first positions
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
-        """Return logits [rows, vocab], or None where another way has to be taken. Arguments as of `forward`."""
+        """Return logits [rows, vocab], or None where the short way cannot be taken. Arguments are those of
+        `forward`."""
         first = self._first
         if first.run is not self._run or not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
             return None
@@ -46,13 +47,15 @@ class ShortWay:
         return logits
 
     def _tables(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [1, rows, dim], looked up where possible: to compute them takes as long as four layers."""
+        """Return cos and sin [1, rows, dim], looked up where possible, because computing them takes as long as four
+        layers."""
         if self._known is None or int(positions.max()) >= _KNOWN_POSITIONS:
             return self._rope.tables(hidden, positions)
         return self._known[0][:, positions], self._known[1][:, positions]
 
     def remember_tables(self, dtype: torch.dtype) -> None:
-        """Compute the tables of the first positions, if they are the same to the bit as those of single positions."""
+        """Compute the tables of the first positions, and keep them if they have the same bits as those of single
+        positions."""
         like, every = torch.zeros(1, dtype=dtype), torch.arange(_KNOWN_POSITIONS)
         known = self._rope.tables(like, every)
         single = [self._rope.tables(like, every[place : place + 1]) for place in _CHECK_POSITIONS]
@@ -67,7 +70,7 @@ class ShortWay:
 def find_short_way(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> ShortWay | None:
-    """Return the short way through a model in bf16 that has one and whose logits it gives."""
+    """Return the short way through a model in bf16 if it has one that gives the model's logits; otherwise None."""
     decoder, rope = getattr(model, "model", None), probed.ropes[0]
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]

@@ -1,1 +1,2 @@
-"""Faster implementations of a model's parts on CUDA. Each is checked against the original before it is used."""
+"""Provides faster implementations of a model's parts on CUDA. Each is checked against the original before it is
+used."""

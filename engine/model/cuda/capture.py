@@ -1,4 +1,4 @@
-"""Records what a call puts on a CUDA device as a graph, which one launch does again."""
+"""Records the work of a call on a CUDA device as a graph, which one launch repeats."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,24 +10,24 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """What makes graphs. Called by the engine's thread."""
+    """Captures graphs. Called by the engine's thread."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the device that all graphs hold together."""
+        """The bytes of the device that all graphs hold together."""
         ...
 
     def __call__(self, call: Callable[[], None]) -> Replay:
-        """Record what a call puts on the device; the result does that again. Raises RuntimeError where something of it
-        cannot be recorded, or has no memory: see `reprise.kernels.device_errors`."""
+        """Record the work that a call gives to the device, and return a function that repeats it. Raises RuntimeError
+        if some of it cannot be recorded, or has no memory (`reprise.kernels.device_errors`)."""
         ...
 
 
 class CaptureOnCuda:
-    """Captures graphs that share their memory: none is replayed before what the one before has written was used.
+    """Captures graphs that share their memory. So the results of one graph must be used before another is replayed.
 
-    `torch.cuda.graph` would leave the stream of a capture that fails as the current one, and in torch 2.11 the
-    allocator as one that captures, which then refuses to free what it keeps.
+    `torch.cuda.graph` is not used: after a capture that fails, it leaves the capturing stream as the current one. In
+    torch 2.11 it also leaves the allocator in capturing mode, in which it refuses to free what it keeps.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CaptureOnCuda:
         self.held_bytes = 0
 
     def __call__(self, call: Callable[[], None]) -> Replay:
-        """See Capture."""
+        """Record the work that a call gives to the device, and return a function that repeats it."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a capture may not free what the allocator keeps

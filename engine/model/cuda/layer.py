@@ -1,7 +1,7 @@
-"""A whole decoder layer on CUDA, of the kind used by Llama, Mistral, Qwen2, Qwen3, Phi-3 and others.
+"""Computes a whole decoder layer on CUDA, of the kind used by Llama, Mistral, Qwen2, Qwen3, Phi-3 and others.
 
 The model's own code launches 33 kernels a layer (Llama) to 45 (Qwen3), one after the other from Python; this launches
-ten. `optimise` puts it in the place of layers that it gives the same result as.
+ten. `optimise` replaces layers by it if it gives the same results.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class CudaLayer(nn.Module):
     uses the rotary tables and the current step."""
 
     def __init__(self, known: KnownLayer, index: int, params: AttentionParams, kernels: ModuleType) -> None:
-        """kernels: `reprise.kernels.triton_rows`."""
+        """kernels: the module `reprise.kernels.triton_rows`."""
         super().__init__()
         self.index, self._params, self._head_dim, self._kernels = index, params, known.head_dim, kernels
         self._norm, self._post_norm = (_weight_and_eps(norm) for norm in known.norms)
@@ -47,7 +47,8 @@ class CudaLayer(nn.Module):
         return total[None]
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Write the keys and values of all rows to their slots. x [tokens, width] -> [tokens, heads * dim]."""
+        """Write the keys and values of all rows to their slots, and attend. x [tokens, width] -> [tokens, heads *
+        dim]."""
         step, index = current_step(), self.index
         if step.inputs is not None:
             step.inputs(index, x)
@@ -71,7 +72,7 @@ def _weight_and_eps(norm: Any) -> tuple[Tensor, float]:
 
 
 def joined(layers: Sequence[Any]) -> nn.Module:
-    """One linear layer with the outputs of all."""
+    """Return one linear layer with the outputs of all."""
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only
@@ -82,7 +83,7 @@ def joined(layers: Sequence[Any]) -> nn.Module:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """Return the linear layer of these parameters, which it does not copy."""
+    """Return the linear layer of these parameters, which are not copied."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

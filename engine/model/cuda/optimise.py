@@ -1,9 +1,9 @@
 """Installs whole layers, or else fused norms, gates and products, in a loaded model, wherever they give the same
 result.
 
-A step of few rows launches as many kernels as one of many, each of which takes 2 us and more on the device, and 5 to 10
-on the processor where no graph is replayed. An 8 B model of Llama's kind launches 33 a layer as transformers writes it,
-15 with norms, gates and products of ours, and 10 with whole layers.
+A step of few rows launches as many kernels as one of many. Each takes at least 2 us on the device, and 5 to 10 on the
+processor where no graph is replayed. An 8 B model of Llama's kind launches 33 a layer with transformers' code, 15 with
+our norms, gates and products, and 10 with whole layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Kernel = Callable[..., Tensor]
 
 @dataclass(slots=True)
 class Optimised:
-    """Counts what was replaced, for the log."""
+    """The numbers of replaced modules, for the log."""
 
     layers: int = 0
     norms: int = 0
@@ -62,9 +62,8 @@ class GatedMlp(nn.Module):
 
 @torch.no_grad()
 def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> Optimised:
-    """Replace modules in place; nothing without Triton. In 16 bits these are whole layers where they are of the known
-    kind: there a sum may be rounded once instead of twice. Weights that are joined take their memory twice for the time
-    of one module."""
+    """Replace modules in place; nothing without Triton. In 16 bits whole layers of the known kind are replaced: a sum
+    may be rounded once there instead of twice. While a module's weights are joined, they take their memory twice."""
     done, kernels = Optimised(), triton_rows()
     if kernels is None:
         return done
@@ -72,7 +71,7 @@ def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionB
         done.layers = _replace_layers(model, probed, backend, kernels)
     for module in _one_by_one(model):
         for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):  # only then: a packed weight is unpacked whoever looks at it
+            if type(child).__name__.endswith("RMSNorm"):  # only then: looking at a packed weight unpacks it
                 weight, eps = getattr(child, "weight", None), getattr(child, "variance_epsilon", None)
                 if isinstance(weight, Tensor) and isinstance(eps, float) and kernels.takes_norm(weight.shape[0]):
                     done.norms += replace_child(module, name, weight.shape[0], RmsNorm(weight, eps, kernels.norm))
@@ -88,7 +87,7 @@ def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionB
 
 
 def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, kernels: ModuleType) -> int:
-    """Replace the decoder layers of the known kind, in place; returns how many."""
+    """Replace the decoder layers of the known kind, in place. Returns how many were replaced."""
     replaced, positions = 0, check_positions(model)
     for container, place, index in layers_in_lists(model):
         layer, shape = container[place], probed.shapes[index]
@@ -103,7 +102,7 @@ def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBac
 
 
 def _one_by_one(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model, none of which is kept alive, so that what is replaced frees its weights at once."""
+    """Yield the modules of a model and keep none of them alive, so that a replaced module frees its weights at once."""
     for name in [name for name, _ in model.named_modules()]:
         with suppress(AttributeError):  # a part of one that was replaced
             yield model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""A model's modules whose weights stay packed, on CUDA."""
+"""Provides modules for CUDA whose weights stay packed."""
 
 import logging
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from reprise.engine.model.known_parts import agree
 from reprise.kernels.packed_rows import PackedRows, joined, unpacked
 
 log = logging.getLogger(__name__)
-_UNPACKED_BYTES = 64 << 20  # of a weight that are unpacked at once, for products of many rows
-_ALIGNED = 64  # outputs: what libraries multiply fast begins at a multiple of 16 bytes
+_UNPACKED_BYTES = 64 << 20  # most of a weight unpacked at once, for products of many rows
+_ALIGNED_OUTPUTS = 64  # outputs: what libraries multiply fast begins at a multiple of 16 bytes
 _CHECK_ROWS = (1, 20, 64)  # some of each size that the kernel is compiled for
 _CHECK_OUTPUTS = 4096
 
 
 class CudaQuantisedLinear(nn.Module):
-    """A linear layer whose weight stays packed. x [..., in] of 16 bits, plus a residual like the result to add ->
-    [..., out]. Products of few rows read codes, those of many unpack a part of the weight at a time; without kernels,
-    torch unpacks it."""
+    """A linear layer whose weight stays packed. x [..., in] of 16 bits, plus a residual of the result's shape to add ->
+    [..., out]. Products of few rows read codes; those of many rows unpack a part of the weight at a time. Without
+    kernels, torch unpacks it."""
 
     def __init__(self, weight: PackedRows, bias: Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> None:
-        """dtype: of the numbers that a weight stands for. kernels: `reprise.kernels.triton_packed`."""
+        """dtype: type of the unpacked weight. kernels: the module `reprise.kernels.triton_packed`."""
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.packed, self._dtype, self._kernels = weight, dtype, kernels
@@ -35,7 +35,7 @@ class CudaQuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A new tensor of the unpacked weight, for those who do arithmetic of their own with it."""
+        """A new tensor of the unpacked weight, for modules that do arithmetic of their own with it."""
         return unpacked(self.packed, slice(None), self._dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class CudaQuantisedLinear(nn.Module):
             return few.view(*x.shape[:-1], self.out_features)
         out = rows.new_empty(len(rows), self.out_features)
         most = _UNPACKED_BYTES // (self.in_features * rows.element_size())
-        step = max(_ALIGNED, most // _ALIGNED * _ALIGNED)
+        step = max(_ALIGNED_OUTPUTS, most // _ALIGNED_OUTPUTS * _ALIGNED_OUTPUTS)
         start = added if self.bias is None else self.bias  # summed before it is rounded
         for first in range(0, self.out_features, step):
             some = slice(first, min(first + step, self.out_features))
@@ -67,7 +67,7 @@ class CudaQuantisedLinear(nn.Module):
 
     @property
     def form(self) -> tuple[int, int, bool, int, int, bool]:
-        """What its kernels depend on."""
+        """The properties that decide which kernels it uses."""
         return *self.packed.form, self.out_features, self.bias is not None
 
     def is_right(self) -> bool:
@@ -124,7 +124,7 @@ class CudaQuantisedTogether(nn.Module):
 
 
 def join_packed(layers: Sequence[CudaQuantisedLinear]) -> nn.Module:
-    """Return one layer with the outputs of all: one product if their weights are packed alike."""
+    """Return one layer with the outputs of all: a single product if their weights are packed alike."""
     first = layers[0]
     if len({(layer.packed.form, layer._kernels is None) for layer in layers}) > 1:
         return CudaQuantisedTogether(layers)

@@ -1,1 +1,1 @@
-"""Weights that lie in DRAM and pass through HBM layer by layer, for models larger than it (`weights.offload`)."""
+"""Keeps weights in DRAM and passes them through HBM layer by layer, for models larger than HBM (`weights.offload`)."""

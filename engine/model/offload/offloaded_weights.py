@@ -14,19 +14,20 @@ from reprise.engine.config import WEIGHT_BUFFERS
 from reprise.engine.model.decoder_layers import decoder_layers
 from reprise.engine.model.offload.weight_stream import WeightStream
 
-_ALIGNMENT = 64  # bytes, of every weight in a buffer
+_ALIGNMENT = 64  # bytes: every weight in a buffer begins at a multiple
 
 
 class OffloadedWeights:
-    """The weights of a model's layers, of all but some, in DRAM. While such a layer runs its parameters are views of a
-    buffer of HBM; at other times they may show another layer's weights. For one thread at a time."""
+    """The weights of some of a model's layers, kept in DRAM. While such a layer runs, its parameters are views of a
+    buffer of HBM; at other times they may show another layer's weights. Used by one thread at a time: the one that runs
+    the model."""
 
     def __init__(
         self, model: nn.Module, *, num_layers: int, hbm_layers: int, device: torch.device, throttle: Throttle
     ) -> None:
-        """model: on the CPU; what stays of it in HBM moves to `device`. hbm_layers: how many layers' weights stay;
-        fewer than there are. throttle: of the link from DRAM. Raises ValueError if the layers cannot be moved one by
-        one."""
+        """model: on the CPU; its other weights move to `device`. hbm_layers: how many layers' weights stay in HBM,
+        fewer than there are layers. throttle: cap of the link from DRAM. Raises ValueError if the layers cannot be
+        moved one by one."""
         layers = decoder_layers(model, num_layers)
         numbers = streamed_layers(num_layers, hbm_layers)
         self.modules = frozenset(module for number in numbers for module in layers[number].modules())
@@ -46,7 +47,7 @@ class OffloadedWeights:
             layer.hook(self.stream, self._link)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The weights in DRAM, by their names in the model."""
+        """Return the weights in DRAM, by their names in the model."""
         return {name: tensor for layer in self._layers.values() for name, tensor in layer.tensors()}
 
     def _copy(self, number: int, buffer: int) -> None:
@@ -57,14 +58,14 @@ class OffloadedWeights:
 
 
 def streamed_layers(num_layers: int, hbm_layers: int) -> list[int]:
-    """Return the layers whose weights pass through HBM while those of `hbm_layers` stay: spread, so that each copy has
-    as much computation to hide behind."""
+    """Return the layers whose weights pass through HBM while those of `hbm_layers` others stay. They are spread evenly,
+    so that each copy overlaps with as much computation."""
     streamed = max(0, num_layers - hbm_layers)
     return [place * num_layers // streamed for place in range(streamed)]
 
 
 def _check_apart(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raises ValueError if other layers, or the embedding, have weights of these modules too."""
+    """Raise ValueError if other layers, or the embedding, share weights with these modules."""
     used = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if any(used[id(p)] > 1 for module in modules for p in module.parameters(recurse=False)):
         raise ValueError("its layers share weights")
@@ -72,22 +73,22 @@ def _check_apart(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter, and where its bytes begin in those of its layer."""
+    """A parameter, and where its bytes begin among those of its layer."""
 
-    name: str  # in the model
+    name: str  # name in the model
     parameter: nn.Parameter
     dtype: torch.dtype
     shape: torch.Size
     offset: int
 
     def view(self, memory: Tensor) -> Tensor:
-        """The parameter's values in a layer's bytes, uint8."""
+        """Return the parameter's values in a layer's bytes, uint8."""
         size = self.shape.numel() * self.dtype.itemsize
         return memory[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
 class _Layer:
-    """One layer: its weights in DRAM, and in which buffer its parameters see them."""
+    """One layer: its weights in DRAM, and the buffer in which its parameters see them."""
 
     def __init__(self, number: int, module: nn.Module, names: Mapping[int, str], *, pinned: bool) -> None:
         self._number, self._module = number, module
@@ -109,7 +110,7 @@ class _Layer:
         return [(place.name, place.view(self.memory)) for place in self._places]
 
     def lay_out(self, buffers: Tensor) -> None:
-        """Let the parameters see these [buffers, bytes] from now on."""
+        """Have the parameters show these [buffers, bytes] from now on."""
         self._views = [[place.view(buffer) for place in self._places] for buffer in buffers]
         self._bind(0)
 
@@ -138,22 +139,22 @@ class _Layer:
 
 
 class _Link:
-    """Copies bytes from DRAM to buffers of HBM. On CUDA on a stream of its own, behind what the engine's thread has
-    queued to compute with the buffer's former weights."""
+    """Copies bytes from DRAM to buffers of HBM. On CUDA the copy is made on a stream of its own, after the computation
+    that the engine's thread has queued with the buffer's former weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: dict[int, torch.cuda.Event] = {}
 
     def note_use(self, number: int) -> None:
-        """What is queued so far may read a buffer. Called by the engine's thread."""
+        """Note that the work queued so far may read a buffer. Called by the engine's thread."""
         if self._stream is not None:
             self._used[number] = torch.cuda.current_stream(self._stream.device).record_event()
 
     def copy(self, memory: Tensor, buffer: Tensor, number: int) -> None:
-        """Copy `memory` and return when it is there. Called by the stream's thread."""
+        """Copy `memory` and return when it is there. Called by the WeightStream's thread."""
         if self._stream is None:
-            np.copyto(buffer.numpy(), memory.numpy())  # on this thread alone: the others compute
+            np.copyto(buffer.numpy(), memory.numpy())  # uses this thread alone, because the others compute
             return
         with torch.cuda.stream(self._stream):
             if number in self._used:

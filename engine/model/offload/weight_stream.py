@@ -1,10 +1,10 @@
-"""Brings layers' weights from DRAM to HBM ahead of the layers that need them, in the order in which those run.
+"""Brings layers' weights from DRAM to HBM before the layers that need them, in the order in which those run.
 
-A few buffers of HBM take turns. A thread of its own fills the next one while the layers before it compute; whoever runs
-a layer waits for its weights with `enter` and gives their buffer back with `leave`. After the last layer the first
-follows, so a step finds its first layers there.
+A few buffers of HBM take turns. A thread of its own fills the next one while the layers before it compute. The thread
+that runs a layer waits for its weights with `enter` and gives their buffer back with `leave`. After the last layer
+comes the first, so a step finds its first layers in HBM.
 
-Sources: FlexGen (arXiv 2303.06865) and HybridServe (arXiv 2501.01792), where weights, too, move while other layers
+Sources: FlexGen (arXiv 2303.06865) and HybridServe (arXiv 2501.01792), which also move weights while other layers
 compute.
 """
 
@@ -21,11 +21,12 @@ class WeightsLost(RuntimeError):
 
 
 class WeightStream:
-    """`enter` and `leave` are for one thread at a time: that which runs the model."""
+    """The buffers of HBM and the thread that fills them. `enter` and `leave` are for one thread at a time: the one that
+    runs the model."""
 
     def __init__(self, *, sizes: Mapping[int, int], num_buffers: int, copy: CopyWeights) -> None:
-        """sizes: layer -> bytes of its weights, in the order in which layers run. copy: called at once, and then
-        whenever a buffer is free. Raises ValueError for fewer than two buffers."""
+        """sizes: layer -> bytes of its weights, in the order in which layers run. copy: fills a buffer; called at once,
+        and then whenever a buffer is free. Raises ValueError for fewer than two buffers."""
         if num_buffers < 2:
             raise ValueError("one buffer is computed with, so another must be filled meanwhile")
         self._order, self._sizes, self._copy = list(sizes), dict(sizes), copy
@@ -38,12 +39,12 @@ class WeightStream:
         self._failure: Exception | None = None
         self._is_closed = False
         self.copied_bytes = 0
-        self.waited_s = 0.0  # by those who computed
+        self.waited_s = 0.0  # time that layers have waited for weights
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     def enter(self, layer: int) -> int:
-        """Wait until a layer's weights are in HBM; returns their buffer, which stays the layer's until `leave`. Raises
+        """Wait until a layer's weights are in HBM. Returns their buffer, which stays the layer's until `leave`. Raises
         WeightsLost."""
         with self._changed:
             if self._is_ahead(layer):
@@ -65,22 +66,22 @@ class WeightStream:
                 self._drop(layer)
 
     def close(self) -> None:
-        """End the thread, after the copy it is at."""
+        """End the thread, after its present copy."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
 
     def _is_ahead(self, layer: int) -> bool:
-        """Whether a layer would have to wait for others that nobody needs: after a step that broke off, or layers run
-        in another order."""
+        """Whether weights that are not needed would come before this layer's: after a step that broke off, or if layers
+        run in another order."""
         if layer in self._held:
             return next(iter(self._held)) != layer
         due = self._copying if self._copying is not None else self._order[self._next]
         return bool(self._held) or due != layer
 
     def _go_to(self, layer: int) -> None:
-        """Give up the weights ahead of a layer's."""
+        """Drop the weights that would come before a layer's."""
         for other in list(self._held):
             if other == layer:
                 return

@@ -72,7 +72,7 @@ def test_stats_add_up(two_models: Path):
     one, other = (line.split() for line in result.output.splitlines()[1:3])
     assert one[:5] == [b"one model".hex()[:12], "2", "0", "2", "4"]
     assert other[:5] == [b"other model".hex()[:12], "1", "1", "1", "2"]
-    assert float(one[6]) == float(other[6]) == 6.0  # of rows this small, most is header
+    assert float(one[6]) == float(other[6]) == 6.0  # rows are this small, so most is header
     assert " of " not in result.output  # how much there may be is found out at a start
     assert "of 8 GiB" in reprise(two_models, "stats", "--cache.disk_gib", "8").output
 

@@ -52,7 +52,7 @@ def test_a_machine_that_has_everything_has_nothing_to_mend(tmp_path: Path) -> No
         "Redis",
         "address",
     } <= found.keys()
-    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+    assert list(tmp_path.iterdir()) == []  # looking leaves no file
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_without_a_model_of_its_own_it_says_how_to_get_one(tmp_path: Path, monke
 
 
 def llama_8b(directory: Path) -> Path:
-    """As far as its size can be told from files; the weights are a hole."""
+    """Write a model whose size can be told from its files; the weights are a hole."""
     directory.mkdir()
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     config = {**shape, "max_position_embeddings": 131_072, "dtype": "bfloat16"}
@@ -109,7 +109,7 @@ def llama_8b(directory: Path) -> Path:
 def memory_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, *devices: dict[str, Any], **cache: Any
 ) -> Finding:
-    """What is said of an 8 B model on a machine of so much memory, seven eighths of it free."""
+    """Return what is said of an 8 B model on a machine of so much memory, seven eighths of it free."""
     monkeypatch.setattr(doctor, "memory", lambda: Memory(gib * GIB, gib * GIB * 7 // 8))
     source = tmp_path / "llama-8b"
     model = {"source": str(source if source.exists() else llama_8b(source)), "dtype": "bfloat16"}

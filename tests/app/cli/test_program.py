@@ -95,7 +95,7 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
 
 
 def serve(*arguments: str) -> str:
-    """What is said of settings with which nothing can be started."""
+    """Return what is said of settings with which nothing can be started."""
     result = CliRunner().invoke(program.cli, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     return result.stderr

@@ -27,7 +27,7 @@ def findings(*, fleet: str = "", **cache: Any) -> list[Finding]:
 
 
 def kv(directory: Path, *options: str, **cache: Any) -> Finding:
-    """What is said of a server with these options that keeps KV beside another one for the rest."""
+    """Return what is said of a server with these options that keeps KV beside another one for the rest."""
     with redis_server(directory, *options) as books_and_kv:
         return findings(fleet=cache.pop("fleet"), redis_url=books_and_kv.url, redis_gib=0.01, **cache)[-1]
 

@@ -159,7 +159,7 @@ async def test_garbage_is_never_a_500(engine: FakeEngine, tmp_path) -> None:
 
 
 async def test_a_reply_is_bounded_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when it has come: its length alone would take the memory."""
+    """It is refused before it has come: its length alone would take the memory."""
     from reprise.app.conversations import redis_reply
 
     monkeypatch.setattr(redis_reply, "MAX_REPLY_BYTES", 10_000)
@@ -198,7 +198,7 @@ async def test_who_fails_three_times_is_left_alone_for_a_while(monkeypatch: pyte
 
 
 async def test_records_that_others_wrote_are_misses(redis_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a real Redis: under our names, and in place of the books."""
+    """Write records into a real Redis under our names, in place of the books."""
     from redis import Redis
 
     store = redis_store.RedisStore(url=redis_server.url, max_bytes=1 << 20, ttl_s=DAY_S)

@@ -194,7 +194,7 @@ async def test_what_redis_holds_is_bounded_and_counted(redis_server):
         for key in redis.zrange("reprise:used:t", 0, -1):
             held += len(key) + sum(len(name) + len(value) for name, value in redis.hgetall(key).items())
             held += sum(map(len, redis.lrange(key + b":items", 0, -1)))
-        assert total == held  # to the byte
+        assert total == held  # equal to the byte
         assert len(redis.keys("*")) == 3 + 1 + redis.zcard("reprise:used:t")
         for n in range(12):
             try:

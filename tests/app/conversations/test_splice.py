@@ -1,4 +1,4 @@
-"""Which rung of the ladder takes which part of a recorded answer, and which text it leaves."""
+"""Tests which rung of the ladder takes which part of a recorded answer, and which text it leaves."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""What one server exports of a session, another adopts: the same ids, whatever order and damage the rows come in."""
+"""Tests that one server adopts what another exports: the same ids, whatever order and damage the rows come in."""
 
 import random
 

@@ -158,7 +158,7 @@ def test_an_endless_conversation_is_begun_anew(client: Dropper, monkeypatch: pyt
 
 
 def test_an_answer_that_the_template_shows_in_part_is_computed():
-    """What the ids would say is not what the client's messages say."""
+    """The ids would say something else than the client's messages."""
     client = Dropper(in_memory(), template=STRIPS_THINKING)
     messages: list[dict] = []
     for turn in range(5):

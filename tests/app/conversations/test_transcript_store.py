@@ -151,7 +151,7 @@ def test_the_sessions_used_longest_ago_leave_first(tmp_path):
     for number in range(40):
         add_conversation(store, f"s{number}", turns=4, now=float(number), tokens=500)
         if number >= 5:
-            store.touch(TENANT, "s2", now=float(number))  # in use all the time
+            store.touch(TENANT, "s2", now=float(number))  # it is in use all the time
         assert store.used_bytes() <= limit
     store.close()
     assert path.stat().st_size <= limit

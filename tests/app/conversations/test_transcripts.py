@@ -132,7 +132,7 @@ class Client:
 
 
 def turns_of(messages: list[dict]) -> list[str]:
-    """As CHAT_TEMPLATE writes them."""
+    """Render messages as CHAT_TEMPLATE does."""
     said = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
     return [*said, "<|im_start|>assistant\n"]
 
@@ -288,7 +288,8 @@ def test_many_turns_keep_every_id(client):
 
 
 def test_where_messages_begin_is_known_from_the_transcript(tmp_path):
-    """In the exact ids: an answer is as long as it was generated, whatever its text would be tokenized to."""
+    """Lengths count the exact ids: an answer is as long as it was generated, whatever its text would be tokenized
+    to."""
     path = tmp_path / "transcripts.sqlite3"
     client = Client(in_memory(path=path))
     messages = [system("be a cat"), user("hello")]
@@ -300,7 +301,7 @@ def test_where_messages_begin_is_known_from_the_transcript(tmp_path):
         prompt = client.ask(messages)
         assert client.by_message(prompt) == turns_of(messages)
         if turn:
-            assert prompt.starts[-2] - prompt.starts[-3] == opening + len(generated) + 1  # and the newline behind it
+            assert prompt.starts[-2] - prompt.starts[-3] == opening + len(generated) + 1  # 1 is the newline after it
         opening = len(prompt.token_ids) - prompt.starts[-1]
         generated = client.ids(*ODD_SPLIT, f" {turn}", "<|im_end|>")
         messages += [client.answer(prompt, generated), user(f"and {turn}?")]
@@ -605,7 +606,7 @@ def test_a_render_that_is_no_extension_is_tokenized_anew(template):
 
 
 def test_an_earlier_answer_serves_when_the_last_one_renders_differently():
-    # Thinking is shown behind the last user message only, as in a round of tool calls.
+    # Thinking is shown after the last user message only, as in a round of tool calls.
     template = (
         "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"

@@ -40,7 +40,7 @@ async def test_a_page_that_is_named_may_and_others_may_not(engine: FakeEngine, t
         assert {"x-cache", "x-session-id", "x-request-id"} <= set(exposed) & answer.headers.keys()
         assert "access-control-allow-credentials" not in answer.headers
         unknown = await running.http.post("/v1/chat/completions", json=CHAT, headers={"origin": PAGE})
-        assert unknown.status_code == 401  # and the page may read that
+        assert unknown.status_code == 401  # the page may read this status
         assert unknown.headers["access-control-allow-origin"] == PAGE
         other = await running.http.post("/v1/chat/completions", json=CHAT, headers={**headers, "origin": OTHER})
         assert "access-control-allow-origin" not in other.headers

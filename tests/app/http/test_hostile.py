@@ -1,4 +1,5 @@
-"""Tests malformed and hostile requests over real sockets: each gets a 4xx in the envelope and leaves nothing behind."""
+"""Tests malformed and hostile requests over real sockets: each gets a 4xx in the envelope, and nothing of it is
+kept."""
 
 import asyncio
 import http.client
@@ -50,7 +51,7 @@ class Victim:
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     port: int
-    tasks: int = 0  # of the idle server
+    tasks: int = 0  # tasks of the idle server
     descriptors: int = 0
     longest_s: float = 0.0  # that /health took
     over: threading.Event = field(default_factory=threading.Event)
@@ -71,7 +72,7 @@ class Victim:
                 self.longest_s = max(self.longest_s, time.monotonic() - start)
 
     def in_use(self) -> dict[str, int]:
-        """What requests hold."""
+        """The resources that requests hold."""
         return {
             "generations": len(self.service.generations),
             "places": self.service.places.taken,
@@ -261,7 +262,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
 def test_what_is_no_usable_json_is_refused_everywhere(victim: Victim, target: str):
     for name, (body, status, code) in BAD_BODIES.items():
         reply = ask(victim, method_of(target), target, body)
-        if name == "an endless number":  # in a field that not every route knows
+        if name == "an endless number":  # its field is not known to every route
             assert reply.status in (200, 400, 404)
         else:
             check_envelope(reply, target, status, code)

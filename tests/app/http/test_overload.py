@@ -1,4 +1,4 @@
-"""Tests too many requests and requests that take too long: each gets an answer, and nothing is left behind."""
+"""Tests too many requests and requests that take too long: each gets an answer, and nothing is left of it."""
 
 import asyncio
 import threading

@@ -116,7 +116,7 @@ def test_variables_that_look_like_settings_are_named():
 def test_a_slip_of_the_finger_in_a_long_name_is_understood():
     for name, _ in known_settings():
         section, key = name.split(".")
-        if len(key) > 5:  # of shorter ones too little is left
+        if len(key) > 5:  # a shorter one leaves too little
             with pytest.raises(SettingsError, match=f"did you mean {name}"):
                 load_settings(flags={f"{section}.{key[:2]}{key[3:]}": "1"}, environ={}, config=None)
 

@@ -117,7 +117,7 @@ async def test_who_watches_with_a_key_that_is_taken_away_is_told_no_more(keyed: 
 
 
 def write_anew(path, text: str) -> None:
-    """As editors do."""
+    """Replace the file as editors do."""
     other = path.with_name("new")
     other.write_text(text)
     other.chmod(0o600)

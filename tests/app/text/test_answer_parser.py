@@ -16,7 +16,7 @@ def parser(style: str | None = "tags", *, parallel: bool = True, thinks: bool = 
 
 
 def read(parsing: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """What the pieces add up to, and that the parser's own sums are the same."""
+    """Return what the pieces add up to; fail if the parser's own sums differ."""
     content, reasoning, calls = "", "", []
     for parts in [*(parsing.push(piece) for piece in pieces), parsing.flush()]:
         content += parts.content

@@ -144,7 +144,7 @@ CONTENTS = st.text(alphabet=" ab\n<|>/think", max_size=12)
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKS, LLAMA_2], ids=["plain", "thinks", "llama 2"])
 @given(said=st.lists(st.tuples(ROLES, CONTENTS), min_size=1, max_size=8), data=st.data())
 def test_the_bounds_are_those_of_shorter_conversations(template, said, data):
-    """What is rendered without a message and all behind it ends where that message begins."""
+    """A rendering without a message and all after it ends where that message begins."""
     messages = [make(content) for make, content in said]
     first = data.draw(st.integers(0, len(messages)))
     renders = Renders(template)

@@ -188,7 +188,7 @@ def test_an_answer_cut_inside_a_character_ends_in_a_replacement(loaded):
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the stop string begins that is complete first, the longest of several: character by character."""
+    """Find where the stop string begins that is complete first, the longest of several, character by character."""
     for end in range(1, len(text) + 1):
         matches = [len(stop) for stop in stops if stop and text[:end].endswith(stop)]
         if matches:

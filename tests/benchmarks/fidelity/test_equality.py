@@ -24,9 +24,9 @@ def test_every_utterance_is_a_turn_behind_a_long_enough_opening(tmp_path: Path) 
     turns = [{"role": "user", "content": f"one two {n}"} for n in range(5)]
     with gzip.open(tmp_path / "d.gz", "wt") as file:
         file.write(json.dumps({"id": "d", "turns": turns}) + "\n")
-    short, again = islice(read_conversations(tmp_path / "d.gz", 0, 0), 2)
+    short, again = islice(read_conversations(tmp_path / "d.gz", 0), 2)
     assert short.user_turns == again.user_turns == [t["content"] for t in turns]
-    opened = next(read_conversations(tmp_path / "d.gz", 0, 7))
+    opened = next(read_conversations(tmp_path / "d.gz", 7))
     assert opened.user_turns == ["one two 0 one two 1 one two 2", "one two 3", "one two 4"]
 
 

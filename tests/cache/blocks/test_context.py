@@ -22,7 +22,7 @@ def lineage(num_blocks=10):
 
 
 def without(made, tokens, cuts, tail=None):
-    """The lineage behind the cuts, and the tokens that are left."""
+    """Return the lineage after the cuts, and the tokens that are left."""
     kept, start = [], 0
     for a, b in cuts:
         kept += tokens[start:a]

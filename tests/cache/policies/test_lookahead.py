@@ -256,7 +256,7 @@ def test_the_classes_leave_in_order_and_the_exempt_stay(events, newcomer):
         queued = [world.queue.index(owner) for owner in owners if owner in world.queue]
         return (2, -min(queued)) if queued else (1, 0) if owners else (0, 0)
 
-    def protected(key):  # the best rank of the block and all that is resident behind it, whoever owns it
+    def protected(key):  # the best rank of the block and all that is resident after it, of any owner
         behind = {key}
         while True:
             more = {
@@ -328,7 +328,7 @@ def recomputed(world, count, pinned, newcomer, spare_queued, behind_pinned):
 )
 @settings(deadline=None)
 def test_the_order_kept_is_the_order_recomputed(events, count, pinned, newcomer, spare):
-    """At every point of an interleaving of events, whatever was asked before."""
+    """The order holds at every point of an interleaving of events, whatever was asked before."""
     world = World(Lookahead())
     for event in events:
         world.play([event])
@@ -341,7 +341,7 @@ def test_the_order_kept_is_the_order_recomputed(events, count, pinned, newcomer,
 
 @given(events=EVENTS)
 def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(events):
-    """What is kept incrementally (the leaves and their order) is what follows from contexts, residents and returns."""
+    """The leaves and their order, kept incrementally, follow from contexts, residents and returns."""
     policy = World(Lookahead()).play(events).policy
     policy.victims(0, ())
     for session in policy._sessions.values():
@@ -375,7 +375,7 @@ def test_nothing_is_kept_of_what_has_gone(events):
 
 # --- a tier that is too small -----------------------------------------------------------------------------------------
 
-BLOCKS = 10  # of each of 8 sessions
+BLOCKS = 10  # blocks of each of 8 sessions
 
 
 def hit_rate(policy, turns, capacity, since, announced=False):
@@ -498,7 +498,7 @@ def test_who_stands_in_line_is_looked_at_from_the_tail_and_no_further_than_neede
 
 
 def test_a_resident_block_ranks_anew_when_a_session_comes_to_own_it():
-    """A's only block is a leaf of the unqueued. B, which is queued and has a block behind it, joins."""
+    """A's only block is a leaf of the unqueued. B, which is queued and has a block after it, joins."""
     policy = filled({"A": [b"shared"], "C": [b"C0"]}, times={"C": (1,), "A": (2,)})
     policy.look_ahead(["B"], 3.0)
     assert policy.victims(9, ()) == [b"C0", b"shared"]

@@ -28,7 +28,7 @@ def leave_it_to_the_disk(model: PoolModel) -> None:
 
 
 def addresses(model: PoolModel) -> dict:
-    """Where the full blocks are on disk."""
+    """Return the places of the full blocks on disk."""
     return {row.key: row.copies.get("disk") for row in model.manager.tiers.table if not row.is_open}
 
 

@@ -29,7 +29,7 @@ def test_behind_a_cut_all_is_loaded_however_slow_the_link_is(rules, new, loaded)
     model.run("other", tokens(2, 256 - 1), session="other")  # all that HBM holds
     model.settle()
     model.open("second", [*text, *tokens(3, new)], session="s", rules=rules)
-    # Without a cut, what a slow link would bring is computed again, and the text is the same. Behind one it is not.
+    # Without a cut, what a slow link would bring is computed again, and the text is the same. After one it is not.
     assert model.manager.view.resident_tokens("second") == loaded
     assert model.manager.view.admit("second", len(model.contexts["second"].token_ids) - loaded) == loaded
     model.settle()

@@ -19,7 +19,7 @@ def test_where_bits_count_a_slot_that_costs_the_rows_before_theirs_is_given_back
 
 
 def test_where_bits_count_a_block_goes_on_from_a_slot_that_is_still_being_sealed() -> None:
-    """A turn, or the rest of one behind a cut, may come before its open block is in DRAM: nothing is computed again."""
+    """A turn, or the rest of one after a cut, may come before its open block is in DRAM: nothing is computed again."""
     model = PoolModel(make_manager(num_pages=8, dram_slots=8, exact=True))
     model.run("first", range(40))  # its saves have not ended
     assert not any("dram" in row.copies for row in model.manager.tiers.table)

@@ -9,7 +9,7 @@ from reprise.cache.returns.ranking import Ranking
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
 def test_it_is_a_sorted_list(steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranking, "_BUCKET", 2)  # many buckets out of few items
+        patch.setattr(ranking, "_BUCKET_ITEMS", 2)  # many buckets out of few items
         ranked, items = Ranking(), []
         for adds, item in steps:
             if adds and item not in items:
@@ -29,4 +29,4 @@ def test_no_bucket_grows_without_bound():
     ranked = Ranking()
     for item in range(10_000):
         ranked.add(item * 7919 % 10_007)
-    assert max(map(len, ranked._buckets)) <= 2 * ranking._BUCKET
+    assert max(map(len, ranked._buckets)) <= 2 * ranking._BUCKET_ITEMS

@@ -14,8 +14,8 @@ def test_the_best_rate_by_hand():
     # Half come within 2 s, spread evenly: held for 2 * (1 - 0.5 / 2) = 1.5 s each, 1/3 a second. Waiting on for 8 s
     # more wins half of the other half, and holds that half for 8 * (1 - 0.5 / 2) = 6 s: 0.75 / (1.5 + 3) = 1/6.
     assert best_rate([0.5, 0.5], [2.0, 8.0], 0.0) == pytest.approx(1 / 3)
-    assert best_rate([0.5, 0.5], [2.0, 8.0], 3.0) == pytest.approx(1 / 6)  # to give up after 2 s is no choice
-    # Nobody comes in the first 2 s, all in the 2 s behind: 1 / (2 + 1).
+    assert best_rate([0.5, 0.5], [2.0, 8.0], 3.0) == pytest.approx(1 / 6)  # giving up after 2 s is no choice
+    # None comes in the first 2 s, all in the next 2 s: 1 / (2 + 1).
     assert best_rate([0.0, 1.0], [2.0, 2.0], 0.0) == pytest.approx(1 / 3)
     assert best_rate([0.0, 0.0], [2.0, 2.0], 0.0) == 0.0
     assert best_rate([], [], 0.0) == 0.0
@@ -130,7 +130,8 @@ def test_whatever_is_known_has_weights_of_its_own(turn, prompt, grown, answer):
 
 @given(gap_s=st.floats(1e-3, 1e6), turns=st.lists(st.tuples(st.integers(0, NUM_BINS - 1), st.booleans()), max_size=30))
 def test_what_is_learned_of_a_bin_is_told_of_that_bin(gap_s, turns):
-    """With one bin's own weight, and those of its distance from the last gap, everything that was learned changes."""
+    """Everything that was learned changes with one bin's own weight, and with those of its distance from the last
+    gap."""
     known, model = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None), ReturnModel()
     for age_bin, comes in turns:
         before = model.hazards(known, gap_s, 0)[age_bin]

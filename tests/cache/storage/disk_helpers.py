@@ -66,7 +66,7 @@ def put(tier, name, count=3, session=None, extent_id=None):
 
 
 def by_layer(segment, count):
-    """As `ExtentStore.write` wants it."""
+    """Return the blocks as `ExtentStore.write` takes them."""
     return lambda layer: [segment(layer, block) for block in range(count)]
 
 

@@ -158,7 +158,7 @@ def test_a_cap_is_waited_for_behind_every_part_and_in_no_io_thread(tier):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("sizes", [(4096, 8192, 4096, 4096), (4096, 4000, 8, 4096)])
 def test_layers_that_land_together(tmp_path, monkeypatch, direct, sizes):
-    """In one call as far as they lie side by side in the file and are wanted whole."""
+    """One call reads all that lie side by side in the file and are wanted whole."""
     if not direct:
         monkeypatch.setattr(extent_file, "_O_DIRECT", 0)
     tier = make_tier(tmp_path, segment_bytes=sizes)
@@ -417,7 +417,7 @@ def test_arguments_that_make_no_sense_are_refused(tier):
 
 
 def test_many_sessions_are_deleted_for_little_more_than_one(tier, tmp_path, monkeypatch):
-    """What costs is to wait for the device."""
+    """Waiting for the device is what costs."""
     extents = [put(tier, name=f"n{number}", session=make_session(f"s{number}")) for number in range(300)]
     synced = []
     monkeypatch.setattr("reprise.cache.storage.shards.sync_directory", synced.append)

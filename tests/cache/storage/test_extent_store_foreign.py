@@ -37,7 +37,7 @@ def swap(one, other):
 
 
 def swap_and_rehash(tmp_path, one, other):
-    """Each has the other's bytes behind a header that names its own id, all hashes without a key made anew."""
+    """Each has the other's bytes after a header that names its own id, all hashes without a key made anew."""
     swap(file_of(tmp_path, one), file_of(tmp_path, other))
     for info in (one, other):
         forge(file_of(tmp_path, info), lambda header, to=info.extent_id: replace(header, extent_id=to))

@@ -134,7 +134,7 @@ def test_every_flipped_byte_is_seen_or_harmless(tier, tmp_path, index):
         path.write_bytes(data)
         try:
             assert read_wrongly(tier, info) == []
-            assert good[position] == 0  # the gap behind a layer: nobody's bytes
+            assert good[position] == 0  # the gap after a layer, which belongs to no block
         except BlockMissing as missing:
             seen[position] = missing.reason
     assert all(reason == ("format" if position < 12 else "checksum") for position, reason in seen.items())

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 
 def resident(memory):
-    """By page of the kernel's that lies inside: whether it is in memory."""
+    """Return whether it is in memory, for each page of the kernel's that lies inside."""
     libc = ctypes.CDLL(None, use_errno=True)
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (memory.data_ptr() + memory.numel() * memory.itemsize - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -66,7 +66,7 @@ def test_memory_is_there_as_far_ahead_as_was_said(tiers, monkeypatch):
         assert touch.pages_ready == first
         for x in (pages[0].k, pages[0].v):
             assert [all(resident(x[page])) for page in range(64)] == [page < first for page in range(64)]
-    # From slot 8 on 16, one more for slot 9, and all behind it; those before are somebody's already.
+    # From slot 8 on 16, one more for slot 9, and all after it; those before are in use already.
     assert share == {(True, 8): [16 / 64] * 2, (True, 9): [17 / 64] * 2, (False, 9): [56 / 64] * 2}
 
 
@@ -103,7 +103,7 @@ def test_work_comes_in_pieces_and_no_further_than_may_be_used(tiers, monkeypatch
 
 
 def test_heads_that_lie_apart_are_touched_each(monkeypatch):
-    """As the engine has them: of every head all pages."""
+    """Return pages as the engine has them: all pages of each head together."""
     memory = _untouched(2, 64, 32, 64, dtype=torch.bfloat16)
     pages = [KvPages(*[memory.permute(1, 2, 0, 3)] * 2)]
     slab = Slab(shapes=[LayerShape(2, 64, 64)], dtype=torch.bfloat16, num_slots=0, pinned=False)

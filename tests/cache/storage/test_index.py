@@ -5,7 +5,7 @@ import sqlite3
 import pytest
 
 from reprise.cache.blocks.stored import ExtentInfo
-from reprise.cache.storage.index import _TOGETHER, DiskIndex
+from reprise.cache.storage.index import _EXTENTS_PER_BATCH, DiskIndex
 from tests.cache.storage.disk_helpers import RECORD_KEY, make_blocks, make_session
 
 
@@ -27,7 +27,7 @@ def add(index, *numbers, **kwargs):
 
 
 def rows(tmp_path, table="extents"):
-    """As another connection sees them: those that are written."""
+    """Return the rows that another connection sees: those that are written."""
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         return db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
@@ -38,16 +38,16 @@ def reopened(index):
 
 
 def test_rows_are_written_together(index, tmp_path):
-    add(index, *range(1, _TOGETHER))
+    add(index, *range(1, _EXTENTS_PER_BATCH))
     assert rows(tmp_path) == 0
-    add(index, _TOGETHER)
-    assert rows(tmp_path) == _TOGETHER
+    add(index, _EXTENTS_PER_BATCH)
+    assert rows(tmp_path) == _EXTENTS_PER_BATCH
     assert rows(tmp_path, "sessions") == 1
-    add(index, _TOGETHER + 1)
-    assert rows(tmp_path) == _TOGETHER
+    add(index, _EXTENTS_PER_BATCH + 1)
+    assert rows(tmp_path) == _EXTENTS_PER_BATCH
     extents, sessions = reopened(index)
-    assert extents == {number: extent(number) for number in range(1, _TOGETHER + 2)}
-    assert sessions == {("tenant", "", "s"): (_TOGETHER + 1, make_session())}
+    assert extents == {number: extent(number) for number in range(1, _EXTENTS_PER_BATCH + 2)}
+    assert sessions == {("tenant", "", "s"): (_EXTENTS_PER_BATCH + 1, make_session())}
 
 
 def test_a_row_that_waits_can_be_removed(index):

@@ -8,7 +8,7 @@ from tests.cache.blocks.test_scores import tokens
 from tests.cache.pool_model import BYTES_PER_TOKEN, PoolModel, make_manager
 from tests.cache.tiers.test_fetches import on_disk
 
-ROWS_BYTES = 32 * BYTES_PER_TOKEN  # of a full block
+ROWS_BYTES = 32 * BYTES_PER_TOKEN  # size of a full block's rows
 
 
 def test_a_conversation_takes_the_bytes_of_its_rows_on_disk_without_what_an_extent_adds() -> None:

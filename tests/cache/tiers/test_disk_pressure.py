@@ -31,7 +31,7 @@ def test_what_found_no_room_is_tried_again_although_nothing_else_happens():
 
 
 def test_what_found_no_slot_is_saved_as_soon_as_one_is_free():
-    """With fewer slots than a turn has blocks and a disk that is slow for a while, nothing is lost."""
+    """Nothing is lost with fewer slots than a turn has blocks and a disk that is slow for a while."""
     manager = make_manager(num_pages=40, contiguous=False, staging_slots=2, disk_bytes=1 << 20)
     model = PoolModel(manager)
     model.run("r0", tokens(0, 32 * 6 + 9), session="s0")

@@ -45,7 +45,7 @@ def test_short_conversations_get_room_for_what_is_never_coded():
 
 
 def test_what_is_encoded_for_an_extent_is_so_many_blocks_at_most():
-    """Without coded slots whoever writes encodes, and keeps that in memory until it is on disk."""
+    """The writer encodes where there are no coded slots, and keeps that in memory until it is on disk."""
     model = PoolModel(make_manager(num_pages=120, staging_slots=200, dram_slots=200, coded_slots=0, disk_bytes=1 << 22))
     orders: list[WriteExtent] = []
     add = model.manager.tiers.orders.add
@@ -140,7 +140,7 @@ def test_a_fetch_keeps_what_is_coded_as_it_is():
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
-    """Whatever ends when, no slot is lost or used twice, what is loaded is what was computed, and nothing is coded
+    """No slot is lost or used twice in any order of endings, what is loaded is what was computed, and nothing is coded
     twice: `PoolModel` checks it after every move."""
     rng = random.Random(seed)
     disk_bytes = rng.choice([0, 1 << 20, 30_000])
@@ -189,7 +189,7 @@ def test_conversations_come_and_go_in_a_dram_that_holds_them_coded(seed):
 
 
 def test_a_block_whose_save_ends_after_a_quarantine_does_not_stay():
-    """What comes out of DRAM is wrong, so what is still on its way there must not be believed either."""
+    """DRAM gives wrong bytes, so what is still on its way there must not be believed either."""
     model = PoolModel(make_manager(num_pages=40, dram_slots=40))
     model.run("r", range(64), session="s")
     model.move()

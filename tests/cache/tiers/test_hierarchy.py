@@ -24,13 +24,13 @@ from tests.cache.pool_model import PoolModel, make_manager
 from tests.example_counts import examples
 
 TENANTS = [("", ""), ("", ""), ("", "salt"), ("other", "")]
-WHICH = st.integers(0, 5)  # of those that qualify, counted in circles
+WHICH = st.integers(0, 5)  # chooses among those that qualify, counted in circles
 SLOT_BYTES = BLOCK_TOKENS * 4
 WORDS = range(42), [18, 18, *[0.1] * 40]  # tokens and how often they come: rare ones are what a text is about
 
 
 class Hierarchy(RuleBasedStateMachine):
-    """Requests of a few sessions in a memory that is too small for them; saves, loads and disk run behind, each in its
+    """Requests of a few sessions in a memory that is too small for them; saves, loads and disk run later, each in its
     own order and at its own pace; contexts outgrow the window."""
 
     page_size = 32
@@ -234,7 +234,7 @@ class Hierarchy(RuleBasedStateMachine):
             self.manager.requests.attended(request_id, [share / sum(seen) for share in seen])
 
     def overflow(self, request_id):
-        """As the engine does when a sampled token fills the window."""
+        """Cut as the engine does when a sampled token fills the window."""
         context = self.model.contexts[request_id]
         before = list(context.token_ids)
         if not context.cuts.rules.allowed:
@@ -296,7 +296,7 @@ class Hierarchy(RuleBasedStateMachine):
 
     @rule()
     def poll(self):
-        """As between two steps."""
+        """Let the tiers go on as between two steps."""
         self.model.hear(self.now)
         self.model.void_failed()
         self.model.plan(self.waiting, self.now)

@@ -97,7 +97,7 @@ def test_contexts_lie_in_one_piece_and_leave_each_other_room_to_grow():
     # All free: the first page. Then the largest hole is 1..7, whose middle is 1 + 7 // 2.
     assert pages.take(None, 1) == 0
     assert pages.take(None, 1) == 4
-    # The first context grows behind itself, up to the second one.
+    # The first context grows after its own pages, up to the second one.
     assert [pages.take(last, 1) for last in (0, 1, 2)] == [1, 2, 3]
     # 4 is taken: a new start in the hole 5..7, at 5 + 3 // 2.
     assert pages.take(3, 1) == 6

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.fidelity.quantised import Fp8Codec
+from benchmarks.texts.quantised import Fp8Codec
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import BlockLoad, CapturePiece
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab
@@ -64,7 +64,7 @@ class Sevens:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_loads_ask_whoever_decodes_for_the_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, if that is a device."""
+    """Decode in parts, if that is a device."""
     decodes = Sevens(device)
     monkeypatch.setattr(coding, "PART_BYTES", BLOCK_TOKENS * 16 * 4)
     slab = Slab(shapes=[LayerShape(1, 8, 8)] * 2, dtype=torch.float32, num_slots=1, pinned=False)

@@ -37,7 +37,7 @@ from tests.cache.intact import is_intact
 from tests.cache.transfer.scrambled_streams import ScrambledStreams
 
 PAGES, SLOTS, LAYERS, DIM = 4, 4, 2, 2
-POSITIONS = [0, 7, 32, 45]  # of blocks' first rows
+POSITIONS = [0, 7, 32, 45]  # positions of blocks' first rows
 OPS = 60
 SEEDS = int(os.environ.get("SCRAMBLED_SEEDS", "500"))  # 10,000 take a minute
 
@@ -300,7 +300,7 @@ def test_pages_and_slots_hold_what_they_should_in_any_order(scrambles: bool) -> 
 
 
 def test_without_fences_a_page_is_written_to_while_a_step_uses_it_and_saved_before_it_is_written() -> None:
-    """As it was before there were any: the test can fail, in either way."""
+    """Leave out the fences, so that the test can be seen to fail in either way."""
     found = set()
     for seed in range(100):
         try:

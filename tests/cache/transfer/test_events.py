@@ -96,7 +96,7 @@ def test_a_thread_that_breaks_while_events_are_taken_is_told_of(monkeypatch):
 
 
 def test_no_ring_is_missed_and_none_stays():
-    """Whoever waits for the bell alone hears of everything, whenever it comes."""
+    """A thread that waits for the bell alone hears of everything, whenever it comes."""
     events = Events()
     heard: list[int] = []
 

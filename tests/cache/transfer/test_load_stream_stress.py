@@ -59,7 +59,7 @@ class Memory(Landings):
         self._lock = threading.Lock()
         self._unused = {}  # what was given back, by its id
         self.taken = {}
-        self.written = {}  # to which a read writes, or may do so later
+        self.written = {}  # slots to which a read writes, or may do so later
 
     def take(self, size):
         memory = super().take(size)
@@ -186,7 +186,7 @@ class Reader:
 
 
 class Engine:
-    """What the engine's thread does with a stream, and what it expects."""
+    """Do with a stream what the engine's thread does, and expect what it expects."""
 
     def __init__(self, rng, monkeypatch, seed):
         self._random, self._name = rng, f"seed {seed}"
@@ -280,7 +280,7 @@ class Engine:
         return job
 
     def _step(self, jobs):
-        """As `Arrival` does."""
+        """Wait for the layers as `Arrival` does."""
         jobs = list(dict.fromkeys(jobs))
         for job in jobs:
             self._stream.start(job)

@@ -178,7 +178,7 @@ def make_transfer(
 
 @pytest.fixture
 def made(request):
-    """Transfers of a test, closed behind it."""
+    """Make the transfers of a test, and close them after it."""
     transfers = []
 
     def make(*args, **options):
@@ -580,7 +580,7 @@ def test_threads_that_nobody_waits_for_stand_behind_the_engine(made, tmp_path):
 
 
 def test_the_threads_have_no_teams_of_their_own() -> None:
-    """In a process of its own, as the tests run on one thread."""
+    """Run in a process of its own, as the tests run on one thread."""
     script = """
 import os, torch
 from tests.cache.transfer.test_transfer import *

@@ -66,7 +66,7 @@ def test_every_order_is_carried_out_in_its_turn_and_told_once(kinds, stuck, toge
     disk = Disk(stuck)
     orders = [PutSession(record(n)) if kind == "put" else deletion(n, kind == "delete") for n, kind in enumerate(kinds)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_stream, "_TOGETHER", together)
+        patch.setattr(write_stream, "_DELETIONS_TOGETHER", together)
         events = run(disk, orders)
     deleted = [n for n, kind in enumerate(kinds) if kind != "put"]
     assert all(isinstance(event, Deleted) for event in events)

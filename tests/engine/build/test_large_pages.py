@@ -109,4 +109,4 @@ def test_candidates_are_whole_pages_of_private_memory_the_largest_first():
 
     assert len(inside(private)) >= 8
     assert len(inside(smaller)) >= 2
-    assert not inside(shared)  # a shared one has a file behind it, of a kind
+    assert not inside(shared)  # a shared one is backed by a file

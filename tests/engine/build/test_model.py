@@ -1,4 +1,4 @@
-"""Which attention a model is given: the one whose decode steps can be graphs goes first."""
+"""Tests which attention a model is given: the one whose decode steps can be graphs goes first."""
 
 import sys
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30
 RAM_GIB = (8, 24, 32, 64, 256)
 FREE_RAM = 7 / 8
-GPU_GIB = 79.0  # of an 80 GB card, as CUDA counts; without its context
+GPU_GIB = 79.0  # memory of an 80 GB card as CUDA counts, without its context
 FREE_DISK_GIB = 500
 
 
@@ -136,7 +136,7 @@ def test_all_of_it_fits_and_dram_holds_at_least_hbm(
         assert hbm_tokens or found.hbm <= device
     elif not hbm_tokens:
         assert found.hbm + found.dram + found.staging <= free / 2 + 2
-        most = min(1 << 18, memory // 20 // 2700) * BLOCK_TOKENS * kv  # of blocks that the table may hold
+        most = min(1 << 18, memory // 20 // 2700) * BLOCK_TOKENS * kv  # blocks that the table may hold
         assert found.dram >= min(found.hbm, most)
 
 

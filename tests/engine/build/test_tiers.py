@@ -327,7 +327,7 @@ SYSTEM = 40
 
 
 def outgrow(driver: Driver, *, turns: int, conversations: int = 2, new: int = 12, client: bool = True) -> Any:
-    """Conversations with a system prompt that go on behind the window, sent in full every time."""
+    """Conversations with a system prompt that go on past the window, sent in full every time."""
     texts = [random_ids(SYSTEM, 7) for _ in range(conversations)]
     starts: list[list[int]] = [[0] for _ in range(conversations)]
     said, dropped = [], [0] * conversations

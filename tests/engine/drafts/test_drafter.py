@@ -17,7 +17,7 @@ tokens = st.lists(st.integers(0, 3), max_size=40)
 
 
 def longest_match(text: list[int], place: int) -> int:
-    """How many tokens up to a place are those at the end."""
+    """Count the tokens up to a place that equal those at the end."""
     last = len(text) - 1
     matched = 0
     while matched < 16 and place - matched >= 0 and text[place - matched] == text[last - matched]:
@@ -42,7 +42,7 @@ def test_a_draft_is_what_followed_the_longest_and_latest_match(prompt: list[int]
     assert (found.matched, found.is_predicted) == (longest, False)
     place = max(place for place, matched in matches.items() if matched == longest)
     expected: list[int] = []
-    while len(expected) < most:  # behind the end it goes on as it began
+    while len(expected) < most:  # after the end it goes on as it began
         expected.append([*text, *expected][place + 1 + len(expected)])
     assert found.token_ids == expected
 

@@ -12,7 +12,7 @@ from reprise.engine.model.made_models import ABANDONED_S, KEPT
 
 @pytest.fixture
 def conversions(monkeypatch) -> list[Path]:
-    """Where to something was converted."""
+    """Return the directory to which something was converted."""
     made: list[Path] = []
 
     def convert(source: Path, out: Path, *, write_packed: object) -> None:

@@ -56,7 +56,7 @@ def assert_says_what_the_items_say(items: list[BatchItem], tables: BlockTables, 
     for item, row, length in zip(items, meta.block_table.tolist(), meta.context_lens, strict=True):
         used = -(-length // page_size)
         assert row[:used] == item.pages[:used]
-        assert all(0 <= page < 1000 for page in row[used:])  # a backend may read, not use, what stands behind
+        assert all(0 <= page < 1000 for page in row[used:])  # a backend may read, not use, what stands after them
     assert {t.dtype for t in (batch.token_ids, batch.positions, batch.logit_rows, meta.slots)} == {torch.int64}
     assert {t.dtype for t in (meta.query_start, meta.context_len, meta.block_table)} == {torch.int32}
 

@@ -31,7 +31,7 @@ def _threads() -> Any:
 
 
 def saved(name: str, path: Path, **changes: Any) -> Path:
-    """With heads of 32 dims, which is what the kernels take."""
+    """Make a model with heads of 32 dims, which the kernels take."""
     family_model(name, num_attention_heads=2, num_key_value_heads=1, **changes).save_pretrained(path)
     return path
 

@@ -22,7 +22,7 @@ PAGE, PAGES, MOST = 16, 24, 96
 
 
 class NoPlan:
-    """Of a backend that plans nothing before it attends."""
+    """The plan of a backend that plans nothing before it attends."""
 
     def num_items(self, context_lens: Sequence[int]) -> int:
         return sum(-(-length // 32) for length in context_lens)

@@ -1,5 +1,5 @@
 """Tests our path over pages against transformers' own, for each model family, and that a step leaves no state
-behind."""
+in the model."""
 
 import threading
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_paged_chunked_logits_are_the_models_own(played: Played) -> None:
 
 @pytest.mark.sweep(4)
 def test_saved_kv_comes_back_bit_for_bit(played: Played) -> None:
-    """What a lower tier stored and another page got back is what the step itself had written."""
+    """A page gets back from a lower tier what the step itself had written to another."""
     other = Pool(played.served.ours, played.served.probed.shapes)
     for text in played.texts:
         moved = Text(text.token_ids, [(page + 7) % 24 for page in reversed(text.pages)], text.logits)
@@ -186,7 +186,7 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize(("function", "quick"), [(llama_rotation, True), (interleaved, False)])
 @pytest.mark.parametrize("width", [8, 12])
 def test_a_rotation_of_the_leading_dims(function: Callable[..., Any], quick: bool, width: int) -> None:
-    """By the model's own function or by our quicker one, what is not handed in stays as it is."""
+    """An argument that is not handed in stays as it is, by the model's own function and by our quicker one."""
     assert turns_halves(function) == quick
     generator = torch.Generator().manual_seed(1)
     q, k = torch.randn(7, 4, 12, generator=generator), torch.randn(7, 2, 12, generator=generator)

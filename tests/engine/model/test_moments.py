@@ -17,7 +17,7 @@ def test_moments_are_of_all_tokens_and_do_not_hang_on_chunks(name: str, monkeypa
     texts = [torch.tensor(random_ids(length, seed=length)) for length in (70, 33)]
     found = []
     for chunk in (256, 16):
-        monkeypatch.setattr("reprise.engine.model.moments._CHUNK", chunk)
+        monkeypatch.setattr("reprise.engine.model.moments._CHUNK_TOKENS", chunk)
         found.append(measure_moments(pool.runner, texts, ropes, page_size=PAGE, most_rows=96, device=CPU))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.queries, other.queries, rtol=1e-3, atol=1e-3)

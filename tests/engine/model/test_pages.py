@@ -34,7 +34,7 @@ def test_bytes_per_token() -> None:
     # (2 x (16 + 16) + 1 x (24 + 8)) elements.
     assert bytes_per_token(SHAPES, PageFormat(torch.float32)) == 96 * 4
     assert bytes_per_token(SHAPES, PageFormat(torch.bfloat16)) == 96 * 2
-    assert bytes_per_token(SHAPES, INT8_PAGES) == 96 + 2 * (2 * 2 + 1 * 2)  # and a scale behind every head
+    assert bytes_per_token(SHAPES, INT8_PAGES) == 96 + 2 * (2 * 2 + 1 * 2)  # each head is followed by a scale
 
 
 @pytest.fixture

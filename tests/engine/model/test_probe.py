@@ -83,7 +83,7 @@ def test_rotations_that_we_cannot_take_apart_are_served_but_not_moved() -> None:
 def test_models_that_attend_by_themselves_are_refused(model_type: str, config: dict[str, Any]) -> None:
     model = tiny_model(model_type, **config)
     if model_type == "bloom":
-        del model.config.max_position_embeddings  # of which its kind of position knows nothing
+        del model.config.max_position_embeddings  # its kind of position knows nothing of it
     with pytest.raises(ModelRefused, match="our attention"):
         probed(model)
 

@@ -56,7 +56,7 @@ def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_weight_of_another_size_than_it_says_is_not_read(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Kernels would read behind its end."""
+    """Kernels would read past its end."""
     index = json.loads((a_directory(tmp_path) / INDEX).read_text())
     index["tensors"]["layer0.weight"] |= change
     (tmp_path / INDEX).write_text(json.dumps(index))

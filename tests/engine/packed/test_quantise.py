@@ -37,7 +37,7 @@ def test_numbers_that_are_all_alike_are_kept(bits) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_large_weights_are_rounded_in_parts_alike(bits, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantise(random(), bits)
-    monkeypatch.setattr("reprise.engine.packed.quantise._ROWS", 512 * 5)
+    monkeypatch.setattr("reprise.engine.packed.quantise._NUMBERS_TOGETHER", 512 * 5)
     parts = quantise(random(), bits)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)

@@ -148,7 +148,7 @@ def test_where_packed_weights_cannot_be_computed_with_they_are_refused(tmp_path:
 
 
 def test_a_packed_directory_is_a_model_too(tmp_path: Path) -> None:
-    """With the ends of texts that its generation_config.json names."""
+    """Serve it with the ends of texts that its generation_config.json names."""
     model = save_tiny(tmp_path / "tiny", dtype=torch.bfloat16)
     path = model / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [7, 9]}))

@@ -263,7 +263,7 @@ async def test_a_load_that_hangs_is_started_again(start: Start, tmp_path: Path) 
 
 
 async def test_a_load_that_is_slow_and_says_so_is_waited_for(start: Start) -> None:
-    client = await start("slow", start_timeout_s=2.0)  # takes 4 s, behind the start of a process
+    client = await start("slow", start_timeout_s=2.0)  # takes 4 s after the start of a process
     assert (client.state, client.restarts) == ("ready", 0)
 
 
@@ -588,7 +588,7 @@ async def test_reading_at_any_pace_gives_the_same_tokens(
             taken.append(await anext(stream))
     for choice in range(3):
         push(choice, 1, "stop")
-        stream.push(output("a", choice, [-1]))  # behind its end: dropped
+        stream.push(output("a", choice, [-1]))  # comes after its end: dropped
     taken += [one async for one in stream]
     for choice in range(3):
         mine = [one for one in taken if one.choice == choice]

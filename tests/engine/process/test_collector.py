@@ -26,7 +26,7 @@ def thresholds():
 
 def test_no_full_collection_begins_by_itself(thresholds):
     gc.freeze()  # so that the full collections of this test cost nothing,
-    gc.collect()  # and what the tests before have left behind does not put them off
+    gc.collect()  # garbage of earlier tests does not put them off
 
     def full_collections():
         before = gc.get_stats()[2]["collections"]

@@ -111,7 +111,7 @@ class Running:
             self._status = error
 
     def join(self) -> int | BaseException | None:
-        """What `run` returned or raised; None when it still runs after 10 s."""
+        """Return what `run` returned or raised; None when it still runs after 10 s."""
         self._thread.join(10)
         return self._status
 
@@ -511,7 +511,7 @@ def test_while_something_moves_nobody_waits_for_the_inbox(
 def test_the_bell_of_an_engine_ends_the_wait_for_the_inbox(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has been written to disk goes on to Redis at once: until it is there, it dies with its server."""
+    """A written block goes on to Redis at once: until it is there, it dies with its server."""
     monkeypatch.setattr("reprise.engine.process.loop.POLL_MS", 600_000)
     polled = threading.Semaphore(0)
     listens, rings = os.pipe()

@@ -39,7 +39,7 @@ def run(model: Path, asks: Sequence[dict[str, Any]], **changes: Any) -> list[dic
 
 
 def told(model: Path, *engines: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """What a process says of engines that start one after the other, and of what each is asked."""
+    """Return what a process says of engines that start one after the other, and of what each is asked."""
     order = {"model": str(model), "engines": engines, "changes": changes}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
@@ -79,7 +79,7 @@ FIRST = [ask(conversation, opening(conversation)) for conversation in range(3)]
 
 
 def next_turns(answers: Sequence[list[int]]) -> list[dict[str, Any]]:
-    """What is asked behind the first turns and their answers."""
+    """Return what is asked after the first turns and their answers."""
     return [
         ask(number, [*asked["prompt"], *answer, 7, 11, 13])
         for number, (asked, answer) in enumerate(zip(FIRST, answers, strict=True))

@@ -48,7 +48,7 @@ def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeyp
     # About 460 kB of KV at 5 MB/s: 90 ms for what a step of these needs some milliseconds for.
     on_its_way, loaded = answers(new_tokens, hbm_tokens=512, dram_gbps=0.005)
     assert loaded > HISTORY
-    assert on_its_way == in_hbm  # in bf16 too: what comes back is what was saved, bit for bit
+    assert on_its_way == in_hbm  # this holds in bf16 too: what comes back is what was saved, bit for bit
     # As fast as memory is: brought by the step itself, where it can.
     by_itself, loaded = answers(new_tokens, hbm_tokens=512)
     assert loaded > HISTORY
@@ -70,7 +70,7 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
         driver.settle()
         slab = driver.engine._transfer._slab
         slots = sorted(row.copies.get("dram") for row in driver.cache.tiers.table if "dram" in row.copies)
-        slab.v(1)[slots[-1], 20, 0, 0] += 1.0  # of the last conversation
+        slab.v(1)[slots[-1], 20, 0, 0] += 1.0  # a number of the last conversation
 
     monkeypatch.setattr(LoadStream, "_place_in_step", place_and_see)
     computed, loaded = answers(9, hbm_tokens=512)
@@ -110,7 +110,7 @@ class Link:
 @pytest.mark.parametrize(("has_bystanders", "most_s"), [(True, 0.1), (False, 1.0)])
 def test_a_load_that_hangs_is_waited_for_once_in_a_step(has_bystanders: bool, most_s: float) -> None:
     link: Any = Link({1: 0.001, 2: 1e9})
-    link.waited_s = 5.0  # in steps before
+    link.waited_s = 5.0  # seconds waited in earlier steps
     arrival = Arrival(link, {"quick": 1, "stuck": 2}, patience_s=lambda _: math.inf, has_bystanders=has_bystanders)
     assert link.started == [1, 2]
     for layer in range(12):

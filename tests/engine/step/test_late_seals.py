@@ -41,7 +41,7 @@ def test_blocks_of_an_answer_are_saved_at_its_end(make: Any) -> None:
     assert saved(driver) == 0
     assert driver.cache.in_flight >= 6
     driver.run()
-    assert saved(driver) == 10  # of 289 rows, the last block open
+    assert saved(driver) == 10  # full blocks and the open one of 289 rows
     assert all("dram" in row.copies for row in driver.cache.tiers.table)
 
 

@@ -69,7 +69,7 @@ class Steps:
         self.moves.hold(captured, pieces)
 
     def recorded(self, *, all_of_it: bool = False) -> list[Any]:
-        """What reaches the transfer between two steps, or before a cut."""
+        """Return what reaches the transfer between two steps, or before a cut."""
         self.recorder.calls.clear()
         if all_of_it:
             self.moves.carry_out_held()

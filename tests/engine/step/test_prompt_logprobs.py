@@ -24,7 +24,7 @@ def assert_transformers_own(vanilla: Any, prompt: list[int], found: list[TokenLo
 
 @pytest.mark.parametrize(("length", "step_tokens", "top"), [(1, 0, 1), (2, 0, 0), (70, 0, 3), (150, 16, 1)])
 def test_they_are_transformers_own(path: Path, vanilla: Any, length: int, step_tokens: int, top: int) -> None:
-    """In one step or many, beside another request."""
+    """They are the same in one step or many, beside another request."""
     driver = Driver(path, step_tokens=step_tokens)
     other = driver.submit("b", random_ids(40, 2))
     prompt = random_ids(length, 1)
@@ -54,7 +54,7 @@ def test_the_first_choice_pays_and_its_siblings_reuse(path: Path, vanilla: Any) 
     first, second = driver.answers["a", 0], driver.answers["a", 1]
     assert_transformers_own(vanilla, prompt, first.prompt_logprobs, 1)
     assert second.prompt_logprobs is None
-    assert (first.cached, second.cached) == (0, 96)  # of the last four tokens, the block is not full
+    assert (first.cached, second.cached) == (0, 96)  # the block of the last four tokens is not full
 
 
 def test_they_survive_preemption(path: Path, vanilla: Any) -> None:

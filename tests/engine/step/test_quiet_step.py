@@ -55,7 +55,7 @@ def test_a_step_that_only_decodes_asks_nobody_in_vain(tmp_path: Path) -> None:
     answer = driver.submit("b", [*first.text, *PROMPT[:24]], session="s", max_tokens=40, ignore_eos=True)
 
     def one_step() -> None:
-        """As the engine's loop has it."""
+        """Run a step as the engine's loop does."""
         driver.now += 1.0
         driver._take(driver.engine.step(driver.now))
         driver.engine.poll(driver.now)

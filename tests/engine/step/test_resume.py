@@ -32,7 +32,7 @@ def whole(path: Path, *, config: dict[str, Any] | None = None, choices: int = 1,
 def resumed(
     path: Path, said: list[list[int] | None], *, config: dict[str, Any] | None = None, **options: Any
 ) -> list[Answer]:
-    """What a fresh engine says after others' tokens."""
+    """Return what a fresh engine says after others' tokens."""
     driver = Driver(path, **config or {})
     driver.ask("a", PROMPT, choices=len(said), resume=said, **options)
     return [driver.answers["a", index] for index in range(len(said))]

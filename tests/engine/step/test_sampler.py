@@ -138,7 +138,7 @@ def test_every_row_of_a_batch_gets_what_a_naive_sampler_gives_it_alone(batch):
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("gap", [708.0, 708.5, 745.0, 800.0])  # of subnormal probabilities, and of none
+@pytest.mark.parametrize("gap", [708.0, 708.5, 745.0, 800.0])  # gaps of subnormal probabilities, and of none
 def test_a_token_that_is_next_to_impossible_is_never_drawn_and_disturbs_nobody(gap):
     assert draws([0.0, -gap, -1000.0], 200, top_k=2) == {0: 200}
 

@@ -10,7 +10,7 @@ TURNS, CONVERSATIONS = 3, 5
 
 
 def play(driver: Driver, spoil_at: tuple[int, int] | None, factor: float = -3) -> tuple[list[list[int]], list[int]]:
-    """(answers, mismatches counted behind each). Conversations whose history comes out of DRAM."""
+    """Return (answers, mismatches counted after each). Conversations whose history comes out of DRAM."""
     chance = random.Random(0)
     histories: dict[int, list[int]] = {}
     answers, mismatches = [], []
@@ -73,4 +73,4 @@ def test_in_bf16_rounding_is_no_mismatch_and_a_quarter_of_a_value_is_one():
 def test_without_it_the_spoiled_tier_is_believed():
     expected, _ = play(driver(0.0, cache_mode="recompute"), spoil_at=None)
     answers, _ = play(driver(0.0), spoil_at=(2, 2))
-    assert answers != expected  # or the test above shows nothing
+    assert answers != expected  # otherwise the test above shows nothing

@@ -56,7 +56,7 @@ def come_back_often(driver: Driver, times: int) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_honest_codec_stays_on_by_the_mean_of_few_checks(make, dtype, monkeypatch):
-    """In bf16 rounding alone is five times the budget here."""
+    """Rounding alone is five times the budget in bf16 here."""
     monkeypatch.setattr("reprise.engine.codec.verdict.LAST", 8)
     driver = make(verify_rate=1.0, dtype=dtype)
     answers = come_back_often(driver, 9)

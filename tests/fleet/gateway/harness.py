@@ -27,7 +27,7 @@ LOAD = Beat(wait_s=0.0, s_per_token=1e-4, s_per_kilo_pair=0.0, kv_bytes_per_toke
 
 
 class FakeDirectory:
-    """What a gateway asks of `reprise.fleet.directory.Directory`."""
+    """A stand-in for `reprise.fleet.directory.Directory`, as far as a gateway asks it."""
 
     def __init__(self) -> None:
         self.beats: dict[str, tuple[Heartbeat, float]] = {}  # name -> (beat, age of it)
@@ -119,7 +119,7 @@ class Fleet:
     port: int
 
     async def refresh(self) -> None:
-        """What the gateway does once a second."""
+        """Do what the gateway does once a second."""
         await self.gateway.parts.members.refresh()
 
     def hear(self, name: str, *, age_s: float = 0.0, **changes: Any) -> None:

@@ -280,7 +280,7 @@ async def test_a_key_has_only_so_many_answers_under_way():
         gate.set()
         assert sorted(answer.status_code for answer, _, _ in await asyncio.gather(*streams)) == [200, 200, 429]
         assert whole.directory.places == {tenant: 0}
-        whole.directory.places[tenant] = 2  # of another gateway
+        whole.directory.places[tenant] = 2  # places of another gateway
         answer, data, _ = await whole.stream(**bearer(KEY))
         assert (answer.status_code, json.loads(data)["error"]["code"]) == (429, "rate_limit_exceeded")
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"

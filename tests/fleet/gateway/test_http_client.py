@@ -197,7 +197,7 @@ async def test_a_client_that_does_not_read_stops_the_replica():
         replica = Replica(server.url)
         connection = await ask(replica, silence_s=0.05)
         before = -1
-        while before != sent:  # until the sockets' buffers are full
+        while before != sent:  # ends when the sockets' buffers are full
             before = sent
             await asyncio.sleep(0.2)
         assert sent < 400 * 65_536

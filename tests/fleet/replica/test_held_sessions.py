@@ -1,4 +1,4 @@
-"""What a replica remembers of its sessions is bounded."""
+"""Tests that what a replica remembers of its sessions is bounded."""
 
 from reprise.fleet.keys import SessionName
 from reprise.fleet.replica.held_sessions import HeldSessions

@@ -1,4 +1,4 @@
-"""What a replica tells the fleet of its keys' tokens."""
+"""Tests what a replica tells the fleet of its keys' tokens."""
 
 import pytest
 

@@ -94,7 +94,7 @@ def frames_of(response: httpx.Response) -> list[Frame]:
 
 
 def said(frames: list[Frame]) -> str:
-    """What the client reads, without times, and with numbers for the random ids of calls."""
+    """Return what the client reads, without times, and with numbers for the random ids of calls."""
     text = b"".join(frame.events for frame in frames).decode()
     for number, call_id in enumerate(dict.fromkeys(re.findall(r"call_[0-9a-f]{24}", text))):
         text = text.replace(call_id, f"call_{number}")
@@ -105,7 +105,7 @@ GROWING = ("content", "text", "reasoning_content", "arguments", "partial_json", 
 
 
 def assembled(frames: list[Frame]) -> dict[str, Any]:
-    """What a client makes of the events. Left out are how tokens are grouped into events, which is
+    """Return what a client makes of the events. Left out are how tokens are grouped into events, which is
     nobody's promise, and whose KV each server had."""
     found: dict[str, Any] = {}
 
@@ -241,7 +241,7 @@ async def test_an_answer_survives_several_servers(replicas):
 
 
 async def cut_after(replica: Running, path: str, body: dict[str, Any], count: int) -> Journal:
-    """What a gateway has of an answer whose server dies after so many frames."""
+    """Return what a gateway has of an answer whose server dies after so many frames."""
     journal = Journal()
     for frame in frames_of(await relayed(replica, path, body))[:count]:
         journal.add(frame)
@@ -289,7 +289,7 @@ async def test_the_engine_is_asked_for_the_rest_alone(replicas):
     journal = await cut_after(first, CHAT, body, 6)
     await relayed(second, CHAT, body, journal)
     (begun,), (asked,) = first.engine.submitted, second.engine.submitted
-    assert asked.sampling == begun.sampling  # and with it the seed that was drawn
+    assert asked.sampling == begun.sampling  # the seed that was drawn is part of it
     assert asked.token_ids == begun.token_ids
     assert asked.session_id == begun.session_id
     ids = [*first.engine.tokenizer.encode(first.engine.script.answer).ids, 2]
@@ -478,7 +478,7 @@ async def test_a_real_engine_goes_on_with_the_same_text(tiny, tmp_path, path, bo
 
 
 async def test_logprobs_of_a_real_engine_go_on(tiny, tmp_path):
-    """Those that were told are kept to the bit; later ones are equal but for rounding."""
+    """Logprobs that were told are kept to the bit; later ones are equal but for rounding."""
     one, other = EngineHere(tiny), EngineHere(tiny)
     body = {**SEEDED, "model": one.model.name, "stream": True, "logprobs": True, "top_logprobs": 3, "stop": ["qu"]}
     async with replica(tmp_path / "a", one) as first, replica(tmp_path / "b", other) as second:

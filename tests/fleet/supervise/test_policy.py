@@ -20,7 +20,7 @@ class Sample:
 
 @dataclass
 class Context:
-    """What Serve tells a policy."""
+    """Return the context that Serve gives a policy."""
 
     current_num_replicas: int = 2
     target_num_replicas: int = 2
@@ -77,7 +77,7 @@ def test_it_decides_nothing_while_replicas_start():
 
 def test_what_was_measured_before_a_replica_came_says_nothing():
     policy = Policy(TARGET_S)
-    context = fleet_of(3, wait_s=9.0, busy=1.0, now=1000.0)  # until now it waited
+    context = fleet_of(3, wait_s=9.0, busy=1.0, now=1000.0)  # it waited up to now
     context.current_num_replicas = 2
     _, context.policy_state = policy(context)
     context.current_num_replicas = 3

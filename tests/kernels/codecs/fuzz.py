@@ -6,7 +6,7 @@ index, half of it with the vectors that do not know how, on segments that end wh
 Compiled kernels check no index of their own accord, so a segment of somebody else's making must not lead them outside
 of their arrays. What is found is printed with its seed; `--first SEED --seconds 0` does that one again. What works on
 pointers cannot be checked: there a segment's last byte is the last one before a page that nobody may read, so a read
-behind it ends the process, which is told with the seeds it was at.
+past it ends the process, which is told with the seeds it was at.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class GuardedPages:
 
 
 def notices_reads_outside(codec: Any) -> bool:
-    """Whether a kernel that is told of more words than there are is stopped. The memory behind is ours too."""
+    """Whether a kernel that is told of more words than there are is stopped. The memory after it is ours too."""
     from reprise.kernels.cpu import transform as compiled
 
     size = codec.segment_bytes[0] // 2
@@ -82,7 +82,7 @@ def segments_of(rng: np.random.Generator, codec: Any, layer: int, kind: str) -> 
         data = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
     elif kind == "few values":
         data = rng.choice(rng.integers(0, 256, 2, dtype=np.uint8), (blocks, size))
-    else:  # what was encoded, with some words replaced, or its head with other words behind it
+    else:  # what was encoded, with some words replaced, or its head with other words after it
         data = np.zeros((blocks, size), np.uint8)
         rows = raw_of(rng, codec, layer, blocks, "normal")
         codec.encode(layer, rows, torch.from_numpy(data))

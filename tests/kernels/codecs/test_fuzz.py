@@ -33,5 +33,5 @@ def test_a_read_behind_the_guarded_pages_ends_the_process():
 
 
 def test_without_checks_it_would_notice_nothing_and_says_so():
-    """In this process kernels check nothing, so `main` would refuse to go on."""
+    """Kernels check nothing in this process, so `main` would refuse to go on."""
     assert not notices_reads_outside(small())

@@ -49,7 +49,7 @@ def codec_of(shape: tuple[int, int, int], kind: str, dtype: torch.dtype = torch.
 
 
 def by_processor(codec: TransformCodec, words: np.ndarray) -> Tensor:
-    """What the kernel gives, by compiled code."""
+    """Return what the kernel gives, by compiled code."""
     layer, count = codec.layers[0], compiled.TOGETHER
     room, found = codec._room(0), []
     for row in range(0, len(words), count):
@@ -150,7 +150,7 @@ def test_the_kernel_in_tritons_interpreter(chosen: str, number: int) -> None:
 @pytest.mark.triton
 @for_every_arch
 def test_the_kernel_compiles_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To machine code; no device needed. Registers suffice."""
+    """It compiles to machine code without a device, and registers suffice."""
     pytest.importorskip("triton")
     from reprise.kernels.triton_transform import _BLOCKS, _decode
 

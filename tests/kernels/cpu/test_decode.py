@@ -137,8 +137,8 @@ def test_nan_in_a_context_stays_in_its_row(form: Callable[[Tensor], Tensor]) -> 
     q = torch.randn(2, 4, 64).bfloat16()
     table = torch.arange(20, dtype=torch.int32).view(2, 10)
     clean = attend(q, form(k), form(v), table, [300, 200])
-    k[3, 5] = float("nan")  # in the first context
-    k[16, 31], v[16, 31] = float("nan"), float("nan")  # behind the end of the second
+    k[3, 5] = float("nan")  # a row of the first context
+    k[16, 31], v[16, 31] = float("nan"), float("nan")  # a row after the end of the second
     got = attend(q, form(k), form(v), table, [300, 200])
     assert got[0].isnan().all()
     assert torch.equal(got[1], clean[1])

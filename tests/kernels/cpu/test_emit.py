@@ -31,7 +31,7 @@ def twice():
 
 @pytest.mark.long
 def test_a_change_of_another_file_is_noticed(tmp_path: Path) -> None:
-    """By itself numba looks at the file of the function alone, and would go on with what it has of `twice`."""
+    """Left to itself, numba looks at the file of the function alone, and would go on with what it has of `twice`."""
     shutil.copytree(ROOT / "kernels", tmp_path / "reprise/kernels", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "reprise/__init__.py").touch()
     (tmp_path / "reprise/kernels/cpu/tried_two.py").write_text(OTHER)
@@ -47,7 +47,7 @@ def test_a_change_of_another_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_sums_of_sixteen_vectors_are_those_of_each() -> None:
-    """To the bit, so that no score hangs on which keys are beside its own."""
+    """Scores are equal to the bit, so that none depends on the keys beside its own."""
     from llvmlite import ir
 
     from reprise.kernels.cpu.emit import F32, LANES, Emit, compiled, emitted

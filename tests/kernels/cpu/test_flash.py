@@ -89,7 +89,7 @@ def a_batch(
     heads_outermost: bool = True,
     seed: int = 0,
 ) -> Batch:
-    """Scattered pages, the first one shared by all, and NaN in every row behind a context."""
+    """Scattered pages, the first one shared by all, and NaN in every row after a context."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-context // page) for _, context in lens]
     free = list(range(1, sum(needed) + 2))
@@ -153,7 +153,7 @@ def test_widths_and_pages(dims: tuple[int, int], page: int, heads_outermost: boo
 def test_pages_of_int8_are_read_as_the_bf16_that_they_hold(
     dims: tuple[int, int], page: int, heads_outermost: bool, window: int | None
 ) -> None:
-    """To the bit: so whatever holds of pages of bf16 holds of them."""
+    """They are equal to the bit, so whatever holds of pages of bf16 holds of them."""
     batch = a_batch(RAGGED, dims=dims, page=page, heads_outermost=heads_outermost, window=window)
     batch.k[batch.table[3, 160 // page], 160 % page, 1, 9] = NAN  # seen by some rows of the fourth sequence
     outermost = (pool.permute(2, 0, 1, 3).contiguous() for pool in (batch.k, batch.v))
@@ -259,7 +259,7 @@ def test_scores_far_apart_overflow_nowhere() -> None:
 
 
 def test_a_key_of_minus_infinity_is_not_seen() -> None:
-    """As the whole first block, before anything finite: its maximum is -inf."""
+    """The whole first block is hidden, before anything finite: its maximum is -inf."""
     batch = a_batch(((30, 150),), group=1, kv_heads=1)
     batch.q[:, :, 0] = 1.0
     for position in range(70):
@@ -320,13 +320,13 @@ def test_exact_attention_gives_a_single_row_what_it_gets_among_many(group: int) 
 
 
 def test_a_block_of_keys_that_only_others_see_changes_no_bit() -> None:
-    """In one of some 20,000 numbers it did."""
+    """One of some 20,000 numbers differed."""
     lens = ((300, 300),)
     for seed in range(12):
         torch.manual_seed(seed)
         batch = replace(a_batch(lens, group=1), q=(torch.randn(300, 2, 32) * 2).bfloat16(), scale=0.2)
         together = attend(batch)
-        for first in range(0, 300, 20):  # their tiles end within a block of keys, those of all rows behind it
+        for first in range(0, 300, 20):  # their tiles end within a block of keys, those of all rows after it
             assert torch.equal(attend(batch.rows(0, first, first + 20)), together[first : first + 20])
 
 

@@ -100,7 +100,7 @@ def test_an_index_that_grows_gives_what_one_made_anew_gives() -> None:
 def test_what_stands_behind_a_context_does_not_count() -> None:
     index = Index(2, 1, 64, [400])
     before = fresh(index, [100])
-    index.words[:, index.table[0, 12], :, :, 16:] = 0x7F807F80  # infinite keys, behind row 400
+    index.words[:, index.table[0, 12], :, :, 16:] = 0x7F807F80  # infinite keys after row 400
     assert index.choose([400], [100]) == before
 
 

@@ -45,7 +45,7 @@ def test_a_number_is_off_by_half_a_level_at_most(rows: Tensor) -> None:
 
 
 def test_a_heads_largest_number_fits() -> None:
-    """Whatever bf16 makes of the scale."""
+    """The bound holds whatever bf16 makes of the scale."""
     every = torch.arange(0x0080, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     packed = Int8Pages.to_rows(torch.stack((every, -every), 1))
     assert packed[:, 0].min() >= 0

@@ -60,7 +60,7 @@ def test_only_the_leading_run_counts():
     # 0 1 2, then 3 pushes out what was touched first: 2, of a tier of 3. 0 1 of the same three are hit.
     requests = [ask(0, 0, 1, 2), ask(1, 3), ask(2, 0, 1, 2)]
     assert rate(requests, "lru", 3).hit_blocks == 2
-    # A tail that stays behind a lost head is no hit: fifo drops 2 and 1 for 4 and 3, with 0; then 0 for 5.
+    # A tail that stays after a lost head is no hit: fifo drops 2 and 1 for 4 and 3, with 0; then 0 for 5.
     requests = [ask(0, 0, 1), ask(1, 2, 3), ask(2, 1, 0)]
     assert rate(requests, "fifo", 3).hit_blocks == 0
 

@@ -39,7 +39,7 @@ def test_a_conversation_by_hand():
 
 
 def test_a_fleet_is_as_busy_at_the_start_as_later():
-    """As many conversations are under way at the start as after another while."""
+    """Equally many conversations are under way at the start and after another while."""
     drawn = conversations(rate_per_s=1.0, duration_s=8000, seed=1)
     counts = [len(already_under_way(drawn, REPLICA, since_s=since_s)[1]) for since_s in (4000.0, 6000.0)]
     assert counts[0] == pytest.approx(counts[1], rel=0.15)

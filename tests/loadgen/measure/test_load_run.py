@@ -33,7 +33,7 @@ class Recorder(Stub):
 
     bodies: list[bytes]
     refuse = b""
-    answered = 1_000_000  # what comes behind so many waits for ever
+    answered = 1_000_000  # a request after so many waits for ever
     unanswered = threading.Event()  # two wait
 
     def data_received(self, data: bytes) -> None:
@@ -74,7 +74,7 @@ def call(*words: str):
 
 
 def said(done) -> str:
-    """Without the terminal's line breaks."""
+    """Return the output without the terminal's line breaks."""
     return " ".join(done.output.split())
 
 

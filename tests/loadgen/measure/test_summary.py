@@ -13,7 +13,7 @@ VALUES = lists(floats(0.001, 1e4), min_size=1, max_size=60)
 
 
 def result(turn: int = 0, due_s: float = 0.0, **changes: object) -> TurnResult:
-    """Due at `due_s`, sent 10 ms late, four tokens from 0.5 s on, 50 ms apart; done 20 ms behind the last."""
+    """Due at `due_s`, sent 10 ms late, four tokens from 0.5 s on, 50 ms apart; done 20 ms after the last."""
     stamps = [due_s + 0.5 + 0.05 * place for place in range(4)]
     plain = TurnResult(
         "c", turn, due_s, sent_s=due_s + 0.01, token_s=stamps, done_s=stamps[-1] + 0.02, prompt_tokens=100,
@@ -115,7 +115,7 @@ def test_what_a_server_does_not_say_is_not_zero():
     assert (hits["tokens"], hits["later_turns"]) == (None, None)
     assert summary([silent, half])["hits"]["tokens"] == 0.5
     assert summary([silent, half])["tokens"]["cached"] is None
-    assert summary([result(cached_tokens=500)])["hits"]["tokens"] is None  # of 100
+    assert summary([result(cached_tokens=500)])["hits"]["tokens"] is None  # the prompt has 100
     none = summary([result(prompt_tokens=0, cached_tokens=None)])
     assert (none["tokens"]["prompt"], none["cost"]["per_million_tokens"]) == (None, None)
     assert (none["throughput"]["prompt_tokens_per_s"], none["throughput"]["prefill_tokens_per_s"]) == (None, None)

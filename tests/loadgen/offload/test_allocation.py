@@ -25,7 +25,7 @@ def test_both_sides_take_as_long_by_hand():
 
 
 def test_a_gpu_that_is_busy_for_longer_than_weights_load_gets_kv_first():
-    """30 tokens on the GPU keep it busy for 60 s: 35 of KV come meanwhile, behind the weights, in 14,000 bytes."""
+    """30 tokens on the GPU keep it busy for 60 s: 35 of KV come meanwhile, after the weights, in 14,000 bytes."""
     found = allocate(MODEL, replace(HOST, gpu_bytes=26_000, host_bytes=34_000))
     assert (found.act_gpu, found.act_host, found.kv_host) == pytest.approx((30, 10, 35 + 20))
 
@@ -52,7 +52,7 @@ def test_it_fills_the_memory_and_balances_what_can_be_balanced(hidden, flops, on
 
 
 def test_the_papers_example_of_a_next_block():
-    """At 3 to 1, five blocks of activations and two of KV are followed by one of activations."""
+    """Five blocks of activations, at 3 to 1, and two of KV are followed by one of activations."""
     assert next_is_act(5, 2, Allocation(0, 3, 1))
     assert not next_is_act(6, 1, Allocation(0, 3, 1))
     assert divide(8, Allocation(0, 3, 1)) == (6, 2)

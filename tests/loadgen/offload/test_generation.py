@@ -38,16 +38,18 @@ def test_kv_alone_takes_as_long_as_the_link_by_hand():
 
 
 def test_activations_move_half_as_much_and_cost_computing():
-    roomy = replace(HOST, gpu_bytes=2 * MODEL.weight_bytes + MODEL.head_bytes + 2 * HOST.buffer_bytes)  # and no more
+    roomy = replace(
+        HOST, gpu_bytes=2 * MODEL.weight_bytes + MODEL.head_bytes + 2 * HOST.buffer_bytes
+    )  # room for these and no more
     kv, act = (generate(arm, MODEL, roomy, **SIZES) for arm in ("kv", "act"))
-    weights = 4 * 4 * MODEL.weight_bytes  # of 4 layers, in 4 steps
+    weights = 4 * 4 * MODEL.weight_bytes  # bytes of 4 layers in 4 steps
     assert act.link_bytes - weights == (kv.link_bytes - weights) / 2
     assert act.gpu_busy > kv.gpu_busy
 
 
 @pytest.mark.parametrize(("flops", "link_bytes_per_s"), [(5e12, 1e9), (20e12, 5e9), (50e12, 5e9), (200e12, 25e9)])
 def test_both_are_at_least_about_as_fast_as_either(flops, link_bytes_per_s):
-    """Where the GPU is not so slow that the activations on it alone keep it busy for longer than the link."""
+    """The GPU is not so slow that the activations on it alone keep it busy for longer than the link."""
     host = replace(HOST, flops=flops, link_bytes_per_s=link_bytes_per_s, gpu_bytes=200e6)
     kv, act, hybrid = (generate(arm, MODEL, host, **SIZES).tokens_per_s for arm in ("kv", "act", "hybrid"))
     assert hybrid >= 0.9 * max(kv, act)

@@ -39,7 +39,7 @@ def test_points_lie_where_they_belong():
 def test_bars_stand_on_each_other():
     root = parse(stacked("t", Axis("x"), Axis("share", most=1.0), ["a", "b"], [("1", [0.25, 0.5]), ("2", [1.0, 0.0])]))
     bars = [(float(r.get("y")), float(r.get("height"))) for r in root.iter("rect")]
-    assert bars == [(195, 61), (73, 122), (12, 244)]  # of 244 in all
+    assert bars == [(195, 61), (73, 122), (12, 244)]  # heights within 244
     assert [item.text or (item[0].tail or "") for item in root.iter("li")] == ["a", "b"]
 
 

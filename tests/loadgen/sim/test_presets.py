@@ -63,7 +63,7 @@ def test_a_machine_is_what_its_server_measured():
     assert machine.dram_to_hbm == 2e6  # measured beats told
     assert machine.disk_to_dram == 5e5
     assert (machine.hbm_bytes, machine.dram_bytes, machine.disk_bytes) == (204_800, 1e6, 5e6)
-    # 100 tokens behind 200: 4 ms + 20 ms + 100 * 250 pairs = 25 thousand, 0.25 ms.
+    # 100 tokens after 200: 4 ms + 20 ms + 100 * 250 pairs = 25 thousand, 0.25 ms.
     assert machine.costs.prefill_s(100, 200) == pytest.approx(0.004 + 0.02 + 0.00025)
     assert machine.costs.decode_s(2, 3, 1000) == pytest.approx(2 * (0.004 + 0.0015) + 2.003 * 2e-5)
 

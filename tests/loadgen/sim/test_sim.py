@@ -99,7 +99,7 @@ def test_a_machine_without_bounds_finds_all_that_was_not_cut(workload, config):
 def test_a_turn_by_hand():
     # 100 tokens prefill in 0.1 s, 11 tokens decode in 10 steps of 0.01 s. The context has 111 tokens, 110 with KV.
     # The second turn, 1 s later, loads 110 bytes at 10,000/s = 0.011 s and computes 11 tokens in 0.011 s; the last of
-    # 4 layers computes behind the load: 0.011 + 0.011 / 4.
+    # 4 layers computes after the load: 0.011 + 0.011 / 4.
     result = simulate([conversation("a", 0.0, (100, 11, 0.0), (10, 1, 1.0))], MACHINE, Config(load_ahead=0))
     first, second = result.records
     assert first.first_token_s == pytest.approx(0.1)
@@ -122,7 +122,7 @@ def test_a_read_waits_for_what_is_written_where_no_memory_holds_that():
 
 def test_those_who_run_decode_on_while_a_load_takes_longer_than_its_computation():
     # a's 110 bytes are written from 0.3 to 0.41 and read until 0.52; its 11 tokens compute in 0.011. It starts with the
-    # first step of b's that ends behind 0.509, waits for its last layer, and holds b up for 0.01275 instead of 0.22275.
+    # first step of b's that ends after 0.509, waits for its last layer, and holds b up for 0.01275 instead of 0.22275.
     workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 0.0)), conversation("b", 0.15, (100, 41, 0.0))]
     _, b, again = simulate(workload, replace(MACHINE, dram_bytes=0), Config()).records
     assert again.sources == {"disk": 110}
@@ -164,7 +164,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed():
 
 @pytest.mark.parametrize(("disk_bytes", "found"), [(62, 110), (61, 0)])
 def test_coded_sessions_take_less_disk_but_for_their_first_and_open_blocks(disk_bytes, found):
-    """Of 110 tokens 32 begin the context and 14 are an open block's; the other 64 take 16 bytes instead of 64."""
+    """Among 110 tokens 32 begin the context and 14 are an open block's; the other 64 take 16 bytes instead of 64."""
     workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 5.0))]
     machine = replace(MACHINE, dram_bytes=0, disk_bytes=disk_bytes, codec=CodedKV(4.0))
     assert simulate(workload, machine, Config(load_ahead=0)).records[1].hit_tokens == found

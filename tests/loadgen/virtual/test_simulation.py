@@ -51,7 +51,7 @@ def test_a_lone_turn_takes_what_its_steps_take():
     conversations = [Conversation("c", "", 1.0, (Turn(100, 3, 0.0),))]
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(0))
     simulation.run()
-    # 5 ms + 100 * 0.4 ms + 100 * 50 / 1000 * 0.1 ms, then two rows behind 100 and 101 tokens.
+    # 5 ms + 100 * 0.4 ms + 100 * 50 / 1000 * 0.1 ms, then two rows after 100 and 101 tokens.
     assert simulation.records[0].ttft_s == pytest.approx(0.0455)
     decode_s = 2 * (0.005 + 0.0005) + (100 + 101) / 1000 * 0.0001
     assert simulation.records[0].done_s == pytest.approx(1.0455 + decode_s)
@@ -110,7 +110,7 @@ def test_without_a_target_they_stall():
 
 @pytest.mark.parametrize("hbm_blocks", [1000, 120])
 def test_a_flood_of_one_tenant_does_not_delay_anothers_single_requests(hbm_blocks):
-    """At most three full steps, beyond what the guest waits for when it is alone."""
+    """It waits at most three full steps longer than when it is alone."""
 
     def guest_ttft(flood: int, policy: str = "car") -> list[float]:
         machine = VirtualServer(

@@ -30,7 +30,7 @@ REQUESTS = st.lists(
 
 
 def told_anew(scheduler):
-    """What `upcoming` has to say, with nothing remembered."""
+    """Return what `upcoming` has to say, with nothing remembered."""
     queue, starved = scheduler.queue, scheduler._giving_way.starved()
     if isinstance(queue, FcfsQueue):
         order = list(queue._waiting)

@@ -91,7 +91,7 @@ def test_inside_the_order_is_class_bytes_arrival():
 
 
 class Found(NamedTuple):
-    """What a cache may say of a request, as `reprise.scheduler.ports.Residency` has it."""
+    """Draw what a cache may say of a request, as `reprise.scheduler.ports.Residency` has it."""
 
     bytes_to_load: int = 0
     own_tokens: int = 0
@@ -218,7 +218,7 @@ def test_who_finds_only_what_others_have_left_passes_nobody_for_it():
 
 
 def test_a_load_that_ends_before_its_turn_is_no_load_to_car_hidden():
-    """At 100 bytes a second, one after the other, in the order of arrival."""
+    """Loads run at 100 bytes a second, one after the other, in the order of arrival."""
     window, where = make_window(6, policy="car-hidden")
     for name, size in (("a", 100), ("b", 300), ("c", 100)):
         add(window, where, name, LOADS, size=size)

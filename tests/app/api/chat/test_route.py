@@ -24,7 +24,7 @@ async def test_a_plain_answer(running: Running):
     (submitted,) = running.engine.submitted
     prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert running.engine.tokenizer.decode(submitted.token_ids, skip_special_tokens=False) == prompt
-    generated = len(running.engine.tokenizer.encode(ANSWER).ids) + 1  # and the end of the turn
+    generated = len(running.engine.tokenizer.encode(ANSWER).ids) + 1  # 1 is the end of the turn
     assert answer["usage"] == {
         "prompt_tokens": len(submitted.token_ids),
         "completion_tokens": generated,

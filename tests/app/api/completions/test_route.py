@@ -61,7 +61,7 @@ async def test_prompts_are_texts_or_ids_one_or_many(running: Running, prompt, ex
 
 
 async def test_echo_scores_the_prompt(running: Running):
-    """As lm-evaluation-harness asks for it."""
+    """Ask for it as lm-evaluation-harness does."""
     ids = running.engine.tokenizer.encode("The fox 🎉").ids
     answer = (await complete(running, ids, max_tokens=1, logprobs=1, echo=True, temperature=0)).json()
     (choice,) = answer["choices"]

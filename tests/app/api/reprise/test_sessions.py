@@ -25,7 +25,7 @@ def code(response: httpx.Response) -> tuple[int, str]:
 async def test_a_session_shows_what_the_cache_holds(running: Running):
     keep(running.engine, "a")
     session = (await running.http.get("/v1/sessions/a")).json()
-    assert session.pop("expires_in_s") == 0.0  # of a time long ago
+    assert session.pop("expires_in_s") == 0.0  # its time was long ago
     assert session == {
         "id": "a",
         "object": "session",

@@ -46,7 +46,7 @@ async def test_a_plain_response(running: Running):
 
 
 async def test_tools_that_are_no_functions_are_left_out_beside_functions(running: Running):
-    """As coding agents send them; alone they are refused."""
+    """Send them as coding agents do; alone they are refused."""
     shell = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
     others = [{"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
     answer = await respond(running, tools=[others[0], shell, *others], tool_choice="auto")

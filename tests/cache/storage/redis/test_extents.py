@@ -24,9 +24,9 @@ from tests.example_counts import examples
 __all__ = ["redis_server"]
 
 KEY = bytes(range(32))
-SEGMENTS = (96 << 10, 64 << 10, 96 << 10)  # of one block, by layer
+SEGMENTS = (96 << 10, 64 << 10, 96 << 10)  # bytes of one block by layer
 SESSION = ("t", "", "s")
-LATER_S = 4e9  # of the next expected use
+LATER_S = 4e9  # time of the next expected use
 
 
 def extent(

@@ -26,7 +26,7 @@ def last_layer(served: Served) -> Any:
 
 
 def logits_and_kv(served: Served, wanted: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Two texts in two steps, each with a prompt's chunk behind a history; of the second step the wanted rows."""
+    """Two texts in two steps, each with a prompt's chunk after a history; of the second step the wanted rows."""
     pool = Pool(served.ours, served.probed.shapes)
     tables = BlockTables(max_seqs=4, max_pages=4)
     ids = [random_ids(70, 1), random_ids(40, 2)]
@@ -63,7 +63,7 @@ def test_what_nobody_wants_is_not_computed() -> None:
 
 
 class _Mixing(nn.Module):
-    """Rows that hear of one another behind the layers."""
+    """Rows that hear of one another after the layers."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + hidden.mean(dim=1, keepdim=True)

@@ -37,7 +37,7 @@ def in_bf16(model: Any) -> Served:
 
 
 def errors(played: Played, exact: Any) -> tuple[float, float]:
-    """How far our logits are from those in fp32, and how far transformers' own in bf16 are: relative RMS."""
+    """Return how far our logits are from those in fp32, and how far transformers' own in bf16 are: relative RMS."""
     ids = [text.token_ids for text in played.texts]
     truth, theirs = (torch.cat([vanilla_logits(m, i) for i in ids]).float() for m in (exact, played.served.vanilla))
     ours = torch.cat([text.logits for text in played.texts])

@@ -127,7 +127,7 @@ def test_a_part_can_be_asked_for_twice() -> None:
 
 def test_parts_left_over_from_a_failed_step_are_not_served() -> None:
     linears, parts = shared((8, 4))
-    parts[0](torch.randn(1, 5, 16))  # and the step fails before the other part is taken
+    parts[0](torch.randn(1, 5, 16))  # the step fails before the other part is taken
     x = torch.randn(1, 5, 16)
     for index in (1, 0):
         assert error(parts[index](x), linears[index](x)) < 1e-6

@@ -30,7 +30,7 @@ PATTERN = 7
 
 
 def one_step(served: Served, saved: SavedRows | None) -> Captured:
-    """One row each of three texts behind a prefill; what the layers have shown of that."""
+    """Compute one row each of three texts after a prefill; return what the layers have shown of that."""
     sink = CaptureSink()
     pool = Pool(served.ours, served.probed.shapes, sink=sink)
     texts = [pool.text(random_ids(20 + 7 * i, seed=i), [3 * i, 3 * i + 1]) for i in range(3)]
@@ -65,9 +65,9 @@ def test_kernels_write_what_a_sink_is_shown_and_nothing_else(name: str) -> None:
 def saved_blocks(
     at_once: int, by_kernels: bool, monkeypatch: pytest.MonkeyPatch, other_way: int | None = None, **settings: Any
 ) -> Any:
-    """What lies in DRAM after two turns of some conversations: by key, the bytes by layer. And the steps whose rows
-    were written to it while they were computed, the texts, and the bytes that are said to have been saved. other_way:
-    a layer whose kernels take nothing."""
+    """Return what lies in DRAM after two turns of some conversations: by key, the bytes by layer. And the steps whose
+    rows were written to it while they were computed, the texts, and the bytes that are said to have been saved.
+    other_way: a layer whose kernels take nothing."""
     driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, **settings)
     runner, transfer = driver.compute.runner, driver.engine._transfer
     if not by_kernels:
@@ -132,5 +132,5 @@ def test_a_turn_is_on_its_way_to_disk_before_the_loop_waits_for_the_next(tmp_pat
     driver.engine.poll(time.monotonic())
     (write,) = driver.cache.tiers.writes._writes.values()
     assert write.session[2] == "s"
-    assert len(write.keys) == 3  # of 72 rows
+    assert len(write.keys) == 3  # two full blocks and the rest of 72 rows
     driver.close()

@@ -72,7 +72,7 @@ def test_it_is_not_taken_once_runs_are_divided_otherwise() -> None:
 
 
 def test_it_is_not_taken_where_it_gives_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a model that scales its embeddings."""
+    """Embeddings of a model that scales them."""
     logits = short_way.ShortWay.logits
 
     def scaled(*arguments: Any) -> Tensor | None:

@@ -38,7 +38,7 @@ def optimised(model: Any) -> Optimised:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_parts_of_layers_answer_as_before(family: str, kernels: SimpleNamespace) -> None:
-    """In fp32, in which layers stay as they are."""
+    """Make the model in fp32, in which layers stay as they are."""
     model = family_model(family)
     wanted = vanilla_logits(model, TOKENS)
     done = optimised(model)

@@ -108,7 +108,7 @@ def test_what_passes_the_link_is_throttled() -> None:
     started = time.monotonic()
     for _ in range(2):
         logits(model)
-    assert time.monotonic() - started > 0.25  # of 0.4 s on the link, less what came ahead
+    assert time.monotonic() - started > 0.25  # 0.4 s on the link, less what came ahead
     assert offloaded.stream.waited_s > 0
     offloaded.stream.close()
 

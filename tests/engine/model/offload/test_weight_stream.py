@@ -115,7 +115,7 @@ def test_a_copy_that_fails_is_told_to_whoever_computes():
     stream = WeightStream(sizes={0: 1, 1: 1, 2: 1}, num_buffers=2, copy=copy)
     stream.enter(0)
     stream.leave(0)
-    for _ in range(2):  # and from then on
+    for _ in range(2):  # the same holds from then on
         with pytest.raises(WeightsLost) as caught:
             stream.enter(1)
         assert isinstance(caught.value.__cause__, OSError)

@@ -8,6 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from reprise.engine.model.probe import ProbeResult
+from reprise.kernels.codecs.codec import Codec
+
 ROWS = 32
 _LARGEST_FP8 = 448.0
 _LEAST_SCALE = 1e-8
@@ -105,6 +108,22 @@ class KiviCodec:
         both = scales.contiguous().view(torch.float16).view(len(codes), -1, 2).float()
         restored: Tensor = both[..., :1] + numbers * both[..., 1:]
         return restored
+
+
+def other_codecs(found: ProbeResult) -> dict[str, Codec]:
+    """Make the codecs for a model that was probed, by name."""
+    shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
+    v_dim = found.shapes[0].v_dim
+    return {
+        "fp8": Fp8Codec(shapes),
+        "kivi4": KiviCodec(shapes, bits=4, v_group=v_dim),
+        "kivi2": KiviCodec(shapes, bits=2, v_group=min(32, v_dim)),
+    }
+
+
+def raw_block_bytes(found: ProbeResult) -> int:
+    """Return the bytes of a block of bf16 KV, all layers."""
+    return sum(ROWS * s.kv_heads * (s.k_dim + s.v_dim) * 2 for s in found.shapes)
 
 
 def _finite(raw: Tensor) -> list[bool]:

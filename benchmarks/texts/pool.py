@@ -1,6 +1,6 @@
-"""What a pool costs that has no room for all KV, by who leaves it: benchmarks/results/pool*.json.
+"""What a pool costs that has no room for all KV, by which rows leave it: benchmarks/results/pool*.json.
 
-    python -m benchmarks.fidelity.pool --data DIR [--model smollm2] [--texts N] [--rooms 0.8 0.6]
+    python -m benchmarks.texts pool --data DIR [--model smollm2] [--texts N] [--rooms 0.8 0.6]
 
 InfiniGen (arXiv 2406.19707, section 4.4) keeps the KV of a context in a pool of main memory. When that is full, a row
 leaves it for every new one, for each layer and KV head by itself, and does not come back:
@@ -13,26 +13,27 @@ leaves it for every new one, for each layer and KV head by itself, and does not 
 Text: books, chats and WikiText-2. A history is computed as a prompt is, then tokens are decoded one by one, and read
 what `infinigen` chooses of the rows that are in the pool. A pool of 0.8 has room for 80 % of the whole text's rows; one
 of 1 has room for all, and is what the others are compared with: perplexity, and KL in nats a token. Neither end of the
-context is kept as the server's selectors keep it (docs/selectors.md), for whoever left the first rows would be spared.
-The first layer is read whole, as there.
+context is kept as the server's selectors keep it (docs/selectors.md), because a policy that lets the first rows leave
+would be spared. The first layer is read whole, as there.
 
 Held: with room for 80 %, counting (counter32) raises perplexity by at most 1 %, and first in, first out by more.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.fidelity.selectors import SIDE_BY_SIDE, Counting, Reader, Scores, long_texts
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
-from benchmarks.harness.models import model_directory, name_of, result_name
+from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.models import name_of, result_name
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.history import summary
+from benchmarks.texts.reader import Reader, compared_rows
+from benchmarks.texts.reading import encoder, text_options, texts_of
+from benchmarks.texts.selectors import SIDE_BY_SIDE
+from reprise.engine.codec.quality import Quality
 from reprise.kernels.attention.ragged_batch import KvPages, Selection
 from reprise.kernels.attention.selection import Candidates, Selecting, as_selection, context_keys, most_rows
 from reprise.kernels.selectors.infinigen import InfinigenSelector, how_many, skewed_weights
@@ -72,7 +73,7 @@ class Pool:
         self.counts[full] //= 2
 
     def _leaving(self, newest: int) -> Tensor:
-        """Return who leaves, [kv_heads]: never the newest row, and of equals the oldest."""
+        """Return the row of each head that leaves: never the newest, and of equals the oldest."""
         worth = {"lru": self.chosen_at, "fifo": self._ages}.get(self.policy, self.counts)
         last = max(1, newest - RECENT) if self.policy == "counter32" else newest
         found: Tensor = worth[:, :last].masked_fill(~self.is_in[:, :last], torch.iinfo(torch.int64).max).argmin(1)
@@ -80,7 +81,7 @@ class Pool:
 
 
 class PooledSelector:
-    """Chooses as InfiniGen does, of what is in the pools. Sequence i of a step is text i; no step leaves one out."""
+    """A selector that chooses as InfiniGen does, of what is in the pools. Sequence i of a step is text i."""
 
     name = "pooled"
     index_bytes_per_token = 0
@@ -117,102 +118,65 @@ class PooledSelector:
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    reader = Reader(arguments)
-    encode = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode
-    counting = reader.selectors()["infinigen"].selector
-    assert isinstance(counting, Counting)
-    assert isinstance(counting.inner, InfinigenSelector)
-    inner = counting.inner
     history, length = arguments.history, arguments.history + arguments.scored
-    texts = list(long_texts(arguments, encode, length + 1))
+    reader = Reader(
+        arguments.model, texts=SIDE_BY_SIDE, most_tokens=length + 1, share=arguments.share, threads=arguments.threads
+    )
+    inner = reader.selecting("infinigen").selector
+    assert isinstance(inner, InfinigenSelector)
+    texts = texts_of(arguments.data, encoder(arguments.model), [length + 1] * arguments.texts)
     arms = {f"{policy} {room:g}": (policy, room) for room in arguments.rooms for policy in POLICIES}
-    scores = {name: Scores() for name in arms}
+    scores: dict[str, list[Quality]] = {name: [] for name in arms}
+
+    def pooled(policy: str, room: float) -> Selecting:
+        fits = max(1, int(room * length))
+        return Selecting(PooledSelector(inner, share=arguments.share, policy=policy, rows=length, room=fits), 0)
+
     groups = [texts[at : at + SIDE_BY_SIDE] for at in range(0, len(texts), SIDE_BY_SIDE)]
     for group in run.track(groups, "texts"):
-        reader.begin(None)
-        for text, ids in enumerate(group):
-            reader.prompt(text, ids[:history], 0)
-
-        def decoded(policy: str, room: float, group: Sequence[list[int]] = group) -> list[Tensor]:
-            selector = PooledSelector(
-                inner, share=arguments.share, policy=policy, rows=length, room=max(1, int(room * length))
-            )
-            return _decoded(reader, group, history, Selecting(selector, 0))
-
-        whole = decoded("fifo", 1.0)
-        for name, (policy, room) in arms.items():
-            for plain, found, ids in zip(whole, decoded(policy, room), group, strict=True):
-                scores[name].add(plain, found, torch.tensor(ids[history + 1 :]))
-    pools = {name: one.summary() for name, one in scores.items()}
+        reader.fill(group, history)
+        whole = reader.read_behind(group, history, pooled("fifo", 1))
+        for name, arm in arms.items():
+            for plain, found, ids in zip(whole, reader.read_behind(group, history, pooled(*arm)), group, strict=True):
+                scores[name].append(compared_rows(plain, found, ids[history + 1 :]))
+    pools = {name: summary(parts) for name, parts in scores.items()}
     return {
         "settings": {
             "model": name_of(arguments.model), "share": arguments.share, "texts": len(texts), "history": history,
             "scored": arguments.scored,
         },
-        "pools": pools, "held": _held(pools),
+        "pools": pools, "held": verdicts(pools),
     }  # fmt: skip
 
 
-def _decoded(reader: Reader, group: Sequence[list[int]], history: int, selecting: Selecting) -> list[Tensor]:
-    """Return by text the log probabilities [scored, vocab] behind its tokens after a history, decoded one by one."""
-    reader.begin(selecting)
-    found: list[list[Tensor]] = [[] for _ in group]
-    for place in range(history, len(group[0]) - 1):
-        ids = {text: tokens[place] for text, tokens in enumerate(group)}
-        for text, row in enumerate(reader.decode(ids, dict.fromkeys(ids, place)).float().log_softmax(-1)):
-            found[text].append(row)
-    return [torch.stack(rows) for rows in found]
-
-
-def _held(pools: dict[str, dict[str, float]]) -> dict[str, bool]:
+def verdicts(pools: dict[str, dict[str, float]]) -> dict[str, bool]:
+    """Judge what is held, of the room for which it is."""
     counter, fifo = pools.get(f"counter32 {ROOM:g}"), pools.get(f"fifo {ROOM:g}")
     if counter is None or fifo is None:
         return {}
+    room = f"room for {ROOM:.0%}"
     return {
-        f"room for {ROOM:.0%}: counting costs at most {MOST_CHANGE:.0%} of perplexity": (
-            counter["perplexity_change"] <= MOST_CHANGE
-        ),
-        f"room for {ROOM:.0%}: first in, first out costs more": fifo["perplexity_change"] > MOST_CHANGE,
+        f"{room}: counting costs at most {MOST_CHANGE:.0%} of perplexity": counter["perplexity_change"] <= MOST_CHANGE,
+        f"{room}: first in, first out costs more": fifo["perplexity_change"] > MOST_CHANGE,
     }
 
 
 def show(console: Console, result: Any) -> None:
     settings = result["settings"]
     title = f"{settings['model']}, {settings['texts']} texts, {settings['scored']} tokens behind {settings['history']}"
-    table = Table(title=title)
-    for heading in ("who leaves, room", "perplexity", "KL, nats", "same choice"):
-        table.add_column(heading, justify="left" if heading.startswith("who") else "right")
-    for name, row in result["pools"].items():
-        table.add_row(
-            name, f"{row['perplexity_change']:+.2%} ± {row['perplexity_error']:.2%}",
-            f"{row['kl']:.5f} ± {row['kl_error']:.5f}", f"{row['same_choice']:.1%}",
-        )  # fmt: skip
-    console.print(table)
+    show_rows(console, title, result["pools"])
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, help="directory of the texts")
-    parser.add_argument("--model", type=model_directory, default="smollm2", help="bundled, smollm2 or a directory")
+    text_options(parser)
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--history", type=int, default=1024, help="tokens before those that are decoded")
     parser.add_argument("--scored", type=int, default=512, help="tokens that are decoded")
     parser.add_argument("--rooms", type=float, nargs="+", default=[0.8, 0.6], help="shares of a text's rows")
     parser.add_argument("--share", type=float, default=0.2, help="of the rows that may be read, the paper's greatest")
-    parser.add_argument("--threads", type=int, help="of torch")
 
 
 EXPERIMENT = Experiment(
     name=lambda arguments: result_name("pool", arguments.model),
-    about=__doc__,
-    measure=measure,
-    show=show,
-    options=options,
-    quick=Quick(
-        {"texts": 1, "scored": 64, "history": 192, "rooms": [ROOM]},
-        (Figure("KL of counting, room for 80 %", lambda r: r["pools"]["counter32 0.8"]["kl"], 2.5),),
-        holds=False,
-    ),
-)
-
-if __name__ == "__main__":
-    raise SystemExit(EXPERIMENT.main())
+    about=__doc__, measure=measure, show=show, options=options,
+)  # fmt: skip

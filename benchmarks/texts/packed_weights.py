@@ -1,6 +1,6 @@
 """What packed weights change of a model's answers: benchmarks/results/packed_weights*.json.
 
-    python -m benchmarks.fidelity.packed_weights --data DIR [--model bundled] [--gguf FILE] [--llama-python PYTHON]
+    python -m benchmarks.texts packed_weights --data DIR [--model bundled] [--gguf FILE] [--llama-python PYTHON]
 
 The mean Kullback-Leibler divergence, in nats a token, of next-token distributions from those of the same weights in
 fp32, over at least 20,000 tokens of WikiText-2 in rows of 512; how often the most likely token is another; and the
@@ -12,11 +12,11 @@ llama.cpp, whose activations are rounded to 8 bits. Without, they are the model'
 and head in `Q8_0`, as `q4` has them in 8 bits), all computed in fp32; `bf16` says what computing in bf16 changes.
 """
 
-import gzip
 import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from rich.console import Console
-from rich.table import Table
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.models import model_directory, result_name
+from benchmarks.harness.models import result_name
 from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.tables import show_rows
+from benchmarks.texts.reading import encoder, text_options, wikitext
 from reprise.engine.gguf.convert import convert
 from reprise.engine.packed.directory import is_packed, write
 from reprise.engine.packed.from_directory import packed
@@ -50,8 +50,7 @@ def measure(run: Run) -> dict[str, Any]:
     if arguments.gguf:
         directory = run.directory / "kept"
         convert(Path(arguments.gguf), directory, write_packed=write)
-    with gzip.open(arguments.data / "text" / "wikitext2_valid.txt.gz", "rt", encoding="utf-8") as file:
-        ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(file.read()).ids
+    ids = encoder(directory)(wikitext(arguments.data))
     rows = torch.tensor(ids[: arguments.tokens // ROW * ROW]).view(-1, ROW)
     truth = _logits(_loaded(directory, torch.float32))
     arms = dict(_arms_of_file(run, directory, rows) if arguments.gguf else _arms_of_model(run, directory))
@@ -60,23 +59,26 @@ def measure(run: Run) -> dict[str, Any]:
         want = truth(number, row).log_softmax(-1)
         for name, arm in arms.items():
             sums[name].append(_compare(want, arm(number, row).log_softmax(-1), row))
-    figures = {}
-    for name, found in sums.items():
-        kl, other, ours, theirs = torch.stack(found).mean(0).tolist()
-        figures[name] = {
-            "kl": round(kl, 6),
-            "kl_by_row": [round(float(part[0]), 6) for part in found],
-            "other_token": round(other, 5),
-            "perplexity": round(float(np.exp(ours)), 4),
-            "perplexity_change": round(float(np.exp(ours - theirs)) - 1, 5),
-        }
-    held = {}
-    if {"gguf", "llama.cpp"} <= figures.keys():
-        held["packed: divergence no greater than llama.cpp's"] = figures["gguf"]["kl"] <= figures["llama.cpp"]["kl"]
-    for ours, theirs in (("q8", "Q8_0"), ("q4", "Q4_1")):
-        if {ours, theirs} <= figures.keys():
-            held[f"{ours}: divergence no greater than {theirs}'s"] = figures[ours]["kl"] <= figures[theirs]["kl"]
-    return {"tokens": rows.numel(), "arms": figures, "held": held}
+    figures = {name: _figures(torch.stack(found)) for name, found in sums.items()}
+    return {"tokens": rows.numel(), "arms": figures, "held": verdicts(figures)}
+
+
+def _figures(by_row: Tensor) -> dict[str, Any]:
+    kl, other, ours, theirs = by_row.mean(0).tolist()
+    return {
+        "kl": round(kl, 6), "kl_by_row": [round(part, 6) for part in by_row[:, 0].tolist()],
+        "other_token": round(other, 5), "perplexity": round(exp(ours), 4),
+        "perplexity_change": round(exp(ours - theirs) - 1, 5),
+    }  # fmt: skip
+
+
+def verdicts(arms: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Judge each way of ours beside llama.cpp's, as far as both were measured."""
+    return {
+        f"{ours}: divergence no greater than {theirs}'s": arms[ours]["kl"] <= arms[theirs]["kl"]
+        for ours, theirs in (("gguf", "llama.cpp"), ("q8", "Q8_0"), ("q4", "Q4_1"))
+        if {ours, theirs} <= arms.keys()
+    }
 
 
 def _compare(want: Tensor, got: Tensor, row: Tensor) -> Tensor:
@@ -140,20 +142,11 @@ def _rounded(directory: Path, kind: str) -> nn.Module:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"packed weights, {result['tokens']:,} tokens")
-    for column in ("", "KL, nats", "another token", "perplexity", "its change"):
-        table.add_column(column, justify="right")
-    for name, found in result["arms"].items():
-        table.add_row(
-            name, f"{found['kl']:.6f}", f"{found['other_token']:.2%}", f"{found['perplexity']:.3f}",
-            f"{found['perplexity_change']:+.2%}",
-        )  # fmt: skip
-    console.print(table)
+    show_rows(console, f"packed weights, {result['tokens']:,} tokens", result["arms"])
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, help="folder with text/wikitext2_valid.txt.gz")
-    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2 or a directory")
+    text_options(parser, model="bundled")
     parser.add_argument("--gguf", help="a GGUF file, instead of a model")
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=40 * ROW)
@@ -165,6 +158,3 @@ EXPERIMENT = Experiment(
     ),
     about=__doc__, measure=measure, show=show, options=options,
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(EXPERIMENT.main())

@@ -1,1 +1,0 @@
-"""What truncation costs in speed and in quality."""

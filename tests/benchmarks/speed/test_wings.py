@@ -1,0 +1,135 @@
+"""Runs the speed programs of single wings whole, in their smallest form, and tests that each judgement can fail."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.make_model import SHAPES, make_model
+from benchmarks.harness.streams import StreamedAnswer
+from benchmarks.speed import activations, codec, int8_pages, overlap, selectors, truncation, weights
+from tests.benchmarks.texts.test_programs import failed
+
+SMALL = {
+    activations: ["--tokens", "512", "--rounds", "1"],
+    codec: ["--tokens", "64", "--rounds", "1", "--blocks", "2", "--arms", "raw"],
+    int8_pages: ["--tokens", "64", "--rounds", "1"],
+    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5", "--saving-rounds", "0"],
+    selectors: ["--contexts", "64", "--rounds", "1", "--steps", "1"],
+    weights: ["--rounds", "1"],
+}
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__.split(".")[-1])
+def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "bundled"
+    if module in (activations, overlap, weights):
+        model = str(tmp_path / "model")
+        shape = replace(SHAPES["tiny"], kv_heads=SHAPES["tiny"].heads)
+        make_model(Path(model), shape, seed=0)
+        monkeypatch.setattr(activations, "share", lambda arms: 0.1)  # of times too short to be told apart
+        monkeypatch.setattr(overlap, "HISTORIES", (64, 96))
+        monkeypatch.setattr(weights, "LAYERS", shape.layers)
+        monkeypatch.setattr(weights, "ARMS", {"hbm": None, "1 GB/s": (1.0, 0)})
+    if module is int8_pages:
+        small = {"CASES": ((64, 1), (64, 2)), "PROMPTS": (64,), "TEXT": 128, "WORDS": range(1000, 4000), "SPARE": 512}
+        for name, value in small.items():
+            monkeypatch.setattr(int8_pages, name, value)
+    threads = torch.get_num_threads()
+    words = ["--model", model, "--no-result", *SMALL[module], *(["--data", str(data)] if module is int8_pages else [])]
+    assert module.EXPERIMENT.main(words) in (0, 1)
+    torch.set_num_threads(threads)
+
+
+def test_activations_are_judged() -> None:
+    row = {"turn_ms": 20.0, "loaded_mb": 20.0, "reused": 0.95, "bytes": 1.0}
+    arms = {name: dict(row) for name in activations.ARMS}
+    arms["recompute"]["turn_ms"] = 320.0
+    arms["dram activation"] |= {"turn_ms": 70.0, "loaded_mb": 10.0, "bytes": 0.5}
+    assert activations.share(arms) == pytest.approx(50 / 300)
+    assert failed(activations.verdicts(arms)) == 0
+    arms["dram activation"] |= {"turn_ms": 97.0, "loaded_mb": 15.0}
+    arms["disk raw"]["reused"] = 0.8
+    assert failed(activations.verdicts(arms)) == 3
+
+
+def test_coded_turns_are_judged() -> None:
+    def verdicts(rate: float, **ms: float) -> dict[str, bool]:
+        core = {"encode_mb_per_s": rate, "decode_mb_per_s": 2 * rate}
+        one = {"prompt_tokens": 9, "loaded_tokens": 9}
+        returns = [
+            {**one, "arm": arm, "disk": disk, "ttft_ms": took, "load_ms": took}
+            for arm, took in ms.items()
+            for disk in codec.DISKS
+        ]
+        return codec.verdicts(core, codec.summarize(returns))
+
+    assert failed(verdicts(150, raw=100, transform=55, recompute=50)) == 0
+    assert failed(verdicts(149, raw=100, transform=136, recompute=123)) == 6
+    assert len(verdicts(150, raw=100)) == 2
+
+
+def test_int8_pages_and_weights_are_judged() -> None:
+    assert failed(int8_pages.verdicts(0.52, {"kl": 0.0001})) == 0
+    assert failed(int8_pages.verdicts(0.53, {"kl": 1.0})) == 2
+    assert weights.ratio([(110.0, 60.0), (100.0, 50.0), (130.0, 80.0)], 100.0) == pytest.approx(1.1)  # by the link
+    assert weights.ratio([(110.0, 10.0)], 20.0) == pytest.approx(1.1)  # by computing
+    assert weights.ratio([(100.0, 50.0)], 50.0) == pytest.approx(2.0)  # nothing hidden
+    arms = {"hbm": {"bytes": 0}, "link": {"bytes": 9, "prefill": {"ratio": 1.1}, "decode": {"ratio": 1.2}}}
+    assert [*weights.verdicts(arms).values()] == [True, False]
+
+
+def test_selectors_are_judged() -> None:
+    steps = {"none": [[0.4, 0.2, 9.0], [0.8, 0.8, 0.8]], "pairs": [[0.1, 0.2, 0.3], [0.1, 0.1, 0.1]]}
+    row = selectors.row_of(8, 8000, steps)
+    assert row["tokens_per_s"] == {"none": 15.0, "pairs": 60.0}  # of rounds: 20 and 10, 40 and 80
+    assert row["ratio"] == pytest.approx(5.0)  # 2 and 8
+    assert row["ratio_range"] == [pytest.approx(2.0), pytest.approx(8.0)]
+    assert [*selectors.verdicts([row, {**row, "ratio": 1.59}, {**row, "context": 500}]).values()] == [False]
+
+
+def served(ttft_ms: float, truncated: int = 0, shifted: int = 0, recalled: int = 0) -> StreamedAnswer:
+    found = {"truncated_tokens": truncated, "shifted_tokens": shifted, "recalled_tokens": recalled}
+    return StreamedAnswer(
+        first_token_s=ttft_ms / 1e3, completion_tokens=32, prompt_tokens=500, x_cache={**found, "computed_tokens": 20}
+    )
+
+
+def test_turns_that_overflow_are_held_against_those_after_the_first_cut() -> None:
+    # Two slow turns before the first cut count for nothing: the context was shorter.
+    fills = [served(900), served(900)]
+    cycle = [(12.0, 512), (10.0, 512), (10.0, 512), (12.0, 1024), (10.0, 1024), (10.0, 1024)]
+    rows = truncation.rows_of(fills + [served(ms, truncated) for ms, truncated in cycle])
+    summary = truncation.summarize_endless({"AS": rows, "TT": rows}, 32)
+    ours = summary["AS"]
+    assert (ours["cuts"], ours["truncated_tokens"], ours["served"]) == (2, 1024, 8)
+    assert (ours["overflow_ratio"], ours["late_ratio"]) == (pytest.approx(1.2), pytest.approx(1.0))
+    assert failed(truncation.verdicts({"endless": {"summary": summary}})) == 0
+    ours |= {"served": 7, "only_grows": False, "overflow_ratio": 1.31, "late_ratio": 1.31}
+    assert failed(truncation.verdicts({"endless": {"summary": summary}})) == 4
+    with pytest.raises(ValueError, match="overflowed"):
+        truncation.summarize_endless({"AS": truncation.rows_of(fills)}, 32)
+
+
+def test_shortened_and_recalled_turns_are_judged() -> None:
+    before = [served(1)] * (truncation.FIRST_SHORTENED - 1)
+    turns = {
+        "client_shift": truncation.rows_of([*before, *(served(ms, shifted=400) for ms in (30, 40, 50))]),
+        "recompute": truncation.rows_of([*before, *(served(ms) for ms in (100, 80, 120))]),
+    }
+    shortened = truncation.summarize_shortened(turns)
+    assert (shortened["ratio"], shortened["arms"]["client_shift"]["turns"]) == (pytest.approx(0.4), 3)
+    # Only turns that recalled and cut nothing are compared: the second.
+    off, on = ([served(50), served(ms), served(20), served(99)] for ms in (10, 12))
+    on[1:] = [served(12, recalled=64), served(22), served(500, 512, recalled=64)]
+    rows = {"recall": truncation.rows_of(on), "off": truncation.rows_of(off)}
+    recall = truncation.summarize_recall(rows, 1)
+    assert recall == {"turns": 1, "recalled_tokens": 64, "ttft_ms": {"recall": 12, "off": 10}, "ratio": 1.2}
+    with pytest.raises(ValueError, match="nothing was recalled"):
+        truncation.summarize_recall({"recall": rows["off"], "off": rows["off"]}, 0)
+    parts = {"shortened": {"summary": shortened}, "recall": {"summary": recall}}
+    assert failed(truncation.verdicts(parts)) == 0
+    assert failed(truncation.verdicts({name: {"summary": {"ratio": 1.31}} for name in parts})) == 2
