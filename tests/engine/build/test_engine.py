@@ -43,6 +43,7 @@ def test_what_is_said_of_a_model(path: Path) -> None:
     assert info.warnings == ()
 
 
+@pytest.mark.timeout(400)  # kernels that only it needs may be compiled in it
 def test_the_dtype_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     info = built(path, dtype="auto")
