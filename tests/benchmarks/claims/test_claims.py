@@ -9,7 +9,7 @@ import pytest
 from benchmarks.claims.__main__ import DETAIL
 from benchmarks.claims.pages import missing, of_page, results_page, with_numbers
 from benchmarks.claims.read import Claim, claims, value_at
-from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.result_files import RESULTS, ROOT
 
 FOUND = claims()
 PAGES = ("README.md", "docs/limits.md")
@@ -97,3 +97,15 @@ def test_every_claim_can_be_measured_again() -> None:
         module = claim.command.split()[2]
         path = ROOT / (module.replace(".", "/") + ".py")
         assert path.exists() or (path.with_suffix("") / "__main__.py").exists(), claim.command
+
+
+def test_every_result_is_claimed_drawn_or_quoted() -> None:
+    """A result that no claim, figure or document reads is deleted."""
+    readers = [
+        *(path for folder in ("claims", "figures", "paper") for path in (ROOT / "benchmarks" / folder).glob("*")),
+        *(path for path in (ROOT / "docs").rglob("*.md") if path.name != "results.md"),
+        ROOT / "loadgen" / "sim" / "presets.py",
+    ]
+    told = "\n".join(path.read_text(encoding="utf-8") for path in readers if path.is_file())
+    unread = [file.stem for file in RESULTS.glob("*.json") if not re.search(rf"\b{file.stem}\b", told)]
+    assert unread == []
