@@ -311,8 +311,7 @@ class SessionStore:
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
-        """Whether a session's time to live is over and it can be deleted. A session that runs waits for a later
-        sweep."""
+        """Whether a session's time to live is over and it can be deleted. One that runs waits for a later sweep."""
         return self._is_over(session, now) and not self.deletions.is_deleting(name) and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
