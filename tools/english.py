@@ -13,7 +13,19 @@ from pathlib import Path
 
 from tools.import_graph import ROOT
 
-FOLDERS = ("app", "cache", "engine", "fleet", "kernels", "loadgen", "model", "scheduler", "tools")
+FOLDERS = (
+    "app",
+    "benchmarks",
+    "cache",
+    "engine",
+    "fleet",
+    "kernels",
+    "loadgen",
+    "model",
+    "scheduler",
+    "tests",
+    "tools",
+)
 """Folders in which `make check` allows no finding."""
 # A docstring begins with a verb, or with "A", "An" or "The" and a noun.
 _NO_BEGINNING = re.compile(

@@ -1,1 +1,1 @@
-"""What is claimed of Reprise, each with the number that a committed result holds for it."""
+"""The claims made of Reprise, each with the number that a committed result holds for it."""

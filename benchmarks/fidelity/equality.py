@@ -64,7 +64,7 @@ WINDOW, CUT_WINDOW = 640, 256
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How one server is made to lose its HBM between two turns, and what must then be seen."""
+    """A way to make one server lose its HBM between two turns, and what must then be seen."""
 
     name: str
     settings: Mapping[str, str | int | float]
@@ -92,7 +92,7 @@ class Mode:
 _DRAM = {"cache.dram_gib": 1, "cache.disk_gib": 0}
 _DISK = {"cache.dram_gib": 0, "cache.disk_gib": 2}
 _BOTH = {"cache.dram_gib": 0.25, "cache.disk_gib": 2}
-_LITTLE = {"cache.disk_gib": 2}  # and DRAM for some blocks
+_LITTLE = {"cache.disk_gib": 2}  # with DRAM for some blocks
 MODES = (
     Mode("dram", _DRAM, round_of=24, from_tiers=("dram",)),
     Mode("disk", _DISK, round_of=24, from_tiers=("disk",)),
@@ -112,7 +112,7 @@ class Conversation:
     user_turns: list[str]
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
-    tokens: int = 0  # of prompt and answer of the last turn
+    tokens: int = 0  # length of the last turn's prompt and answer
     is_over: bool = False
 
     def next_messages(self) -> list[Message]:
@@ -121,7 +121,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Tally:
-    """What one mode has shown."""
+    """The findings of one mode."""
 
     turns: int = 0
     returning: int = 0  # turns with a history that count: after a cut where the mode is about cuts
@@ -274,7 +274,7 @@ def plan(wanted: list[str], turns: int, cut_turns: int) -> dict[str, int]:
 
 
 def verdicts(tallies: Mapping[str, Tally], planned: Mapping[str, int], exact: bool) -> dict[str, bool]:
-    """What is held -> whether it holds. exact: near-ties are no excuse."""
+    """Return each line that is held to, and whether it holds. exact: near-ties are no excuse."""
     differences = [d for tally in tallies.values() for d in tally.differences]
     near_ties = sum(d["excused"] for d in differences)
     held = {

@@ -185,7 +185,7 @@ def summarize(conversations: list[Conversation]) -> dict[str, Any]:
 
 
 def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     excused = [d for d in summary["differences"] if d["excused"]]
     return {
         "no errors": not summary["errors"],

@@ -41,7 +41,7 @@ SETTINGS: dict[str, str | int | float] = {
     "cache.hbm_tokens": HBM_TOKENS,
     "cache.max_sessions": 300,
 }
-WARM_UP = 0.4  # of the run; caches and caps fill up
+WARM_UP = 0.4  # share of the run in which caches and caps fill up
 MAX_GROWTH_MIB_PER_MIN = 2.0
 MAX_DIFFERENT = 0.005
 ACCOUNTS = ("running_requests", "waiting_requests", "active_requests", "leases", "in_flight_transfers")  # 0 at idle
@@ -80,7 +80,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Tally:
-    """What all streams together saw."""
+    """The observations of all streams together."""
 
     conversations: list[list[Turn]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)

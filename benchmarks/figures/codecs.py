@@ -1,4 +1,4 @@
-"""What codecs lose and what they take, and what reading in part saves: a picture and sections of docs/results.md."""
+"""Shows what codecs lose and take, and what reading in part saves: a picture and sections of docs/results.md."""
 
 from collections.abc import Callable
 from pathlib import Path

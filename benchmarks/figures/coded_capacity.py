@@ -1,4 +1,4 @@
-"""What coded KV hits in the bytes of raw KV: a picture and its section of docs/results.md."""
+"""Shows what coded KV hits in the bytes of raw KV: a picture and its section of docs/results.md."""
 
 from pathlib import Path
 from typing import Any

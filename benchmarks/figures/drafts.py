@@ -1,4 +1,4 @@
-"""What drafts from the past are worth: a picture and a section."""
+"""Shows what drafts from the past are worth: a picture and a section."""
 
 from collections.abc import Iterator
 from pathlib import Path

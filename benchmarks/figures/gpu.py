@@ -1,4 +1,4 @@
-"""What decoding takes on a GPU, with and without graphs and beside transformers: a picture for docs/gpu.md."""
+"""Shows what decoding takes on a GPU, with and without graphs and beside transformers: a picture for docs/gpu.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What KV in HBM as int8 is worth: a picture and a section."""
+"""Shows what KV in HBM as int8 is worth: a picture and a section."""
 
 from pathlib import Path
 from typing import Any

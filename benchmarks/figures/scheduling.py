@@ -16,7 +16,7 @@ Result = dict[str, Any]
 
 
 def draw(row: Result, out: Path) -> None:
-    """What the window bounds: how often a turn is passed, and how long the unluckiest waits."""
+    """Draw what the window bounds: how often a turn is passed, and how long the unluckiest waits."""
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes
     longest_s: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""How sparse attention is by layer, and what dropping tokens costs beside codecs: a picture and its section of
+"""Shows how sparse attention is by layer, and what dropping tokens costs beside codecs: a picture and its section of
 docs/results.md."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a conversation costs and loses when it outgrows the window: a picture and a section of docs/results.md."""
+"""Shows what a conversation costs and loses when it outgrows the window: a picture and a section of docs/results.md."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from benchmarks.figures.panels import table
 from benchmarks.harness.result_files import BLUE, GREY, load
 
-RESULTS = ("truncation", "truncation_125m", "truncation_text")  # of a part the last counts
+RESULTS = ("truncation", "truncation_125m", "truncation_text")  # if several have a part, the last one counts
 RED = "#dc2626"
 COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
 LABELS = {
@@ -20,7 +20,7 @@ LABELS = {
 
 
 def draw(parts: dict[str, Any], out: Path) -> None:
-    """Whatever of the two panels there is."""
+    """Draw each of the two panels whose part is there."""
     panels = [(name, panel) for name, panel in (("endless", _turns), ("perplexity", _bars)) if name in parts]
     if not panels:
         raise ValueError("the result has neither an endless conversation nor perplexities")

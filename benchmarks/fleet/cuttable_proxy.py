@@ -17,10 +17,10 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What is wrong with a link. By default nothing is."""
+    """The faults of a link. By default there are none."""
 
-    delay_s: float = 0.0  # of every reply
-    bytes_per_s: float = 0.0  # of all replies together, and of all requests; 0: unlimited
+    delay_s: float = 0.0  # delay of every reply
+    bytes_per_s: float = 0.0  # rate of all replies together, and of all requests; 0: unlimited
     is_hole: bool = False  # nothing passes, and neither side is told
     reset_after: int = 0  # bytes of replies after which their connection is reset; 0: never
 

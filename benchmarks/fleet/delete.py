@@ -27,7 +27,7 @@ from benchmarks.harness.measures import HEARTBEAT_S
 
 NAMES = ("a", "b", "c")
 ANSWER_TOKENS, MESSAGE_WORDS = 60, 150
-READING_S = 1.0  # KV is written behind meanwhile
+READING_S = 1.0  # KV is written in the background meanwhile
 KV_BOOKS = (b"r1:kb", b"r1:kz")
 FOUND = ("answer", "ids", "name")  # not `message`: a fleet keeps token ids and digests alone of those
 
@@ -60,7 +60,7 @@ def places_with(fleet: FleetProcesses, needles: dict[str, bytes]) -> list[str]:
         if path.is_file()
     ]
     for client in (fleet.redis.client(), fleet.kv.client()):
-        client.config_set("rdbcompression", "no")  # in what DUMP returns, too
+        client.config_set("rdbcompression", "no")  # applies to what DUMP returns, too
         places += [(repr(key), key + (client.dump(key) or b"")) for key in client.scan_iter(count=1000)]
     return [f"{what} in {place}" for place, data in places for what, one in needles.items() if one in data]
 

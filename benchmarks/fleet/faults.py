@@ -49,7 +49,7 @@ from benchmarks.harness.streams import NEAR_TIE, Message, ask, client_of
 
 ARMS = ("redis", "without")
 FIRST_WORDS, LATER_WORDS, ANSWER_TOKENS, TURNS_OF_A_TALK = 100, 8, 12, 4
-MOVED_SHARE = 1 / 3  # of the turns after the first
+MOVED_SHARE = 1 / 3  # share of the turns after the first
 THINK_S = 0.3  # between two turns of a client, on average
 AGAIN_S = 0.25  # between two blows of a fault that strikes again and again
 MOST_TTFT, RECOVERED_S, HEADS_S, LEAST_FLIPS = 1.25, 5.0, 10.0, 1000

@@ -58,10 +58,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "seeded": {"temperature": 1},
     "seeded, n=2": {"temperature": 0.9, "n": 2},
 }
-TURNS = 3  # of a conversation: it has to fit the window of 1,024 tokens
+TURNS = 3  # turns of a conversation, which has to fit the window of 1,024 tokens
 MESSAGE_WORDS = 60
-ENGINE_SHARE = 1 / 6  # of the kills
-MOST_EXCUSED = 0.02  # of the answers
+ENGINE_SHARE = 1 / 6  # share of the kills
+MOST_EXCUSED = 0.02  # share of the answers
 LEAST_HIT, PAUSE_TTFTS, PAUSE_MORE_S = 0.9, 2.0, 0.3
 READING_S = 0.5  # before a reply
 BROKEN, ENDED = "broken", "ended"  # fates of answers whose replica was killed before their clients had all of them
@@ -92,7 +92,7 @@ class Difference:
 
     kind: str
     choice: int
-    position: int  # in tokens
+    position: int  # counted in tokens
     expected: str
     found: str
     gap: float  # between the logprobs of the two tokens
@@ -124,7 +124,7 @@ class SeenAnswer:
     error: str = ""
     fate: str = ""
     pause_s: float | None = None
-    moved_ttft_s: float | None = None  # of a turn that an operator moved, if it began before the kill
+    moved_ttft_s: float | None = None  # TTFT of a turn that an operator moved, if it began before the kill
     difference: Difference | None = None
     lost: str = ""  # why it does not go on with all of its conversation
     after: str = ""  # the fate of the answer before it

@@ -35,8 +35,8 @@ from reprise.model.directories import BUNDLED
 
 ARMS = ("moved", "home", "recompute")
 LEAST_FROM_REDIS, MOST_OF_HOME, MOST_OF_RECOMPUTE = 0.95, 1.3, 0.3
-LATER_TOKENS = 40  # of a later message
-MARKUP_TOKENS = 16  # of the chat template, a message
+LATER_TOKENS = 40  # length of a later message
+MARKUP_TOKENS = 16  # tokens of the chat template, per message
 PAUSE_S = 2.0  # between two turns of all
 CONVERSATIONS_IN_HBM = 2
 
@@ -77,7 +77,7 @@ async def play(run: Run, fleet: FleetProcesses, urls: dict[str, str], model: str
                 if len(set(texts.values())) > 1:
                     differences.append({"conversation": number, "turn": turn, **texts})
             run.advance()
-        await asyncio.sleep(PAUSE_S)  # people read an answer before they reply; meanwhile its KV is written behind
+        await asyncio.sleep(PAUSE_S)  # people read an answer before they reply, while its KV is written
         run.keep(result_of(account, differences))
     return result_of(account, differences)
 

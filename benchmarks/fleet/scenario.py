@@ -32,7 +32,7 @@ class Talk:
 
     name: str
     is_named: bool = True  # by its client; otherwise a fleet knows it by its messages
-    body: dict[str, Any] = field(default_factory=dict)  # of every request
+    body: dict[str, Any] = field(default_factory=dict)  # fields of every request
     messages: list[dict[str, str]] = field(default_factory=list)
     session_id: str = ""
     home: str = ""  # the replica that ended the last answer; "" on a server that is in no fleet
@@ -74,7 +74,7 @@ class Talk:
 
 @dataclass(slots=True)
 class Account:
-    """What the clients of a scenario have seen."""
+    """The observations of a scenario's clients."""
 
     turns: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""What one call on a machine with a GPU measures, in sections of items; see `__main__`."""
+"""Measures a machine with a GPU in one call, in sections of items; see `__main__`."""

@@ -34,7 +34,7 @@ _DRY = {"2 x 40": [(1, 40)] * 2, "8 behind 40": [(8, 48)]}
 
 @dataclass(slots=True)
 class Layer:
-    """What all items attend by. why_not: FlashAttention 3 is not used."""
+    """The backends that all items attend by. why_not: why FlashAttention 3 is not used."""
 
     asked: Asked
     ours: AttentionBackend
@@ -83,7 +83,8 @@ def attention(sequences: list[tuple[int, int]], layer: Layer) -> Iterator[Values
 
 
 def outside_events(layer: Layer) -> Iterator[Values]:
-    """Launch a graph that waits for an external event and copies what lies behind it, while that is written late."""
+    """Launch a graph that waits for an external event and then copies what the event announces, which is written
+    late."""
     device = layer.asked.device
     source, target = torch.zeros(1 << 20, device=device), torch.empty(1 << 20, device=device)
     arrived: Any = torch.cuda.Event(external=True)

@@ -1,4 +1,5 @@
-"""What a machine without network is given beside the project, and is never committed: FlashAttention 3 and nano-vllm.
+"""Finds what a machine without network is given beside the project, and is never committed: FlashAttention 3 and
+nano-vllm.
 
 A folder with any of these, `build/gpu_day_carried` unless --carried says another:
 

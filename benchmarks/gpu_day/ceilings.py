@@ -1,4 +1,4 @@
-"""What the card, its link and its host do at most: every later figure is a ratio to these."""
+"""Measures the most that the card, its link and its host do: every later figure is a ratio to these."""
 
 import ctypes
 import glob
@@ -18,7 +18,7 @@ from benchmarks.gpu_day.timing import device_ms, gbps, wall_ms
 from reprise.kernels.triton_kernels import triton_copies
 
 GIB = 1 << 30
-HEADS, DIM, BLOCK_ROWS, PAGE = 8, 128, 32, 64  # of an 8 B model's KV
+HEADS, DIM, BLOCK_ROWS, PAGE = 8, 128, 32, 64  # shape of an 8 B model's KV
 _PIECES_KIB = (64, 128, 256, 1024)
 _LAUNCHES = 1000
 

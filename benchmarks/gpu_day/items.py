@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a section's process is given. carried: the folder with what is not of this project, see `carried`."""
+    """The arguments of a section's process. carried: the folder with what is not of this project, see `carried`."""
 
     device: torch.device
     carried: Path
@@ -34,7 +34,7 @@ class Item:
 
 
 class Section(Protocol):
-    """What a section's module has."""
+    """The parts of a section's module."""
 
     def open_section(self, asked: Asked) -> Any:
         """Return what all items need. Called once in each process of the section."""

@@ -1,6 +1,5 @@
-"""What single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products with
-packed weights, coded blocks. On the CPU, where it only proves that it runs, Triton's
-kernels are left out."""
+"""Measures what single kernels reach, beside their neighbours in size: draws, attention of steps that decode, products
+with packed weights, coded blocks. On the CPU, where it only proves that it runs, Triton's kernels are left out."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from reprise.kernels.packed import GROUP, Bits
 from reprise.kernels.packed_rows import PackedRows
 from reprise.kernels.triton_kernels import triton_draws, triton_packed
 
-HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # of an 8 B model
+HEADS, KV_HEADS, DIM, PAGE, BLOCK_ROWS = 32, 8, 128, 64, 32  # shape of an 8 B model
 
 
 def open_section(asked: Asked) -> Asked:
@@ -103,7 +102,7 @@ def _packed(device: torch.device) -> dict[str, str]:
 
 
 def _random(outputs: int, inputs: int, bits: Bits, device: torch.device) -> PackedRows:
-    """As `model.weights` packs: groups of 32 inputs, 4 bits with lows."""
+    """Return random weights, packed as `model.weights` packs: groups of 32 inputs, 4 bits with lows."""
     codes = torch.randint(0, 256, (outputs, inputs * bits // 8), dtype=torch.uint8, device=device)
     scales = torch.rand(2, outputs, inputs // GROUP, device=device).half()
     return PackedRows(codes, scales[0], scales[1] if bits == 4 else None, inputs, bits, GROUP)

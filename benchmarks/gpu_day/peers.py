@@ -1,4 +1,4 @@
-"""What others do on the same card with the same shape: nano-vllm where it was carried, and transformers."""
+"""Measures what others do on the same card with the same shape: nano-vllm where it was carried, and transformers."""
 
 import json
 import random
@@ -126,7 +126,7 @@ def nano_prompt(tokens: int, peers: Peers) -> Iterator[Values]:
 
 
 def nano_return(peers: Peers) -> Iterator[Values]:
-    """A turn behind a long history in its prefix cache, which is HBM."""
+    """Serve a turn after a long history in its prefix cache, which is HBM."""
     try:
         for _ in range(3):
             history = peers.prompt(_HISTORY_TOKENS)

@@ -1,4 +1,4 @@
-"""Runs a section's process, ends items that hang, begins again behind them, and writes all results to one file.
+"""Runs a section's process, ends items that hang, begins again after them, and writes all results to one file.
 
 The only writer of `results.jsonl` and `tests.jsonl`: a process that is ended has written nothing by halves.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 OPENING = "opening"  # the item that is the section's own: its imports, and what all items need
-_MOST_PROCESSES = 6  # of one section: what fails more often is left
+_MOST_PROCESSES = 6  # limit for one section: what fails more often is left
 _END_WAIT_S = 2.0
 _LOG_LINES, _LOG_WIDTH = 6, 200
 

@@ -1,4 +1,4 @@
-"""How long calls take: on the device, and with all that the host does."""
+"""Measures how long calls take: on the device, and with all that the host does."""
 
 import time
 from collections.abc import Callable, Sequence

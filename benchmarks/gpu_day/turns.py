@@ -1,5 +1,5 @@
-"""What the engine does on the card, in figures that people quote: tokens a second by streams, prompts, returning turns
-by tier with first and later tokens, and streams beside a load or a prompt."""
+"""Measures what the engine does on the card, in figures that people quote: tokens a second by streams, prompts,
+returning turns by tier with first and later tokens, and streams beside a load or a prompt."""
 
 import random
 import tempfile
@@ -20,7 +20,7 @@ from benchmarks.harness.in_process import InProcess, Turn, config, greedy, kv_by
 from reprise.engine.messages import SessionRequest
 
 GIB = 1 << 30
-_STEADY_AFTER_STEPS = 3  # in which all streams draw
+_STEADY_AFTER_STEPS = 3  # steps in which all streams draw
 _FAR = 1 << 30  # tokens: more than any conversation has
 
 
@@ -212,7 +212,7 @@ def _conversation(day: Day) -> Turn:
 
 
 def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
-    """A turn of a few new tokens behind the long history, of which so many tokens have left HBM."""
+    """Serve a turn of a few new tokens after the long history, of which so many tokens have left HBM."""
     for repeat in range(3):
         before = _conversation(day)
         day.push_out("long", lost_tokens)
@@ -230,7 +230,7 @@ def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
 
 
 def beside(what: str, day: Day) -> Iterator[Values]:
-    """What a token takes of streams that decode while something else comes in."""
+    """Measure the time that a token takes in streams that decode while something else comes in."""
     streams = 16 if day.on_gpu else 2
     before = _conversation(day)
     if what == "load":

@@ -1,1 +1,1 @@
-"""What the benchmarks have in common: servers, streams, measures and result files."""
+"""The parts that benchmarks have in common: servers, streams, measures and result files."""

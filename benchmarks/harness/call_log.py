@@ -1,5 +1,5 @@
-"""Which functions of the project a running process enters, in order. `trace_turn` has both processes of a server log
-them; nothing else imports this.
+"""Logs which functions of the project a running process enters, in order. `trace_turn` has both processes of a server
+log them; nothing else imports this.
 """
 
 import json
@@ -22,7 +22,8 @@ POLL_S = 0.02
 
 
 def prepare(directory: Path) -> Mapping[str, str]:
-    """What the environment of a server needs, so that its processes log; the switch is off."""
+    """Prepare the directory, and return what the environment of a server needs so that its processes log; the switch is
+    off."""
     (directory / SWITCH).write_bytes(bytes([OFF]))
     (directory / "sitecustomize.py").write_text("from benchmarks.harness.call_log import start\n\nstart()\n")
     return {DIRECTORY: str(directory), "PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"}

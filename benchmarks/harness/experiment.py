@@ -53,7 +53,7 @@ class Quick:
 
 
 class Run:
-    """What `measure` works with. Single-threaded; `directory` is deleted when the run is over."""
+    """The tools that `measure` works with. Single-threaded; `directory` is deleted when the run is over."""
 
     def __init__(
         self, *, arguments: argparse.Namespace, console: Console, stack: ExitStack, directory: Path,
@@ -73,7 +73,7 @@ class Run:
         self._bar = self._progress.add_task(description, total=total)
 
     def describe(self, description: str) -> None:
-        """What is done now."""
+        """Show what is done now."""
         if self._bar is not None:
             self._progress.update(self._bar, description=description)
 
@@ -213,6 +213,6 @@ def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def show_held(console: Console, held: Mapping[str, bool]) -> None:
-    """What was expected, a line each, and whether it holds."""
+    """Print each line that is held to, and whether it holds."""
     for line, holds in held.items():
         console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

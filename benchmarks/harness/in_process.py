@@ -115,7 +115,7 @@ class InProcess:
     def __init__(self, engine_config: EngineConfig) -> None:
         self.engine = build_engine(engine_config)
         self._turns: dict[str, Turn] = {}
-        self.drawn_tokens = 0  # of all turns
+        self.drawn_tokens = 0  # tokens of all turns
 
     def __enter__(self) -> "InProcess":
         return self
@@ -125,7 +125,7 @@ class InProcess:
 
     @property
     def compute(self) -> StepCompute:
-        """What runs the model, for those who measure inside of a step."""
+        """Return what runs the model, for those who measure inside of a step."""
         return self.engine._step._compute
 
     def share_weights(self, other: "InProcess") -> None:
@@ -167,7 +167,7 @@ class InProcess:
         self._take(self.engine.step(now))
 
     def run(self) -> None:
-        """Until every turn has its answer. Saves and writes may go on."""
+        """Step until every turn has its answer. Saves and writes may go on."""
         while self.engine.has_work():
             self.step()
 
@@ -179,7 +179,7 @@ class InProcess:
         return turn
 
     def settle(self) -> None:
-        """Until nothing moves between the tiers. Raises TurnFailed when that takes longer than a minute."""
+        """Wait until nothing moves between the tiers. Raises TurnFailed when that takes longer than a minute."""
         deadline = time.monotonic() + SETTLE_S
         quiet = 0
         while quiet < 3:  # what has ended may have been waited for by something else
@@ -245,7 +245,7 @@ def vocabulary_of(model: str) -> int:
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """In bf16, all layers."""
+    """Return the bytes of a token's KV in bf16, all layers."""
     shape = _shape(model)
     return int(2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
 

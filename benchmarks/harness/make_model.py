@@ -43,7 +43,8 @@ SHAPES = {
 
 
 def random_llama(shape: ModelShape, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
-    """In bfloat16; transformers' own initialisation but for the norms. device: where it is drawn, which changes it."""
+    """Return a random model in bfloat16, with transformers' own initialisation but for the norms. device: where it is
+    drawn, which changes it."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab,

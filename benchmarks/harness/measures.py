@@ -1,4 +1,4 @@
-"""What benchmarks share: where requests go and figures made of samples."""
+"""The parts that benchmarks share: where requests go and figures made of samples."""
 
 import random
 from collections.abc import Callable, Sequence

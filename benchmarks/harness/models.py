@@ -1,4 +1,4 @@
-"""Which model a benchmark runs: `--model bundled | smollm2 | DIR`."""
+"""Finds the model that a benchmark runs: `--model bundled | smollm2 | DIR`."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def model_directory(text: str) -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """As `--model` was given, or the directory's name."""
+    """Return the name as `--model` was given, or the directory's name."""
     return next((name for name, known in NAMES.items() if known == directory), directory.name)
 
 
@@ -35,6 +35,6 @@ def kv_bytes_per_token(directory: Path, value_bytes: int) -> int:
 
 
 def activation_bytes_per_token(directory: Path, value_bytes: int) -> int:
-    """What all layers' attention begins with."""
+    """Return the bytes of a token's activations, with which all layers' attention begins."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return int(config["num_hidden_layers"] * config["hidden_size"] * value_bytes)

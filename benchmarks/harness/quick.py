@@ -43,8 +43,8 @@ STANDING = (
     "fidelity.soak",
 )
 WITH_DATA = ("fidelity.equality", "fidelity.replay_dialogues", "speed.truncation")
-LIMIT_S = 180.0  # of one benchmark: it hangs
-BUDGET_S = 600.0  # of all
+LIMIT_S = 180.0  # for one benchmark: if it takes longer, it hangs
+BUDGET_S = 600.0  # for all together
 OK, WORSE, BETTER, UNKNOWN, FAILED = "ok", "worse", "better", "not known", "failed"
 COLOURS = {OK: "green", WORSE: "red", BETTER: "cyan", UNKNOWN: "yellow", FAILED: "red"}
 
@@ -59,7 +59,7 @@ class Judgement:
 
 
 def verdict(figure: Figure, committed: float | None, now: float | None) -> str:
-    """How a figure stands to the committed one."""
+    """Return how a figure stands to the committed one."""
     if now is None or math.isnan(now):
         return FAILED
     if committed is None:

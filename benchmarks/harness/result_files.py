@@ -119,7 +119,7 @@ def _installed(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints, or None where there is no such program."""
+    """Return what a program prints, or None where there is no such program."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -28,7 +28,7 @@ class Token:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """What came back. `tokens` is filled when logprobs were asked for."""
+    """The answer that came back. `tokens` is filled when logprobs were asked for."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -57,8 +57,8 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer left its reference. `gap` is the reference's logprob of its token over that of the runner-up
-    there, None where the reference has no token."""
+    """The place where an answer left its reference. `gap` is the reference's logprob of its token over that of the
+    runner-up there, None where the reference has no token."""
 
     position: int
     expected: str | None

@@ -1,4 +1,5 @@
-"""How long the way of one turn is: the files that a streamed second turn enters, in both processes of a running server.
+"""Measures how long the way of one turn is: the files that a streamed second turn enters, in both processes of a
+running server.
 
     python -m benchmarks.harness.trace_turn
 
@@ -55,7 +56,7 @@ class ProcessLog:
 
 
 def moves(entries: Sequence[Entry]) -> int:
-    """From one file to another, thread by thread."""
+    """Count the moves from one file to another, thread by thread."""
     last: dict[int, str] = {}
     count = 0
     for thread, file, _ in entries:
@@ -71,8 +72,8 @@ def leg(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def decode_steps(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    """From one entry of `Engine.step` to the next. The first step computes the prompt, and what follows the last one
-    is the turn's end: neither is among them."""
+    """Return the parts from one entry of `Engine.step` to the next. The first step computes the prompt, and what
+    follows the last one is the turn's end: neither is among them."""
     starts = [place for place, (_, _, function) in enumerate(entries) if function == STEP]
     return [entries[start:end] for start, end in pairwise(starts)][1:]
 

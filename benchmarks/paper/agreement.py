@@ -48,9 +48,9 @@ MAX_SEQS = 16
 ITL_TARGET_MS = 100
 SAMPLE_S = 2.0
 MOMENTS = 5
-OFF_SHARE = 0.05  # of the turns, at either end
-LOAD_FIXED_S = 0.003  # of a load, however short: what the server expects before it has measured any
-KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
+OFF_SHARE = 0.05  # share of the turns, at either end
+LOAD_FIXED_S = 0.003  # time of a load, however short: what the server expects before it has measured any
+KV_BYTES = 1536  # size of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
 DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700, max_turns=16)
 
 
@@ -94,8 +94,8 @@ def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def outside_s(results: Sequence[TurnResult]) -> float:
-    """What a request waits for beside the steps it is in line for or runs in, in the mean: templates and tokens, the
-    way to the engine and the end of its step, and the way back."""
+    """Return how long a request waits beside the steps it is in line for or runs in, in the mean: templates and tokens,
+    the way to the engine and the end of its step, and the way back."""
     waits = [(result.ttft_s, result.extra["timings"]) for result in results]
     parts = ("queue_ms", "load_ms", "prefill_ms")
     return fmean(ttft_s - sum(timings[part] for part in parts) / 1e3 for ttft_s, timings in waits if ttft_s is not None)
@@ -164,7 +164,7 @@ def machine_of(
 
 
 def conversations_of(results: Sequence[TurnResult]) -> list[Conversation]:
-    """What the clients of a run did, in tokens as the server counted them."""
+    """Return what the clients of a run did, in tokens as the server counted them."""
     sessions: dict[str, list[TurnResult]] = defaultdict(list)
     for result in results:
         sessions[result.session_id].append(result)
@@ -241,7 +241,7 @@ def foretold(
 
 
 def verdicts(first: dict[str, Any], second: dict[str, Any], simulated: dict[str, Any]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     held = {}
     for tier in TIERS:
         served = fmean(run["hit_points"][tier] for run in (first, second))

@@ -1,4 +1,4 @@
-"""What coded KV hits in the bytes of raw KV, on a recorded trace: benchmarks/results/coded_capacity.json.
+"""Measures what coded KV hits in the bytes of raw KV, on a recorded trace: benchmarks/results/coded_capacity.json.
 
     python -m benchmarks.paper.coded_capacity --trace ../shared/data/traces/mooncake_conversation.jsonl.gz
 
@@ -22,11 +22,11 @@ from reprise.loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
 from reprise.loadgen.codec import RAW, CodedKV
 from reprise.loadgen.workloads.traces import TraceRequest, read
 
-SHARES = {0.001: 0.232, 0.004: 0.178}  # of raw's bytes, by budget in nats a token
+SHARES = {0.001: 0.232, 0.004: 0.178}  # share of raw's bytes, by budget in nats a token
 DECODE_BYTES_PER_S = 500e6  # raw, one core; docs/codec.md
 KV_BYTES_PER_TOKEN = 23_040
 DISKS = {"5 GB/s": 5e9, "0.15 GB/s": 0.15e9}
-LEAST = {1_000_000: 0.22, 2_000_000: 0.30}  # of blocks, in the bytes of so many raw tokens, at the first budget
+LEAST = {1_000_000: 0.22, 2_000_000: 0.30}  # share of blocks, in the bytes of so many raw tokens, at the first budget
 POLICIES = "default", "lru", "belady"
 
 

@@ -1,4 +1,4 @@
-"""How much of the gap between LRU and Belady a policy can close that knows of a session what ours does:
+"""Measures how much of the gap between LRU and Belady a policy can close that knows of a session what ours does:
 benchmarks/results/eviction_limit.json.
 
     python -m benchmarks.paper.eviction_limit --trace ../shared/data/traces/mooncake_conversation.jsonl.gz
@@ -63,10 +63,10 @@ class _Frozen(ReturnModel):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What worlds are drawn from."""
+    """The recording that worlds are drawn from."""
 
     model: ReturnModel
-    first: list[TraceRequest]  # of sessions, and what is too short to be known again
+    first: list[TraceRequest]  # first turns of sessions, and what is too short to be known again
     later: dict[int, list[tuple[int, int]]]  # turn -> of turns of this index: tokens added to the prompt, answers
     span_s: float
 
@@ -148,7 +148,7 @@ def closed_in_world(recorded: Recorded, seed: int, capacity_tokens: int) -> dict
 
 
 def kinds(requests: list[TraceRequest]) -> list[str]:
-    """How each request goes on from what was asked before it."""
+    """Return how each request goes on from what was asked before it."""
     finder, seen, turns, found = SessionFinder(), set[int](), defaultdict[int, int](int), []
     for request in requests:
         session = finder.find(request.block_names[: request.prompt_tokens // BLOCK_TOKENS])

@@ -21,7 +21,7 @@ from reprise.loadgen.sim.presets import FIGURE_MODELS
 
 FILE = RESULTS / "paper_figures.json"
 PAPER = Config(answer_share=0.0, warmup_turns=10_000)
-SEEDS = (0, 1, 2)  # of the workloads whose hit rates are Fig. 13; all else is of the first
+SEEDS = (0, 1, 2)  # seeds of the workloads whose hit rates are Fig. 13; all else is of the first
 TTL_S = 3600.0
 CAPACITIES = (0.05, 0.1, 0.25, 0.5, 1.0)  # Fig. 23: of sessions an hour x window x KV per token
 DOCUMENTS = (4_000, 8_000, 12_000, 16_000, 20_000, 24_000, 28_000)

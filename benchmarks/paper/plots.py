@@ -1,4 +1,4 @@
-"""How the simulated figures are drawn: docs/paper/*.png, ours beside the paper's. Every function returns the lines of
+"""Draws the simulated figures: docs/paper/*.png, ours beside the paper's. Every function returns the lines of
 markdown that show its picture."""
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
-"""What the simulated figures say: docs/paper_figures.md and its pictures, of what `benchmarks.paper.figures` found."""
+"""Writes what the simulated figures say: docs/paper_figures.md and its pictures, of what `benchmarks.paper.figures`
+found."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -10,8 +11,8 @@ from benchmarks.paper import hybridserve, plots
 from reprise.loadgen.sim import presets
 from reprise.loadgen.sim.presets import FIGURE_MODELS
 
-NEAR = 0.15  # of the paper's number: farther off wants a note
-Figures = dict[str, Any]  # of `reprise.loadgen.sim.result.Result`
+NEAR = 0.15  # share of the paper's number: farther off wants a note
+Figures = dict[str, Any]  # fields of `reprise.loadgen.sim.result.Result`
 Runs = dict[str, Figures]
 BIG = "llama-13b"
 
@@ -229,7 +230,7 @@ def _unsaturated(runs: Runs) -> list[str]:
 
 
 def _ratios() -> list[str]:
-    """What the cost model alone says: a batch of 16 prompts of 1,000 tokens on one GPU."""
+    """Return what the cost model alone says: a batch of 16 prompts of 1,000 tokens on one GPU."""
     shape = presets.SHAPES[BIG]
     costs = presets.costs(presets.one_gpu(shape))
     again_s = 16 * costs.prefill_s(1000, 0)

@@ -1,4 +1,5 @@
-"""Which replica serves a turn: the gateway's own routing against others, in simulated fleets.
+"""Compares ways to choose the replica that serves a turn: the gateway's own routing against others, in simulated
+fleets.
 
     python -m benchmarks.scheduling.fleet_routing
     python -m benchmarks.scheduling.fleet_routing --parts grid --policies guarded four-looks --loads 0.9
@@ -52,8 +53,8 @@ WITHOUT_REDIS = ("hash", "clairvoyant")  # what they do does not depend on its r
 HASHING, STICKY, CLAIRVOYANT, AFTER_KILL = 0.6, 1.02, 1.2, 0.2
 AFTER_KILL_S = 40.0
 CLAIRVOYANT_LOAD = 0.5
-MOST_TOKENS = 32_768  # of a context
-WARM = 0.35  # of the time does not count: homes are hashed at the start
+MOST_TOKENS = 32_768  # limit of a context
+WARM = 0.35  # share of the time that does not count: homes are hashed at the start
 AMPLE = "ample"
 
 Row = dict[str, Any]

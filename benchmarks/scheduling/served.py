@@ -56,7 +56,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """On one server, in seconds."""
+    """The times of one round on one server, in seconds."""
 
     arm: str
     seed: int
@@ -65,7 +65,7 @@ class Round:
     tpot_s: list[float]
     gaps_s: list[float]
     seconds: float
-    tokens: int  # of answers
+    tokens: int  # tokens of answers
 
 
 def settings_of(arm: str, model: str, workload: Poisson | Classes, directory: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def round_of(arm: str, seed: int, results: Sequence[TurnResult], start_s: float)
 
 
 def counts(server: ServerProcess) -> Counter[str]:
-    """What the scheduler has counted: loads by how they ended, loads of the timer by when, and overtakes."""
+    """Return what the scheduler has counted: loads by how they ended, loads of the timer by when, and overtakes."""
     time.sleep(HEARTBEAT_S)
     state = httpx.get(f"{server.url}/v1/scheduler", timeout=10).raise_for_status().json()
     found = Counter({f"{kind} {name}": n for kind in ("loads", "timer") for name, n in state[kind].items()})
@@ -147,7 +147,7 @@ def ratios(arms: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(found: dict[str, Any], seeds: int) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     if MINE not in found:
         return {}
     held = {f"at least {SEEDS} seeds": seeds >= SEEDS}

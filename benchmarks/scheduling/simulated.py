@@ -41,7 +41,7 @@ from reprise.loadgen.workloads.workload import Conversation, ConversationShape, 
 from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED
 
 ARMS: dict[str, dict[str, Any]] = {order: {"policy": order} for order in ORDERS} | {
-    "fcfs-0": {"policy": "fcfs", "itl_target_s": 0.0},  # and no target for gaps
+    "fcfs-0": {"policy": "fcfs", "itl_target_s": 0.0},  # without a target for gaps
     "offloader": {"high_water": 0.9, "low_water": 0.85},
     "scores": {"scores": True},
 }
@@ -53,12 +53,12 @@ MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": mean_of, "p50": partial(percentile, share=0.5), "p95": partial(percentile, share=0.95),
 }  # fmt: skip
 BURSTS, RESAMPLED = 3, 400
-PREFILL_S, WINDOW = 0.1251, 12  # of a turn's new tokens, measured on 2 cores of an AMD EPYC; what a server made of it
+PREFILL_S, WINDOW = 0.1251, 12  # a turn's prefill, measured on 2 cores of an AMD EPYC; what a server made of it
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of a turn. Seconds since the turns that count began."""
+    """The fate of a turn. Seconds since the turns that count began."""
 
     place: str  # one of PLACES
     due_s: float
@@ -206,7 +206,7 @@ WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
 
 
 def overtakes(served: Sequence[Served]) -> list[int]:
-    """How many of those that came later started before each."""
+    """Return how many of those that came later started before each."""
     return [sum(o.due_s > s.due_s and o.started_s < s.started_s for o in served) for s in served]
 
 
@@ -264,7 +264,7 @@ def measure_row(seeds: int, arms: Sequence[str], row: Row) -> dict[str, Any]:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     held = {}
     for arm in rows[0]["ttft_ms"] if rows else ():
         if ARMS[arm].get("policy", DEFAULT) in WINDOWED:

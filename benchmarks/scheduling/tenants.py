@@ -50,15 +50,15 @@ PERCENTILES = {"p50": 0.50, "p95": 0.95, "max": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """On one server, in seconds."""
+    """The times of one round on one server, in seconds."""
 
     policy: str
     alone_s: list[float]  # TTFT of the quiet tenant before the flood
     beside_s: list[float]  # TTFT of the quiet tenant beside the flood
     flood_s: list[float]  # TTFT of the flood
-    step_gaps_s: list[float]  # of full-budget steps
+    step_gaps_s: list[float]  # gaps of full-budget steps
     flood_seconds: float
-    errors: Counter[str]  # of both tenants during the flood
+    errors: Counter[str]  # errors of both tenants during the flood
 
 
 def settings_of(policy: str, model: str, flood: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def describe(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def verdicts(policies: dict[str, Any]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     if DEFAULT not in policies:
         return {}
     mine = policies[DEFAULT]

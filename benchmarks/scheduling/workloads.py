@@ -17,7 +17,7 @@ class Poisson:
     """Conversations that begin by a Poisson process. KV stays in HBM."""
 
     conversations: int = 12
-    rate: float = 0.5  # of them a second
+    rate: float = 0.5  # conversations that begin in a second
     turns: int = 5
     first_tokens: int = 1000
     more_tokens: int = 100
@@ -50,11 +50,11 @@ class Classes:
     first_tokens: int = 1000
     turn_tokens: int = 150
     answer_tokens: int = 8
-    turns_each: int = 3  # in the mean; twice as many at most
+    turns_each: int = 3  # mean; twice as many at most
     in_hbm: int = 5  # conversations of the mean length
     in_dram: int = 3
     turns: int = 100  # that count
-    new_share: float = 0.2  # of these, that begin a conversation
+    new_share: float = 0.2  # share of these turns that begin a conversation
     new_tokens: int = 1000  # their prompts
 
     @property
@@ -68,7 +68,7 @@ class Classes:
 
     @property
     def start_s(self) -> float:
-        """When the turns that count may begin."""
+        """Return when the turns that count may begin."""
         return self.conversations * _BEGIN_S + _SETTLE_S
 
     @property

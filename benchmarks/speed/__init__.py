@@ -1,1 +1,1 @@
-"""How fast: prefill, decode, returning turns, loads and saves."""
+"""Measures how fast prefill, decode, returning turns, loads and saves are."""

@@ -1,4 +1,5 @@
-"""What it takes to make K and V of activations (`cache.codec activation`), beside loading them and computing all anew.
+"""Measures what it takes to make K and V of activations (`cache.codec activation`), beside loading them and computing
+all anew.
 
     python -m benchmarks.speed.activations
 
@@ -37,7 +38,7 @@ from benchmarks.harness.tables import show_rows
 
 NEW_TOKENS = 8
 DISK_GBPS = 0.15
-MOST_SHARE = 0.25  # of a recompute
+MOST_SHARE = 0.25  # share of a recompute
 GIB = 1 << 30
 ARMS = ("hbm", "recompute", "dram raw", "dram activation", "disk raw", "disk activation")
 

@@ -1,4 +1,5 @@
-"""What coding KV costs in time: bytes coded and decoded by one core, and the first token of a turn that comes back.
+"""Measures what coding KV costs in time: bytes coded and decoded by one core, and the first token of a turn that comes
+back.
 
     python -m benchmarks.speed.codec [--model smollm2] [--rounds 5] [--arms raw transform]
 
@@ -43,8 +44,8 @@ ARMS: dict[str, dict[str, str | int | float]] = {
 }
 SLOW = "0.15 GB/s"
 DISKS = {"as it is": 0.0, SLOW: 0.15}
-NEW_TOKENS, ADDED = 16, 24  # of an answer; of the prompt that comes back
-REPEATS = 5  # of what a core does; the best counts
+NEW_TOKENS, ADDED = 16, 24  # tokens of an answer; tokens of the prompt that comes back
+REPEATS = 5  # runs of what a core does; the best counts
 LEAST_MB_PER_S = {"encode": 150.0, "decode": 300.0}
 MOST_TTFT, MOST_LOAD, MOST_OF_RECOMPUTE = 1.35, 0.55, 1.1
 
@@ -99,7 +100,7 @@ def one_return(model: str, arm: str, disk: str, round_: int, tokens: int, direct
         engine.run()
         turn = engine.submit(session, [*before.text, *random_tokens(rng, model, ADDED)], 2)
         engine.run()
-        loaded_s = engine.stats().moved_seconds.get("disk_to_hbm", 0.0)  # of the threads that read and place
+        loaded_s = engine.stats().moved_seconds.get("disk_to_hbm", 0.0)  # time of the threads that read and place
     assert turn.report is not None
     return {
         "arm": arm, "disk": disk, "round": round_, "ttft_ms": turn.ttft_ms, "load_ms": loaded_s * 1e3,

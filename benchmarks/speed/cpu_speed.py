@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.cpu_speed [--gguf FILE] [--model DIR] [--rounds 5]
 
-Arms are processes that take turns, one works while the others wait. For 1 and 8 streams behind 16 and 1,000 tokens: the
+Arms are processes that take turns, one works while the others wait. For 1 and 8 streams after 16 and 1,000 tokens: the
 time until every stream has one new token (prefill), and the mean of 32 decode steps of all streams together (TPOT).
 
 gguf          the engine with `--model FILE.gguf`: weights as packed as they are in the file
@@ -11,7 +11,7 @@ bf16, q8, q4  the engine with `--model DIR` and that `model.weights`
 transformers  `generate` of DIR in bf16
 
 The share of memory's speed is what a step has to read (weights, and KV of all contexts), at the rate at which all cores
-read memory, over what it takes. Held: q8 at most 0.6 x of bf16's TPOT, q4 0.4 x; at least 70 % of memory's speed behind
+read memory, over what it takes. Held: q8 at most 0.6 x of bf16's TPOT, q4 0.4 x; at least 70 % of memory's speed after
 16 tokens.
 """
 

@@ -1,4 +1,4 @@
-"""What drafts from the past are worth: benchmarks/results/drafts*.json.
+"""Measures what drafts from the past are worth: benchmarks/results/drafts*.json.
 
     python -m benchmarks.speed.drafts --data ../shared/data [--model smollm2] [--rounds 5]
 
@@ -107,7 +107,7 @@ class Arm:
         flags |= {"cache.dram_gib": 1, "cache.disk_gib": 0}
         self._engine = InProcess(config(model, flags | ({"engine.threads": threads} if threads else {})))
         self._said: dict[str, list[int]] = {}  # session -> prompt and answer
-        self._order: list[str] = []  # of the sessions in a step
+        self._order: list[str] = []  # names of the sessions in a step
         compute = self._engine.compute
         run, forward = compute.run, compute.runner.forward
 
@@ -202,7 +202,7 @@ def _row(kind: str, streams: int, rates: Mapping[str, list[float]], repeated: li
 
 
 def _held(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """With one conversation; with four at once, rows are dearer, and what drafts bring is told."""
+    """Return what is held with one conversation. With four at once, rows are dearer, and what drafts bring is told."""
     return {
         f"{row['kind']}: at least {least} x": row["ratio"] >= least
         for row in rows

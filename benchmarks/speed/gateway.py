@@ -1,4 +1,5 @@
-"""What a gateway costs before servers that take no time: the first chunk of a stream, and CPU for each chunk of many.
+"""Measures what a gateway costs before servers that take no time: the first chunk of a stream, and CPU for each chunk
+of many.
 
     python -m benchmarks.speed.gateway
 
@@ -49,7 +50,7 @@ OURS = ("direct", "gateway")
 RAYS = ("without Ray", "Ray's proxy")  # the same application
 BODY_WORDS = 1800
 ADDED_MS, CPU_US, GAP_RATIO, OF_RAYS = 1.5, 100.0, 1.2, 0.25
-FIRST_CHUNKS = 32  # of a stream whose first chunk is waited for
+FIRST_CHUNKS = 32  # chunks of a stream whose first chunk is waited for
 END_CHUNKS = 3  # after those with text
 WARM_REQUESTS = 5  # for connections and caches
 CHAT = "/v1/chat/completions"
@@ -99,7 +100,7 @@ async def beating(redis_url: str, secret: bytes, ports: list[int]) -> AsyncItera
             await directory.close()
 
     tasks = [asyncio.create_task(beat_forever(port)) for port in ports]
-    await asyncio.sleep(2 * BEAT_S)  # until a gateway has heard of all
+    await asyncio.sleep(2 * BEAT_S)  # enough for a gateway to hear of all
     try:
         yield
     finally:
@@ -110,7 +111,7 @@ async def beating(redis_url: str, secret: bytes, ports: list[int]) -> AsyncItera
 
 @dataclass(slots=True)
 class Arm:
-    """How an arm is asked, and what it gave."""
+    """A way to ask, and what it gave."""
 
     first: Address  # streams whose first chunk is waited for
     paced: Address

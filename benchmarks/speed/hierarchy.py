@@ -93,13 +93,13 @@ class Sample:
     ttft_ms: float
     tpot_ms: float
     prompt_tokens: int
-    history_tokens: int  # of the prompt, computed by earlier turns
+    history_tokens: int  # tokens of the prompt that earlier turns computed
     tokens: dict[str, int]  # x_cache: tier or "computed" -> prompt tokens
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What one server was told, and said, in one conversation."""
+    """A conversation with one server: what it was told, and said."""
 
     session_id: str
     messages: list[Message] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Writer:
         self._rng = random.Random(seed)
 
     def message(self, num_tokens: int) -> str:
-        """At least one word; within a word of `num_tokens`."""
+        """Return a message of at least one word, within a word of `num_tokens`."""
         words: list[str] = []
         while True:
             words += self._rng.choices(WORDS, k=max(1, num_tokens // 8))
@@ -272,7 +272,7 @@ def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
 
 
 def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     held = {}
     for under, most in TARGETS.items():
         ratio = summary["ratios"][str(turns)].get(f"attentionstore/{under}")

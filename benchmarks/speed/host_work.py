@@ -1,4 +1,4 @@
-"""What a decode step costs beside the model: the time that a GPU would stand still in.
+"""Measures what a decode step costs beside the model: the time that a GPU would stand still in.
 
     python -m benchmarks.speed.host_work [--rounds 5]
 

@@ -1,4 +1,4 @@
-"""What KV in HBM as int8 is worth, and what it changes: benchmarks/results/int8_pages*.json.
+"""Measures what KV in HBM as int8 is worth, and what it changes: benchmarks/results/int8_pages*.json.
 
     python -m benchmarks.speed.int8_pages --data ../shared/data [--model smollm2] [--rounds 5]
 
@@ -7,7 +7,7 @@ drafts, no tiers below HBM. Contexts are computed once; a round goes on with the
 
 contexts        1,000 tokens to nearly the window, read by one stream and by eight: ms a token
 prompts         computed anew in every round: ms to the first token
-answers         next-token distributions behind pages of int8 and of fp32, of books, chats and WikiText-2: each text is
+answers         next-token distributions after pages of int8 and of fp32, of books, chats and WikiText-2: each text is
                 computed through its pages from its first token on, and the second half is scored
 
 Held: a token in HBM takes at most 0.52 of its bytes, and answers change by no more than the default of

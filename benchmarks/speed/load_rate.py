@@ -1,4 +1,4 @@
-"""How well `reprise load` keeps time: an offered rate against a stub, and its TTFT beside a real server's own.
+"""Measures how well `reprise load` keeps time: an offered rate against a stub, and its TTFT beside a real server's own.
 
     python -m benchmarks.speed.load_rate
 
@@ -42,7 +42,7 @@ SLO = Slo(1.0, 0.1)
 
 
 def open_loop(seed: int) -> load_run.Options:
-    """What `execute` asks for: an open loop to its end."""
+    """Return what `execute` asks for: an open loop to its end."""
     return load_run.Options(
         source="synthetic", path="", conversations=0, rate=1.0, think="fixed:0", loop="open", concurrency=0, speed=1.0,
         scale=1.0, max_context=0, answer_tokens=0, system_tokens=0, seed=seed, duration_s=0.0, warmup_turns=0,
@@ -75,7 +75,7 @@ def arrivals(rate: float, seconds: float, tokens: int, seed: int) -> list[Conver
 
 
 def offered(rate: float, seconds: float, tokens: int, gap_ms: float, seed: int, console: Console) -> dict[str, Any]:
-    """With the progress drawn, as a user has it."""
+    """Offer a rate to a stub, with the progress drawn as a user has it."""
     before = os.sched_getaffinity(0)
     own = min(before)
     others = [core for core in range(os.cpu_count() or 1) if core != own]
@@ -127,7 +127,7 @@ def beside_the_server(conversations: int, turns: int) -> dict[str, Any]:
 
 
 def verdicts(rate: dict[str, Any], server: dict[str, Any]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
 
     def within(value: float | None, most: float) -> bool:
         return value is not None and abs(value) < most

@@ -1,4 +1,5 @@
-"""What keeping KV saves, seen from outside: one workload of `reprise load`, servers that differ in one setting.
+"""Measures what keeping KV saves, seen from outside: one workload of `reprise load`, servers that differ in one
+setting.
 
     python -m benchmarks.speed.modes
 
@@ -50,8 +51,8 @@ ARMS: dict[str, dict[str, str]] = {
 }
 IN_HBM, IN_DRAM, IN_STAGING = 1, 1.5, 0.5  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30
-MOST_TOKENS = 3000  # of a conversation
-MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
+MOST_TOKENS = 3000  # limit of a conversation
+MOST_TURNS = 12  # limit of a conversation: a round should not wait for a single one
 PAUSE_S = 1.0  # between a server's rounds, as their requests are put one after the other
 
 
@@ -97,12 +98,12 @@ def options_of(arguments: Namespace, round_: int) -> load_run.Options:
 
 
 def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
-    """From the second turn on, in ms."""
+    """Return the distribution of TTFT from the second turn on, in ms."""
     return distribution(r.ttft_s * 1e3 for r in results if r.error is None and r.turn and r.ttft_s is not None)
 
 
 def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
-    """Where a server keeps KV: the same bytes for all."""
+    """Return settings that say where a server keeps KV: the same bytes for all."""
     if ARMS[arm]["cache.mode"] != "attentionstore":
         return {"cache.hbm_tokens": int((IN_HBM + IN_DRAM + IN_STAGING) * most_tokens)}
     conversation = most_tokens * bytes_per_token
@@ -114,7 +115,7 @@ def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, flo
 
 
 def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     held = {"every request is answered": all(not a["summary"]["requests"]["failed"] for a in arms.values())}
     mine = arms["attentionstore"]["later_ttft_ms"]["p50"] if "attentionstore" in arms else None
     for other in ("prefix", "recompute"):

@@ -49,7 +49,7 @@ class Turn:
     """One answer."""
 
     arm: str
-    start: int  # of the servers
+    start: int  # number of the servers' start
     round: int
     turn: int
     ttft_ms: float

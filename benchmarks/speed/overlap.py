@@ -1,4 +1,4 @@
-"""How much of loading and saving KV hides behind computation (AttentionStore §4.3.2, Fig. 19 and 20).
+"""Measures how much of loading and saving KV is hidden by computation (AttentionStore §4.3.2, Fig. 19 and 20).
 
     python -m benchmarks.speed.overlap
 
@@ -42,7 +42,7 @@ TARGET_ARM = (0.4, 100, 5)  # GB/s, new tokens, layers
 HISTORIES = (1000, 1500)
 PROMPTS = (1000, 1600)
 WAYS = ("asynchronous", "synchronous", "not saved")
-SLOW_LINK_GBPS = 0.1  # of the link that stands in for the paper's
+SLOW_LINK_GBPS = 0.1  # speed of the link that stands in for the paper's
 SAVING_JOBS = 3
 STAGING_MIB = 10  # for what a job computes; too little to fetch a conversation into
 BLOCK = 32
@@ -77,8 +77,8 @@ class Loading:
                 engine.ask(f"history {job}", history, 1)
 
     def run(self, gbps: float, new_tokens: int, buffer: int) -> dict[str, float]:
-        """Play one arm, with nothing in HBM. The first job has no history, so that each other has one to hide
-        behind."""
+        """Play one arm, with nothing in HBM. The first job has no history, so that each load has a job before it
+        that can hide it."""
         settings = {"experiment.disk_gbps": gbps, "experiment.read_buffer_layers": buffer}
         prompts = [[*ids, *random_tokens(self._rng, self._model, new_tokens)] for ids in ([], *self._histories)]
         (_, *jobs), stats = play(

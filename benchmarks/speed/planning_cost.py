@@ -1,4 +1,5 @@
-"""What a step costs before the model is asked, with a full hierarchy below: scheduling and planning on the CPU.
+"""Measures what a step costs before the model is asked, with a full hierarchy below: scheduling and planning on the
+CPU.
 
     python -m benchmarks.speed.planning_cost [--runs 5]
 
@@ -38,10 +39,10 @@ from reprise.loadgen.workloads.workload import Conversation, Turn
 
 POLICY = "car-hidden"
 LIMIT_MS = 2.0
-BURST_LIMIT_MS = 10.0  # of the worst step
+BURST_LIMIT_MS = 10.0  # limit of the worst step
 BURST_STEPS = 400
 TENANTS = 7
-TOLERANCE = 0.15  # of the number that waits
+TOLERANCE = 0.15  # share of the number that waits
 COUNTED = ("upcoming", "plan", "schedule")
 BESIDE = ("on_event", "capture", "commit", "take_moves")
 BLOCK = 32
@@ -52,7 +53,7 @@ class Observed(Simulation):
 
     def __init__(self, *, places: int, waiting: int, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.spent_s: list[dict[str, float]] = []  # of each step that counts
+        self.spent_s: list[dict[str, float]] = []  # times of each step that counts
         self._places, self._wanted = places, waiting
         self._now_s: Counter[str] = Counter()
         owners = (self.scheduler, self.cache, self.cache.requests)
@@ -68,7 +69,7 @@ class Observed(Simulation):
         )
 
     def play(self, steps: int) -> list[dict[str, float]]:
-        """Until so many more have counted, or nobody is left. Returns what these have spent."""
+        """Play until so many more steps have counted, or no session is left. Returns what these steps have spent."""
         before = len(self.spent_s)
         while (self._arrivals or self._live) and len(self.spent_s) < before + steps:
             counts = self.counts
@@ -181,7 +182,7 @@ def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
 
 
 def verdicts(arm: dict[str, Any], due: dict[str, Any], steps: int) -> dict[str, bool]:
-    """What is held -> whether it holds. Fewer steps than asked for show nothing."""
+    """Return each line that is held to, and whether it holds. Fewer steps than asked for show nothing."""
     held = {}
     for name, what in (("ms_per_step", "a step"), ("ms_per_step_with_the_rest", "a step, with events and saving")):
         line = f"{arm['policy']}: at most {LIMIT_MS} ms {what}, in the median run"

@@ -1,4 +1,4 @@
-"""A server that streams at once, behind Ray Serve's own proxy, and the same server without it. For `gateway.py`.
+"""A server that streams at once, behind the proxy of Ray Serve, and the same server without it. For `gateway.py`.
 
     python -m benchmarks.speed.ray_proxy --path ray
 

@@ -1,5 +1,5 @@
-"""What the first returning turn finds after a restart, after a crash, and after the index is lost: real servers, the
-bundled model in fp32.
+"""Measures what the first returning turn finds after a restart, after a crash, and after the index is lost: real
+servers, the bundled model in fp32.
 
     python -m benchmarks.speed.restart [--conversations 10] [--rounds 3]
 
@@ -45,7 +45,7 @@ class Return:
     cached_tokens: int
     disk_tokens: int
     ttft_ms: float
-    ready_s: float  # of the new server
+    ready_s: float  # time until the new server is ready
     miss_reasons: dict[str, int]
     differs: bool  # from a recompute, and it is no near-tie
 
@@ -153,7 +153,7 @@ def summarize(returns: list[Return]) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     held = {f"{row['how']}: at least {LEAST[row['how']]:.0%} reused": row["reused_min"] >= LEAST[row["how"]]
             for row in rows}  # fmt: skip
     held["conversations of at least 640 tokens"] = all(row["history_tokens_min"] >= 640 for row in rows)

@@ -10,7 +10,7 @@ runs, so nothing but the expected return of a conversation can tell who comes ne
 
 Hit rate: of the tokens that earlier turns of a conversation had computed, the share not computed again, from the third
 turn on. Held, for the default policy: with the disk off at least 0.8 x capacity / working set, with the disk on every
-turn is a hit (99 % of its history; nothing runs between two turns, so nothing hides behind a pause).
+turn is a hit (99 % of its history; nothing runs between two turns, so no pause hides anything).
 """
 
 import random
@@ -34,9 +34,9 @@ TARGET = 0.8
 BLOCK = 32
 GIB = 1 << 30
 CONVERSATIONS, TURNS, USER_TOKENS, NEW_TOKENS = 8, 12, 40, 24
-FINAL_TOKENS = -(-TURNS * (USER_TOKENS + NEW_TOKENS) // BLOCK) * BLOCK  # of a conversation
+FINAL_TOKENS = -(-TURNS * (USER_TOKENS + NEW_TOKENS) // BLOCK) * BLOCK  # length of a conversation
 IN_HBM = 2  # conversations
-IS_HIT = 0.99  # of a turn's history
+IS_HIT = 0.99  # share of a turn's history
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def summarize(played: list[Played]) -> dict[str, Any]:
 
 
 def verdicts(arms: list[dict[str, Any]]) -> dict[str, bool]:
-    """What is held -> whether it holds, for the default policy."""
+    """Return each line that the default policy is held to, and whether it holds."""
     held = {}
     for arm in arms:
         if arm["policy"] != POLICIES[0]:

@@ -1,15 +1,15 @@
-"""How fast long contexts are decoded that are read in part: benchmarks/results/selectors_speed*.json.
+"""Measures how fast long contexts are decoded that are read in part: benchmarks/results/selectors_speed*.json.
 
     python -m benchmarks.speed.selectors [--model smollm2] [--rounds 5] [--steps 20]
 
-Steps of the model, without an engine around them, of 1 and of 8 sequences behind 1,024 and 8,000 tokens each, whose KV
+Steps of the model, without an engine around them, of 1 and of 8 sequences after 1,024 and 8,000 tokens each, whose KV
 is a text's, in pages of each sequence's own. Arms take turns step by step, so that a busy neighbour meets both; each
 decodes the same tokens at the same places. The index of `pairs` is made in the first step, which does not count.
 
 none      every row of every context is read
 pairs     those that partial keys choose; contexts below `selector.min_context` whole
 
-Held: behind 8,000 tokens, `pairs` decode at least 1.6 times as fast with 8 sequences and 1.15 times with one; behind
+Held: after 8,000 tokens, `pairs` decode at least 1.6 times as fast with 8 sequences and 1.15 times with one; after
 1,024, at least 0.98 times.
 """
 

@@ -1,4 +1,4 @@
-"""What a conversation costs when it outgrows the window: real servers that differ in one setting, turn about.
+"""Measures what a conversation costs when it outgrows the window: real servers that differ in one setting, turn about.
 
     python -m benchmarks.speed.truncation --data DIR [--model smollm2] [--parts endless,shortened,...]
 
@@ -59,10 +59,10 @@ PARTS: dict[str, dict[str, Settings]] = {
     "recall": {"recall": {"cache.recall": "true"}, "off": {"cache.recall": "false"}},
 }
 FIRST_SHORTENED = 9  # the turn from which on the client drops exchanges
-WINDOW, LARGE_WINDOW = 1024, 2048  # of every model but the 125 M shape, and of that
+WINDOW, LARGE_WINDOW = 1024, 2048  # for every model but the 125 M shape, and for that
 USER_TOKENS = {"endless": 0, "shortened": 60, "shortened-125m": 166, "recall": 60}  # 0: as recorded
 TURNS_BEFORE_RECALL = 24
-QUOTED_WORDS = 12  # of an early message, in one that is about it
+QUOTED_WORDS = 12  # words of an early message, in one that is about it
 MAX_OVERFLOW, MAX_LATE, MAX_SHIFTED, MAX_RECALL = 1.3, 1.3, 0.4, 1.3
 
 

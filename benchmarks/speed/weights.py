@@ -1,8 +1,9 @@
-"""How much of the time hides that weights take from DRAM to HBM (`weights.offload dram`), by the speed of the link.
+"""Measures how much of the time that weights take from DRAM to HBM (`weights.offload dram`) is hidden, by the speed of
+the link.
 
     python -m benchmarks.speed.weights
 
-A random model of the 125 M shape answers prompts of 512 new tokens, each one step, and decodes 16 tokens behind them,
+A random model of the 125 M shape answers prompts of 512 new tokens, each one step, and decodes 16 tokens after them,
 in this process. In every step the weights of its layers pass a link that is capped at so many GB/s, while other layers
 compute; `half` keeps every other layer's in HBM. `hbm` keeps all there, in the layout of the fastest kernels, which
 those that move do not have.
@@ -38,7 +39,7 @@ ARMS: dict[str, tuple[float, int] | None] = {  # GB/s, layers that stay in HBM
 
 
 class Arm:
-    """An engine whose weights are in HBM, or behind a link."""
+    """An engine whose weights are in HBM, or reach it through a link."""
 
     def __init__(self, name: str, model: str, directory: Path) -> None:
         self._rng, self._model = random.Random(0), model

@@ -1,4 +1,4 @@
-"""What saving costs where nothing is ever reused: processor time of `attentionstore` against `recompute`.
+"""Measures what saving costs where nothing is ever reused: processor time of `attentionstore` against `recompute`.
 
     python -m benchmarks.speed.zero_reuse_steps [--starts 16] [--rounds 25] [--codec transform]
 
@@ -66,7 +66,7 @@ SETTINGS: dict[str, str | int | float] = {
 PART = "--part"  # a process that does one start: its number, the file it writes, the codec, the rounds of each model
 STAGES = ("submit", "prompt", "answer", "rest")
 WARM_UP = 3  # requests that do not count
-SPIN_S = 0.02  # in which threads that wait for a next step have gone to sleep
+SPIN_S = 0.02  # time in which threads that wait for a next step have gone to sleep
 IDLE_S = 6.0  # before the first, in which memory is made ready
 RESAMPLES = 2000
 
@@ -79,11 +79,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """On one request by one engine: milliseconds of processor time by stage."""
+    """The processor time that one engine spent on one request, in milliseconds by stage."""
 
     model: str
     arm: str
-    start: int  # of a process
+    start: int  # number of a process's start
     round: int
     tokens: int  # that went through the model
     cached_tokens: int
@@ -139,7 +139,7 @@ def come_to_rest(engine: InProcess) -> None:
 
 
 def play(model: str, path: str, codec: str, start: int, rounds: int, directory: Path) -> list[Spent]:
-    """In this process. Raises TurnFailed."""
+    """Play the rounds in this process. Raises TurnFailed."""
     arms: dict[str, InProcess] = {}
     for arm, differs in ARMS.items():
         own = {"cache.codec": codec, "cache.disk_dir": str(directory / arm)}
@@ -205,7 +205,7 @@ def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """What is held -> whether it holds."""
+    """Return each line that is held to, and whether it holds."""
     ours = [row for row in rows if row["arm"] == STORING]
     held = {f"{row['model']}: at most {LIMIT} x the processor time": row["ratio"] <= LIMIT for row in ours}
     held["nothing was reused"] = not any(row["cached_tokens"] for row in rows)
@@ -236,7 +236,7 @@ def measure_start(start: int, codec: str, rounds: Mapping[str, int]) -> list[Spe
 
 
 def measure_apart(start: int, codec: str, rounds: Sequence[int], directory: Path) -> list[Spent]:
-    """In a process of its own. Raises CalledProcessError."""
+    """Measure in a process of its own. Raises CalledProcessError."""
     part = directory / "part.json"
     words = (PART, str(start), str(part), codec, *map(str, rounds))
     subprocess.run((sys.executable, "-m", "benchmarks.speed.zero_reuse_steps", *words), check=True)

@@ -30,12 +30,12 @@ from reprise.cache.blocks.truncate import Range
 from tools.bundled_model.corpus import TURN_START
 
 WINDOW = 1024
-RATIO = 0.5  # of the window, dropped at a cut
+RATIO = 0.5  # share of the window, dropped at a cut
 KEEP_FIRST = BLOCK_TOKENS  # leading tokens that stay
 CANDIDATES = 10
 MIN_GAP, MAX_DIALOGUE = 30, 440  # tokens: from the last mention to the message that asks; before that message
 MAX_MESSAGE = 64  # tokens of the assistant's message before the name
-DRAWS = 2000  # of the bootstrap
+DRAWS = 2000  # draws of the bootstrap
 
 
 def rows_without(length: int, cuts: Sequence[Range]) -> Tensor:
@@ -86,7 +86,7 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_loss(history: History, ids: Sequence[int]) -> float:
-    """Return the mean loss of the tokens behind a full window; the first of them is given, not scored."""
+    """Return the mean loss of the tokens after a full window; the first of them is given, not scored."""
     targets = torch.tensor(ids[WINDOW + 1 :])
     return -float(history.score(ids[WINDOW:-1]).gather(1, targets[:, None]).mean())
 

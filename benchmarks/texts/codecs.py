@@ -1,4 +1,4 @@
-"""What codecs of KV cost and what they change: bytes a token beside the KL of next-token distributions.
+"""Measures what codecs of KV cost and change: bytes a token beside the KL of next-token distributions.
 
     python -m benchmarks.texts codecs --data DIR [--model smollm2] [--tokens N]
 
@@ -56,15 +56,15 @@ class RotatedCodec:
         self._rotations, self._shapes = ModelRotations(ropes=found.ropes), found.shapes
 
     def on(self, device: torch.device) -> "RotatedCodec":
-        """See Codec."""
+        """Implement `Codec.on`."""
         return self
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
-        """See Codec."""
+        """Implement `Codec.encode`."""
         return self._inner.encode(layer, self._turned(layer, raw, back=False), segments)
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Codec."""
+        """Implement `Codec.decode`."""
         self._inner.decode(layer, segments, raw, together=together)
         raw.copy_(self._turned(layer, raw, back=True))
 

@@ -1,4 +1,5 @@
-"""What a conversation loses when it outgrows the window: what follows a cut, by what was done with the kept KV.
+"""Measures what a conversation loses when it outgrows the window: what follows a cut, by what was done with the kept
+KV.
 
     python -m benchmarks.texts cuts --data DIR [--model bundled] [--parts perplexity,retrieval]
 

@@ -1,14 +1,14 @@
-"""Whether a codec's errors add up over a conversation, and whether names survive in coded KV.
+"""Measures whether a codec's errors add up over a conversation, and whether names survive in coded KV.
 
     python -m benchmarks.texts drift --data DIR [--model smollm2] [--texts 12] [--conversations 30]
 
 drift   texts cut into a beginning and ten turns. Every turn is computed on the history of all before it as a server
         would load it: each block coded once, from the rows that were computed on coded history, and the first block
-        exact. Scored: the KL of what the model says in a turn from what it says behind raw history, nats a token.
+        exact. Scored: the KL of what the model says in a turn from what it says after raw history, nats a token.
 names   chats of ten turns. The first gives four names, eight are of other chats, and the tenth asks for each name. An
-        answer is right where the right name is the likeliest of ten. Asked behind raw history and behind coded.
+        answer is right where the right name is the likeliest of ten. Asked after raw history and after coded.
 
-Held: the KL of the tenth turn is at most three times the first's; there are at least 100 questions, and behind coded
+Held: the KL of the tenth turn is at most three times the first's; there are at least 100 questions, and after coded
 history at most 2 points fewer are right. Computed in fp32 with KV stored in bf16, as by `codecs`.
 """
 
@@ -71,7 +71,7 @@ class GrowingHistory(History):
         self._rows, self.length = Rows(), 0
 
     def turn(self, token_ids: Tensor) -> Tensor:
-        """Compute a turn of whole blocks behind the history, and keep it. Returns its log probabilities."""
+        """Compute a turn of whole blocks after the history, and keep it. Returns its log probabilities."""
         logprobs, rows = self.go_on(token_ids)
         if self._codec is not None:
             rows = self._as_coded(self._codec, rows)

@@ -26,7 +26,7 @@ def load_subject(model: Path, dtype: torch.dtype = torch.bfloat16, threads: int 
 
 class History:
     """The KV of one text and what follows it. One thing at a time. A program computes a history, places it as it was
-    or changed, and scores tokens behind it; scoring leaves the history as it is."""
+    or changed, and scores tokens after it; scoring leaves the history as it is."""
 
     def __init__(self, subject: Subject, *, most_tokens: int) -> None:
         self._coder = HistoryCoder(subject, most_tokens=most_tokens)
@@ -50,7 +50,7 @@ class History:
         return logprobs, rows
 
     def score(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Return the log probabilities [tokens, vocab] after each of these tokens behind the history."""
+        """Return the log probabilities [tokens, vocab] of what follows each of these tokens after the history."""
         return self._coder.score(torch.as_tensor(token_ids), self.length)
 
     def quality(self, raw: Tensor, token_ids: Tensor, refused: float = 0.0) -> Quality:

@@ -1,4 +1,4 @@
-"""What a full window drops, by scorer, and what recall brings back.
+"""Measures what a full window drops, by scorer, and what recall brings back.
 
     python -m benchmarks.texts keeping --data DIR [--model smollm2] [--parts perplexity,names]
 

@@ -1,4 +1,4 @@
-"""What packed weights change of a model's answers: benchmarks/results/packed_weights*.json.
+"""Measures what packed weights change of a model's answers: benchmarks/results/packed_weights*.json.
 
     python -m benchmarks.texts packed_weights --data DIR [--model bundled] [--gguf FILE] [--llama-python PYTHON]
 

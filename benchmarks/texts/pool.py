@@ -1,4 +1,4 @@
-"""What a pool costs that has no room for all KV, by which rows leave it: benchmarks/results/pool*.json.
+"""Measures what a pool costs that has no room for all KV, by which rows leave it: benchmarks/results/pool*.json.
 
     python -m benchmarks.texts pool --data DIR [--model smollm2] [--texts N] [--rooms 0.8 0.6]
 
@@ -40,12 +40,12 @@ from reprise.kernels.selectors.infinigen import InfinigenSelector, how_many, ske
 
 POLICIES = ("counter", "counter32", "lru", "fifo")
 RECENT = 32
-MOST_COUNT = 255  # of a counter of eight bits
+MOST_COUNT = 255  # limit of a counter of eight bits
 ROOM, MOST_CHANGE = 0.8, 0.01
 
 
 class Pool:
-    """Which rows of one layer of one text are in the pool, for each KV head by itself."""
+    """The rows of one layer of one text that are in the pool, for each KV head by itself."""
 
     def __init__(self, policy: str, *, kv_heads: int, rows: int, room: int) -> None:
         """policy: of POLICIES. rows: of the whole text. room: rows of a head that fit, at least one."""
@@ -93,7 +93,7 @@ class PooledSelector:
         self._pools: dict[tuple[int, int], Pool] = {}  # (text, layer) -> its pool
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """See KvSelector."""
+        """Implement `KvSelector.choose`."""
         rows = {}
         for at, context in enumerate(candidates.contexts):
             keys = context_keys(kv, candidates.table[at], context)

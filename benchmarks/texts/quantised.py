@@ -17,7 +17,7 @@ _LEAST_SCALE = 1e-8
 
 
 class Fp8Codec:
-    """See `Codec`. Each number as e4m3. shapes: by layer ((kv_heads, k_dim), (kv_heads, v_dim))."""
+    """A `Codec` that stores each number as e4m3. shapes: by layer ((kv_heads, k_dim), (kv_heads, v_dim))."""
 
     name = "fp8"
     is_lossy = True
@@ -27,25 +27,25 @@ class Fp8Codec:
         self.segment_bytes = tuple(ROWS * (prod(k) + prod(v)) for k, v in shapes)
 
     def on(self, device: torch.device) -> "Fp8Codec":
-        """See Codec."""
+        """Implement `Codec.on`."""
         there = copy(self)
         there.device = device
         return there
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
-        """See Codec."""
+        """Implement `Codec.encode`."""
         numbers = raw.float().clamp(-_LARGEST_FP8, _LARGEST_FP8)
         segments.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
         return _finite(raw)
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Codec."""
+        """Implement `Codec.decode`."""
         raw.copy_(segments.to(raw.device).view(torch.float8_e4m3fn).to(raw.dtype))
 
 
 class KiviCodec:
-    """See `Codec`. bits: 2 or 4 for a number; with each group its least number and its scale, in fp16. v_group: numbers
-    of a row of V that share them, at most a head's."""
+    """A `Codec` that quantises in groups. bits: 2 or 4 for a number; with each group its least number and its scale, in
+    fp16. v_group: numbers of a row of V that share them, at most a head's."""
 
     is_lossy = True
     device = torch.device("cpu")
@@ -63,13 +63,13 @@ class KiviCodec:
         )
 
     def on(self, device: torch.device) -> "KiviCodec":
-        """See Codec."""
+        """Implement `Codec.on`."""
         there = copy(self)
         there.device = device
         return there
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
-        """See Codec."""
+        """Implement `Codec.encode`."""
         n, m = self._widths[layer]
         k, v = raw.float().split([ROWS * n, ROWS * m], 1)
         groups = (k.view(-1, ROWS, n).transpose(1, 2), v.view(len(raw), -1, self._v_group))
@@ -79,7 +79,7 @@ class KiviCodec:
         return _finite(torch.cat([scales.view(torch.float16) for scales in parts[1::2]], 1))
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """See Codec."""
+        """Implement `Codec.decode`."""
         n, m = self._widths[layer]
         k_size, k_groups = ROWS * n * self._bits // 8, 4 * n
         v_size = ROWS * m * self._bits // 8

@@ -19,7 +19,7 @@ from reprise.kernels.attention.ragged_batch import KvPages, PageFormat, Selectio
 from reprise.kernels.attention.selection import Candidates, KvSelector, Selecting
 
 CHUNK = 512  # tokens of a prompt that are computed together
-LEAST_TOKENS = 2048  # of a text's pages: selectors calibrate on as many of 2,000 tokens as fit
+LEAST_TOKENS = 2048  # tokens of a text's pages: selectors calibrate on as many of 2,000 tokens as fit
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Counting:
         self.index_bytes_per_token = self.inner.index_bytes_per_token
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """See KvSelector."""
+        """Implement `KvSelector.choose`."""
         found = self.inner.choose(layer, queries, kv, candidates)
         if found is not None:
             share = found.counts.float().mean(1) / torch.tensor(candidates.contexts)

@@ -1,4 +1,4 @@
-"""What reading a part of long contexts changes, by selector: benchmarks/results/selectors*.json.
+"""Measures what reading a part of long contexts changes, by selector: benchmarks/results/selectors*.json.
 
     python -m benchmarks.texts selectors --data DIR [--model smollm2] [--texts N] [--needles N]
 

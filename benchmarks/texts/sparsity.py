@@ -1,4 +1,4 @@
-"""How sparse attention is by layer, and what dropping tokens by that costs (CaR, Fig. 4 and §III-D):
+"""Measures how sparse attention is by layer, and what dropping tokens by that costs (CaR, Fig. 4 and §III-D):
 benchmarks/results/sparsity*.json.
 
     python -m benchmarks.texts sparsity --data DIR [--model smollm2] [--texts N]
@@ -39,7 +39,7 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 from reprise.kernels.codecs.codec import Codec
 
 BUDGET = 0.001  # nats a token, of the transform codec
-ZERO = 0.01  # of a row's largest weight: less counts as zero
+ZERO = 0.01  # share of a row's largest weight: less counts as zero
 SCORED = 192
 MOST_HISTORY = 1024
 
@@ -65,7 +65,7 @@ class WeighedAttention:
         self.small, self.seen, self.received = [], [], []
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. Layers are told apart by their pages, and come in their order."""
+        """Implement `AttentionBackend.forward`. Layers are told apart by their pages, and come in their order."""
         if params.window is not None or params.softcap is not None or params.sinks is not None:
             raise AttentionUnsupported("windows, caps and sinks are not counted")
         layer = self._layers.setdefault(kv.k.data_ptr(), len(self._layers))

@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dialogues/schema_guided.jsonl.gz",
         [{"id": key, "turns": asked(name)} for key, name in zip(HELD_OUT, names, strict=False)],
     )
-    keys = [key for key in map(str, range(2000)) if is_held_out(f"{key}/0")][:2]  # of books whose first chapter is
+    keys = [key for key in map(str, range(2000)) if is_held_out(f"{key}/0")][:2]  # keys of books whose first chapter is
     write("long_docs/books.jsonl.gz", [{"id": key, "text": said(40_000)} for key in keys])
     (folder / "text").mkdir()
     with gzip.open(folder / "text/wikitext2_valid.txt.gz", "wt", encoding="utf-8") as file:

@@ -25,7 +25,7 @@ def benchmark(request) -> Experiment:
 
 
 def words(benchmark: Experiment, *more: str) -> list[str]:
-    """What it cannot be started without."""
+    """Return the words that a benchmark cannot be started without."""
     folder, name = re.findall(r"python -m benchmarks\.(\w+)[. ](\w+)", benchmark.about or "")[0]
     return [*NEEDED.get(folder, NEEDED.get(name, [])), *more]
 

@@ -56,7 +56,7 @@ def test_what_does_not_hold() -> None:
 
     assert broken(disk=tally("disk", 299)) == ["as many returning turns as asked for"]
     assert broken(disk=tally("disk", 300, wrong=False)) == ["identical text"]
-    many = {str(n): True for n in range(14)}  # of 2,700 turns, 0.52 %
+    many = {str(n): True for n in range(14)}  # 14 of 2,700 turns, 0.52 %
     assert broken(disk=tally("disk", 300, **many)) == ["near-ties in at most 0.5% of the turns"]
     elsewhere = tally("disk", 300)
     elsewhere.history_tokens["computed"] = 101

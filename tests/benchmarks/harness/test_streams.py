@@ -12,7 +12,8 @@ from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokeni
 
 
 def answer(words: str, gaps: dict[int, float] | None = None, **fields) -> StreamedAnswer:
-    """One token per word; the runner-up is 1 nat behind, or as far as `gaps` says for a position."""
+    """Return an answer of one token per word. The runner-up is 1 nat less likely, or as far as `gaps` says for a
+    position."""
     texts = words.split()
     tokens = [Token(t, t.encode(), -0.5, (-0.5, -0.5 - (gaps or {}).get(i, 1.0))) for i, t in enumerate(texts)]
     return StreamedAnswer(

@@ -22,13 +22,13 @@ def test_what_clients_did_becomes_the_workload():
     assert conversation.start_s == 1.0
     assert [(turn.prompt_tokens, turn.answer_tokens, turn.think_s) for turn in conversation.turns] == [
         (100, 10, 0.0),
-        (40, 5, 5.0),  # 150 less the 110 that were there; at 8 s, behind the end at 3 s
+        (40, 5, 5.0),  # 150 less the 110 that were there; at 8 s, after the end at 3 s
     ]
 
 
 def test_figures_of_a_run_by_hand():
     figures = agreement.figures_of(RESULTS)
-    assert figures["hit_points"] == {"hbm": 40.0, "dram": 5.6, "disk": 0.0}  # of 250 tokens
+    assert figures["hit_points"] == {"hbm": 40.0, "dram": 5.6, "disk": 0.0}  # points of 250 tokens
     assert figures["ttft_ms"] == 50.0
     assert agreement.outside_s(RESULTS) == pytest.approx(0.01)
 
@@ -58,7 +58,7 @@ def test_the_simulator_plays_it_and_reuses_what_it_has():
     found = agreement.foretold([machine, machine], agreement.conversations_of(RESULTS), 10.0)
     assert found["turns"] == 2
     assert found["prompt_tokens"] == 250
-    assert found["hit_points"]["hbm"] == pytest.approx(100 * 109 / 250)  # but for the last sampled token: it has no KV
+    assert found["hit_points"]["hbm"] == pytest.approx(100 * 109 / 250)  # the last sampled token has no KV
     assert found["ttft_ms"] > 10
 
 

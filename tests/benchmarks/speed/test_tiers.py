@@ -1,4 +1,4 @@
-"""Tests what the benchmark of loading and saving behind computation concludes."""
+"""Tests what the benchmark of loading and saving during computation concludes."""
 
 import pytest
 

@@ -30,7 +30,7 @@ def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pyt
         model = str(tmp_path / "model")
         shape = replace(SHAPES["tiny"], kv_heads=SHAPES["tiny"].heads)
         make_model(Path(model), shape, seed=0)
-        monkeypatch.setattr(activations, "share", lambda arms: 0.1)  # of times too short to be told apart
+        monkeypatch.setattr(activations, "share", lambda arms: 0.1)  # share of times too short to be told apart
         monkeypatch.setattr(overlap, "HISTORIES", (64, 96))
         monkeypatch.setattr(weights, "LAYERS", shape.layers)
         monkeypatch.setattr(weights, "ARMS", {"hbm": None, "1 GB/s": (1.0, 0)})
@@ -85,7 +85,7 @@ def test_int8_pages_and_weights_are_judged() -> None:
 def test_selectors_are_judged() -> None:
     steps = {"none": [[0.4, 0.2, 9.0], [0.8, 0.8, 0.8]], "pairs": [[0.1, 0.2, 0.3], [0.1, 0.1, 0.1]]}
     row = selectors.row_of(8, 8000, steps)
-    assert row["tokens_per_s"] == {"none": 15.0, "pairs": 60.0}  # of rounds: 20 and 10, 40 and 80
+    assert row["tokens_per_s"] == {"none": 15.0, "pairs": 60.0}  # rounds of 20 and 10, 40 and 80
     assert row["ratio"] == pytest.approx(5.0)  # 2 and 8
     assert row["ratio_range"] == [pytest.approx(2.0), pytest.approx(8.0)]
     assert [*selectors.verdicts([row, {**row, "ratio": 1.59}, {**row, "context": 500}]).values()] == [False]

@@ -21,7 +21,7 @@ def spent(arm: str, round_: int, total_ms: float, cached: int = 0, start: int = 
 
 
 class FakeEngine:
-    """A turn of three steps, the first of which gives a token, and one copy behind them; every call takes `cost_s`."""
+    """A turn of three steps, the first of which gives a token, and one copy after them; every call takes `cost_s`."""
 
     def __init__(self, cost_s: float, log: list[str]) -> None:
         self.engine = self
