@@ -159,9 +159,9 @@ class Rates:
         self._passes[direction] = 0
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer that failed or was given up, and would have taken at least so long. If that is slower than
-        expected, it alone counts from now on, for all directions out of that device. A mean with twenty transfers in
-        time would let the next ones be late too."""
+        """Record a transfer that failed or was given up after `seconds`, so that it would have taken at least as long.
+        If that is slower than expected, it replaces the estimates of all directions out of that device. In a mean with
+        twenty transfers it would hardly show, and the next ones would be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1

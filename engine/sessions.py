@@ -37,7 +37,8 @@ class SessionDirectory:
         return self._now_or_later(request.request_id, self._answer(request, now))
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. Returns a refusal, or nothing if the answer comes later."""
+        """Begin to take over a session from another replica. Return a refusal at once, or None if the take-over has
+        begun and its result will be reported later."""
         return self._now_or_later(request.request_id, self._adopt(request, now))
 
     def take_replies(self) -> list[SessionReply]:

@@ -49,8 +49,9 @@ def _shifted(words: Tensor, count: int) -> Tensor:
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Survey rows. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows];
-    starts int64 [rows], as for `waits`."""
+    """Compute for each row what the drawing of its token needs: the first arrivals and the masses above each floor.
+    logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows]; starts int64
+    [rows], where the random numbers of a row begin, as in `waits`."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     probs = logprobs.double().exp()

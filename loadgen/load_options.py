@@ -30,7 +30,8 @@ class ServerOptions:
     ] = 0
 
     def fields(self) -> dict[str, Any]:
-        """Return what every request says besides its messages. Raises ValueError."""
+        """Return the fields that every request has besides its messages. Raises ValueError if --body is no JSON
+        object."""
         fields = {"temperature": self.temperature, **({"ignore_eos": True} if self.ignore_eos else {})}
         if not self.body:
             return fields

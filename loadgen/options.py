@@ -39,8 +39,8 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def refuse_given(context: typer.Context, names: Collection[str], where: str) -> None:
-    """Refuse options that would have no effect, because their user expects one. Raises ValueError if any of these
-    parameters were given on the command line. where: what makes them ineffective, such as `with --trace`."""
+    """Raise ValueError if any of these parameters was given on the command line where it has no effect, so that its
+    user is not misled. where: what makes them ineffective, such as `with --trace`."""
     given = []
     for parameter in context.command.params:
         if parameter.name is not None and parameter.name in names:

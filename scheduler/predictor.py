@@ -18,7 +18,7 @@ class LengthPredictor(Protocol):
     """Single-threaded."""
 
     def predict(self, sequence: Sequence) -> int:
-        """Tokens of the whole answer: more than it has already, and no more than `max_tokens`."""
+        """Predict the tokens of the whole answer: more than it has already, and no more than `max_tokens`."""
         ...
 
     def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:

@@ -14,7 +14,8 @@ _ELEMENT_BYTES = 64  # what one takes here, however short it is
 
 
 class BoundedParser(_AsyncRESP2Parser):
-    """Raises InvalidResponse for what is too large, too deep or no reply at all; the connection is closed then."""
+    """Parses replies of Redis within bounds. Raises InvalidResponse for a reply that is too large, too deeply nested or
+    malformed; the connection is closed then."""
 
     _left = _depth = 0
 

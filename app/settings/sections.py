@@ -12,7 +12,7 @@ REDIS_URL = r"^((rediss?|unix)://\S+)?$"
 
 
 def _comma_separated(value: object) -> object:
-    """`a,b` from a flag or the environment, a list from TOML."""
+    """Return a list of words, given as `a,b` by a flag or the environment, or as a list by TOML."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value

@@ -52,7 +52,8 @@ class Publisher:
         context.rows.sealed = full
 
     def _publish_full(self, context: RequestContext, block: int) -> None:
-        """Make a full block findable, and seal the slot in which it was saved."""
+        """Enter a full block in the index, so that other requests can find it, and mark its slot in DRAM as
+        complete."""
         first = block * BLOCK_TOKENS
         key = context.keys[block]
         row = self._row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)

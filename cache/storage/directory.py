@@ -104,8 +104,9 @@ def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
 
 
 def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
-    """Delete a record. With the last record of a fingerprint, delete its whole directory too, unless it is `own`.
-    Returns whether the record is gone."""
+    """Delete a record that another model or another secret left in this directory. If it was the last one of its
+    fingerprint, delete the whole directory of that fingerprint too, unless that is `own`. Return whether the record is
+    gone."""
     try:
         remove_extent(str(record.path))
     except OSError:

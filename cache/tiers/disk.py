@@ -86,7 +86,8 @@ class DiskLedger:
             self.delete([extent.extent_id], None, None)
 
     def bytes_of(self, row: BlockRow) -> int:
-        """Return what a block takes on disk: as many bytes as its rows, or a share of its extent if that is smaller."""
+        """Return the bytes that a block takes on disk: those of its KV rows, or its part of the extent file that it
+        lies in, if that is smaller."""
         extent = self._extents[row.copies["disk"][0]]
         return min(row.size_bytes, extent.size_bytes // extent.num_blocks)
 

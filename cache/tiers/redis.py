@@ -153,9 +153,10 @@ class RedisLedger:
             self._renew(list(used), name, list(copies), now)
 
     def renew(self, name: SessionName, keys: Collection[BlockKey], renewed_s: float, now: float) -> float:
-        """Keep the extents that a turn has used for longer, whichever tier it was loaded from. Otherwise a session that
-        is always served here would have nothing left in Redis when this server dies. renewed_s: when this was last done
-        for the session; once a minute is enough. Returns when it was last done now."""
+        """Extend the life of the extents that a turn has used, even if it was loaded from another tier. Otherwise a
+        session that this server always serves from its own memory would expire in Redis, and be lost when the server
+        dies. renewed_s: time of the session's last renewal; within a minute of it this does nothing. Return the time of
+        the latest renewal."""
         if now - renewed_s < _RENEW_S:
             return renewed_s
         if names := self.names_of(keys):

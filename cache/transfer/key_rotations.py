@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class KeyRotations(Protocol):
-    """Rotates keys for positions and back, for one transfer thread. `reprise.engine.model.rotations.ModelRotations`
-    implements it."""
+    """Rotates keys to their positions (RoPE) and takes such a rotation back, for one transfer thread.
+    `reprise.engine.model.rotations.ModelRotations` implements it."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...

@@ -44,7 +44,8 @@ class LoadPlacer:
             pass
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
-        """Wait for a layer and place it. Returns False if no more will come."""
+        """Wait for the next layer's KV, rotate its keys and copy it to its pages. Return False if no more layers will
+        come."""
         with self._changed:
             part = self._queue.wait_next(self._queue.next_to_place)
         if part is None:

@@ -33,7 +33,7 @@ class WriteStream:
         self._looked_at: deque[WriteOrder | None] = deque()  # taken from `_orders`, to be done before the rest
 
     def put(self, order: WriteOrder) -> None:
-        """Order a write or a deletion, after those ordered before."""
+        """Queue a write or a deletion. It is done after those queued earlier."""
         self._orders.put(order)
 
     def close(self) -> None:

@@ -288,8 +288,8 @@ def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBa
 
 
 def _exact_attention() -> AttentionBackend:
-    """Return the attention whose rows depend on their own tokens alone. Raises ModelRefused where bf16 cannot be
-    exact."""
+    """Return the attention that computes a row with the same bits whatever else is in the batch. Raises ModelRefused
+    where bf16 cannot be exact."""
     if product_kernels() is None or flash_kernels(exact=True) is None:
         raise ModelRefused(
             "model.exact is on, but bf16 has kernels for it on processors with AVX512_BF16 only, and where numba runs: "

@@ -26,7 +26,7 @@ _F32, _F16 = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight under transformers' name, with the name and shape that it must have in the file."""
+    """One weight: its name in transformers, and the name and shape that it must have in the GGUF file."""
 
     name: str
     shape: tuple[int, ...]

@@ -271,7 +271,7 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 class Shortcut(Protocol):
-    """A way to compute some steps without transformers' own code."""
+    """A faster way to compute the steps that it can compute, without transformers' own code."""
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
         """Return what `forward` would return, or None if the step cannot be computed this way."""

@@ -123,7 +123,8 @@ def _set(
 
 
 def _check_kernels(model: nn.Module) -> None:
-    """Try one layer of each form, and have layers whose compiled kernels are wrong do without."""
+    """Run one layer of each packed format and compare it with torch. Let the layers of a format whose compiled kernel
+    is wrong use torch instead."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         if isinstance(module, QuantisedLinear | CudaQuantisedLinear):

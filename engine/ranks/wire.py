@@ -138,7 +138,7 @@ class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Events that tell how moves have ended."""
+    """Events of a rank: the copies of KV between tiers that have ended, and how."""
 
     events: list[Tagged]
 

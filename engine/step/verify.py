@@ -86,7 +86,8 @@ class Verifier:
         return False
 
     def _condemns(self, choice: RunningChoice) -> bool:
-        """Check a choice whose KV is partly coded. Returns whether this check condemns the codec."""
+        """Compare one answer, some of whose KV went through the codec, with a recompute. Return whether it deviates so
+        much that the codec must not be used any more."""
         verdict, sequence = self.verdict, choice.sequence
         if verdict is None or verdict.is_condemned:
             return False

@@ -25,7 +25,7 @@ class Body(Protocol):
         ...
 
     def end(self) -> None:
-        """Note that nothing more will come."""
+        """Note that the connection has ended. A body that its framing does not let end here stays incomplete."""
         ...
 
 

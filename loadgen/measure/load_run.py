@@ -259,7 +259,7 @@ def client() -> dict[str, Any]:
 
 
 def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
-    """Return the scripts, and how many of a file's are unusable."""
+    """Return the conversations to play, and the number of conversations in the file that are unusable."""
     if options.source == "dialogues":
         scripts, unusable = dialogues.read(Path(options.path))
         return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts))), unusable

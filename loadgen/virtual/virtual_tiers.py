@@ -130,7 +130,7 @@ class VirtualTiers:
                         self._in_redis.pop(name, None)
 
     def save(self, num_rows: int, now: float) -> None:
-        """Rows on their way to DRAM."""
+        """Start saving `num_rows` rows to DRAM at time `now`; they are on their way until the copy has ended."""
         self._occupy("save", num_rows * self._bytes_per_token, "hbm_to_dram", now)
 
     def _load(self, move: LoadBlocks, now: float) -> None:

@@ -79,7 +79,8 @@ class ShuffledWindow:
             self._changed()
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: the order depends on where KV is now. A load counts until it has ended."""
+        """Do nothing: this window orders requests by where their KV lies now. A load that is under way counts as a load
+        until it has ended."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()

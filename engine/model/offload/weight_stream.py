@@ -73,8 +73,8 @@ class WeightStream:
         self._thread.join()
 
     def _is_ahead(self, layer: int) -> bool:
-        """Whether weights that are not needed would come before this layer's: after a step that broke off, or if layers
-        run in another order."""
+        """Whether the stream would bring weights of other layers, which are not needed now, before this layer's. That
+        happens after a step that broke off, or if layers run in another order."""
         if layer in self._held:
             return next(iter(self._held)) != layer
         due = self._copying if self._copying is not None else self._order[self._next]
