@@ -404,7 +404,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
-        """What `take` would return. Read only."""
+        """The moves that `take` would return. Read only."""
         self._jobs = 0
 
     def next_job(self) -> int:

@@ -21,8 +21,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 INT8_SCALE_BYTES = 2
-"""What a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8; `reprise.kernels.int8_pages`, which
-this repeats, needs torch."""
+"""The bytes that a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8;
+`reprise.kernels.int8_pages`, which this repeats, needs torch."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

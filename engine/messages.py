@@ -53,8 +53,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     they are not sent again, and count as generated. None: the choice is over, and nothing is sent for it. Empty: a new
     request."""
     over: list[int] | None = None
-    """What the first choice has said on another engine, if it is over, as `resume` then says. The conversation goes on
-    with it, so its KV is computed here, and nothing is sent. None: nothing is computed of choices that are over."""
+    """The tokens that the first choice has said on another engine, if it is over, as `resume` then says. The
+    conversation goes on with it, so its KV is computed here, and nothing is sent. None: nothing is computed of choices
+    that are over."""
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):

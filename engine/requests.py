@@ -23,7 +23,7 @@ class KnownRequests:
         self.aborted = 0
         """Choices whose clients have gone, since the start."""
         self.accept = intake.open_request
-        """See `Intake.open_request`."""
+        """The call that opens a request: `Intake.open_request`."""
 
     def before_step(self, now: float) -> list[Output]:
         """Queue requests whose grammars are compiled by now, and end those that can never run. Returns error

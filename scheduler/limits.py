@@ -12,6 +12,7 @@ class SchedulerLimits:
     step_tokens: int  # most tokens while a sequence decodes, and so waits for the end of every step
     lone_step_tokens: int  # most tokens while none does
     itl_target_s: float | None
-    """What a step may take while somebody decodes; 0: whatever its tokens take; None: what serves all of them best."""
+    """Seconds that a step may take while a sequence decodes; 0: as long as its tokens take; None: what serves all of
+    them best."""
     least_chunk_tokens: int  # least of a prompt in a step: fewer make products inefficient
     chunked_prefill: bool  # a prompt may be computed in several steps

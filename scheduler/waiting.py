@@ -21,7 +21,7 @@ class Waiting:
         self.resumed: deque[Sequence] = deque()  # lost their room
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self.seen: Line[str] = Line()
-        """What `line` returned last."""
+        """The line that `line` returned last."""
         self._made_of: tuple[int, tuple[Sequence, ...]] = (
             0,
             (),

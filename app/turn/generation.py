@@ -71,7 +71,7 @@ class Generation(AsyncIterator[Delta]):
         self.sampling = submit.sampling
         is_raw = admitted.model.lossy_codec and is_exact(submit.cache_salt)
         self.codec = "raw" if is_raw else codec_in_use(admitted.model, engine.stats)
-        """What KV of this conversation may go through; raw: nothing."""
+        """The codec that KV of this conversation may go through; raw: none."""
         is_condemned = engine.stats is not None and engine.stats.codec_condemned
         self.selector = "none" if is_exact(submit.cache_salt) or is_condemned else admitted.model.selector
         self.prompt = prepared.prompt

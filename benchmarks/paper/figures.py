@@ -27,7 +27,7 @@ CAPACITIES = (0.05, 0.1, 0.25, 0.5, 1.0)  # Fig. 23: of sessions an hour x windo
 DOCUMENTS = (4_000, 8_000, 12_000, 16_000, 20_000, 24_000, 28_000)
 
 Run = dict[str, Any]
-"""What a run is made of, as plain values: load, seed, model, share, and what differs from the preset in machine and
+"""The parts of a run, as plain values: load, seed, model, share, and what differs from the preset in machine and
 config."""
 
 

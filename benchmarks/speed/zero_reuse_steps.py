@@ -164,7 +164,7 @@ def play(model: str, path: str, codec: str, start: int, rounds: int, directory: 
 
 
 Pairs = list[tuple[float, float]]
-"""What each request has cost an engine, and what it has cost recompute."""
+"""The cost of each request in an engine, and its cost in recompute."""
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:

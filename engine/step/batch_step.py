@@ -67,7 +67,7 @@ class BatchStep:
         self.count = 0
         """Steps since the start whose time is known."""
         self.seconds = 0.0
-        """What these took."""
+        """Seconds that these took."""
 
     def order_next(self, now: float) -> None:
         """Record what the transfers have done, and order what comes next."""

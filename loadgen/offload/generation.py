@@ -14,8 +14,9 @@ from reprise.loadgen.offload.hardware import Host, OffloadedModel
 from reprise.loadgen.offload.mini_batches import Load, pack
 
 Arm = Literal["kv", "act", "hybrid", "static"]
-"""What is kept: KV alone, with as many weights on the GPU as fit (FlexGen); activations alone; both, by Algorithm 1
-over as much host memory as the batch takes; both, by Algorithm 1 over all of it, whatever the batch takes."""
+"""The choices of what is kept: KV alone, with as many weights on the GPU as fit (FlexGen); activations alone; both, by
+Algorithm 1 over as much host memory as the batch takes; both, by Algorithm 1 over all of it, whatever the batch
+takes."""
 BLOCK_TOKENS = 16  # vLLM's
 _LAYERS = 4  # simulated until times repeat
 

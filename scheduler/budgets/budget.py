@@ -201,7 +201,7 @@ class Pace:
         self.plain_s = self.mixed_s = 0.0
         """Steps that only decode, and those that compute prompts as well."""
         self.chunk_tokens = 256.0
-        """Of prompts, in one of the latter."""
+        """Mean tokens of prompts in a step that computes prompts as well."""
 
     def decoded(self, period_s: float, prompt_tokens: int) -> None:
         """A step with decodes has run. prompt_tokens: of prompts, that it computed beside them."""

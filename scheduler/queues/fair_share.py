@@ -12,7 +12,8 @@ from reprise.scheduler.sequence import Sequence
 _PER_STEP = 128  # requests in line for each step that their order may be out of date
 
 Cost = Callable[[Sequence], float]
-"""What a request takes of its tenant's share, in tokens: expected while it waits, what it was once it has ended."""
+"""Returns the tokens that a request takes of its tenant's share: expected while it waits, what it was once it has
+ended."""
 
 
 @dataclass(frozen=True, slots=True)
