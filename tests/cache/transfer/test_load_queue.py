@@ -102,3 +102,13 @@ def test_nothing_left_and_nothing_more_to_come_is_the_end(queue):
     queue.closing = True
     with queue.changed:
         assert queue.wait_next(lambda: queue.next_to_read("disk")) is None
+
+
+def test_far_parts_are_those_of_one_load_that_no_slot_in_dram_holds(queue):
+    load, other = LoadJob(1, DONE, started=True), LoadJob(2, DONE, started=True)
+    near, far, foreign = part_of(load, tier="dram"), part_of(load), part_of(other)
+    redis = part_of(load, tier="redis")
+    queue.parts += [near, far, foreign, redis]
+    assert queue.far_parts(load) == [far, redis]
+    assert queue.far_parts(other) == [foreign]
+    assert queue.far_parts(None) == []
