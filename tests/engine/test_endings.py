@@ -61,6 +61,22 @@ def test_a_stop_string_keeps_what_stands_before_it(driver: Driver, vanilla: Any,
     assert_greedy(vanilla, onward)
 
 
+def test_each_answer_that_came_to_an_end_tells_the_forecast_its_length(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a token, the limit or a stop string ended it; an answer that was aborted says nothing of lengths."""
+    lengths: list[int] = []
+    monkeypatch.setattr(driver.scheduler, "completed", lambda sequence: lengths.append(sequence.output_tokens))
+    driver.ask("limit", random_ids(9, 1), ignore_eos=True, max_tokens=4)
+    driver.ask("token", random_ids(9, 1), logit_bias={END: 100.0})
+    for name, end in (("string", lambda: driver.engine.finish("string", 0, 2)), ("aborted", None)):
+        driver.submit(name, random_ids(30, 1), max_tokens=50, ignore_eos=True)
+        for _ in range(4):
+            driver.step()
+        end() if end else driver.engine.abort("aborted")
+    assert lengths == [4, 1, 4]
+
+
 @pytest.mark.parametrize("ends_early", [None, 0, 1])
 def test_a_session_stands_where_its_first_choice_stopped(driver: Driver, ends_early: int | None) -> None:
     """Clients go on with the first of several answers. A session that stood at another one would leave that one on disk

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import builds, floats, integers, just, lists
 
-from reprise.fleet.scaling import WINDOW_S, Limits, Signals, WaitWindow, predicted_wait_s, wanted
+from reprise.fleet.scaling import _LONG, WINDOW_S, Limits, Signals, WaitWindow, predicted_wait_s, wanted
 
 SHARES = floats(0, 1)
 SIGNALS = builds(
@@ -85,3 +85,9 @@ def test_p90():
     assert window.p90_s() == 90
     window.add([1.0], WINDOW_S + 1)
     assert window.p90_s() == 1.0
+
+
+def test_a_wait_of_just_the_bound_is_no_reason_to_grow():
+    bound = Signals(replicas=4, wait_p90_s=_LONG * TARGET.ttft_target_s, busy=0.7)
+    assert wanted(bound, TARGET) == 4
+    assert wanted(replace(bound, wait_p90_s=math.nextafter(bound.wait_p90_s, 1e9)), TARGET) == 5

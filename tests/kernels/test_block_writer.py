@@ -174,6 +174,20 @@ def test_nothing_is_read_or_written_outside(block: list[int]) -> None:
     assert not pages.v.any()
 
 
+@pytest.mark.skipif(decode_kernels() is None, reason="needs AVX-512 and numba")
+@pytest.mark.parametrize("together", [False, True])
+def test_blocks_are_written_by_torchs_threads_only_if_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("reprise.kernels.block_writer.use_torch_threads", lambda: calls.append(True))
+    page = KvPages(pool(1, ROWS, 1, 16, False), pool(1, ROWS, 1, 16, False))
+    segments, tables = torch.zeros(1, ROWS * 32, dtype=torch.bfloat16), torch.ones(2, ROWS, 16).bfloat16()
+    blocks = np.array([[0, ROWS, 0, 0]], np.int64)
+    assert not write(block_writer(page, ROWS), segments, blocks, *tables, together=together).any()
+    assert bool(calls) == together
+
+
 def test_other_types_go_another_way() -> None:
     pages = KvPages(torch.zeros(1, ROWS, 1, 2), torch.zeros(1, ROWS, 1, 2))
     assert block_writer(pages, ROWS) is None

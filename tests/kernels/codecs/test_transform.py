@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 
 from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 from reprise.kernels.cpu import transform as compiled
+from reprise.kernels.cpu.transform_format import HEAD_WORDS
 from tests.example_counts import examples
 
 ROWS = 32
@@ -157,9 +158,9 @@ def test_vectors_decode_what_single_numbers_do(shape, kind):
     room = alone._room(0)
     for side in range(blocks):
         words = segments[side]
-        pairs = words[1 : compiled.HEAD_WORDS].astype(np.uint32).reshape(-1, 2)
+        pairs = words[1:HEAD_WORDS].astype(np.uint32).reshape(-1, 2)
         room.states[side] = pairs[:, 0] | pairs[:, 1] << 16
-        room.places[side] = compiled.HEAD_WORDS + (ROWS * layer.heads + 1) // 2
+        room.places[side] = HEAD_WORDS + (ROWS * layer.heads + 1) // 2
         for c in range(len(layer.classes)):
             quarters = compiled._quarters(compiled._coarser(words), c >= n)
             table, low = compiled.class_of(layer.classes[c], quarters)
@@ -293,3 +294,12 @@ def small_and_tight():
         size = 2 * 17 + 2 * ROWS + 64
         _SMALL.append(codec_for(SHAPES[2], segment_bytes=[size + size % 2] * 2))
     return _SMALL[1]
+
+
+def test_a_segment_has_room_for_its_head_and_64_bytes():
+    """The head ends after a number of 16 bits for each row of each head of the keys."""
+    codec = codec_for((2, 24, 40))
+    least = 2 * (HEAD_WORDS + ROWS * 2 // 2) + 64
+    TransformCodec(codec.layers, segment_bytes=[least] * 2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"a segment of {least - 2}"):
+        TransformCodec(codec.layers, segment_bytes=[least - 2] * 2, dtype=torch.bfloat16)

@@ -58,6 +58,13 @@ def test_rows_of_other_types_are_rounded_to_bf16_first() -> None:
     assert torch.equal(Int8Pages.to_rows(rows), Int8Pages.to_rows(rows.bfloat16()))
 
 
+@pytest.mark.parametrize(("scale", "largest"), [(2.0**-126, LEVELS), (2.0**-127, 0)])
+def test_the_least_scale_that_has_an_inverse_is_kept(scale: float, largest: int) -> None:
+    rows = Int8Pages.to_rows(torch.tensor([[scale * LEVELS, 0.0]]))
+    assert rows[0, 0] == largest
+    assert rows[0, 2:].any() == bool(largest)
+
+
 @pytest.mark.skipif(load_kernels() is None, reason="no numba here")
 @settings(deadline=None, max_examples=examples(200))
 @given(heads())
