@@ -18,7 +18,7 @@ from reprise.app.settings.sources import known_settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (DOCS / "api.md", DOCS / "settings.md")
-BLOCK = re.compile(r"(<!-- generated: ([a-z]+) ?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([a-z]+) ?([\w ]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 PREFIX = "#/components/schemas/"
 MAX_BOUND = 1e9  # a larger bound tells nobody anything
 
@@ -50,14 +50,37 @@ def operations(paths: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def fields(name: str, schemas: dict[str, Schema]) -> str:
-    """The fields of one object, in the order of its class."""
-    required = schemas[name].get("required", [])
-    rows = [
-        (f"`{field}`", _kind(schema, schemas) + (", required" if field in required else ""), _meaning(schema))
-        for field, schema in schemas[name]["properties"].items()
-    ]
-    return _table(("field", "type", "meaning"), rows)
+def fields(argument: str, schemas: dict[str, Schema]) -> str:
+    """Describe one object: a table of the fields that have a meaning of ours, then the others in a list by their type.
+    `NAME beside BASE` names what NAME lacks of BASE, and leaves out what both have. Keeps the class's order."""
+    name, _, base = argument.partition(" beside ")
+    properties: dict[str, Schema] = schemas[name]["properties"]
+    of_base: dict[str, Schema] = schemas[base]["properties"] if base else {}
+    required = set(schemas[name].get("required", []))
+    all_there = required == properties.keys()
+    rows: list[tuple[str, ...]] = []
+    by_type: dict[str, list[str]] = {}
+    for field, schema in properties.items():
+        kind, bounds, meaning = facts = _facts(schema, schemas)
+        if field in of_base and _facts(of_base[field], schemas) == facts:
+            continue
+        if field in required and not all_there:
+            bounds = f"required, {bounds}" if bounds else "required"
+        aside = f" ({bounds})" if bounds else ""
+        if meaning:
+            rows.append((f"`{field}`", kind, meaning + aside))
+        else:
+            by_type.setdefault(kind, []).append(f"`{field}`{aside}")
+    head = ("field, always there" if all_there else "field", "type", "meaning")
+    others = "\n".join(f"- {kind}: {', '.join(names)}" for kind, names in by_type.items())
+    lacking = ", ".join(f"`{field}`" for field in of_base if field not in properties)
+    shared = f"The fields of `{base}`, but not {lacking}. Besides:" if base else ""
+    return "\n\n".join(filter(None, (shared, _table(head, rows) if rows else "", others)))
+
+
+def _facts(schema: Schema, schemas: dict[str, Schema]) -> tuple[str, str, str]:
+    """Return a field's type, its bounds and its meaning; the last two may be empty."""
+    return _kind(schema, schemas), _bounds(schema), schema.get("description", "")
 
 
 def _kind(schema: Schema, schemas: dict[str, Schema]) -> str:
@@ -66,7 +89,7 @@ def _kind(schema: Schema, schemas: dict[str, Schema]) -> str:
         named = schema["$ref"].removeprefix(PREFIX)
         return "object" if "properties" in schemas[named] else _kind(schemas[named], schemas)
     if "const" in schema:
-        return f"`{schema['const']}`"
+        return f"only `{schema['const']}`"
     if "enum" in schema:
         return " or ".join(f"`{word}`" for word in schema["enum"])
     if parts := schema.get("anyOf") or schema.get("oneOf"):
@@ -75,12 +98,6 @@ def _kind(schema: Schema, schemas: dict[str, Schema]) -> str:
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}), schemas)}"
     return str(schema.get("type", "anything"))
-
-
-def _meaning(schema: Schema) -> str:
-    bounds = _bounds(schema)
-    said = schema.get("description", "")
-    return f"{said} ({bounds})" if said and bounds else said or bounds
 
 
 def _bounds(schema: Schema) -> str:

@@ -17,7 +17,7 @@ from reprise.engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, codi
 
 DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30
-RAM_GIB = (8, 24, 32, 64, 256)
+RAM_GIB = (8, 32, 128)
 FREE_RAM = 7 / 8
 GPU_GIB = 79.0  # memory of an 80 GB card as CUDA counts, without its context
 FREE_DISK_GIB = 500
