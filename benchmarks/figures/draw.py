@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.read import machine_of
-from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, scheduling, sparsity
+from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, scheduling
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.panels import panels, save_panels, table
 from benchmarks.figures.tiers import tier_sections
@@ -131,10 +131,6 @@ def tiers() -> list[str]:
 
 def texts() -> list[str]:
     lines = codecs.sections(load, machine, DOCS)
-    sparse = {"SmolLM2-135M-Instruct": load("sparsity_smollm2"), "bundled model (5.6 M)": load("sparsity")}
-    if found := {title: result for title, result in sparse.items() if result is not None}:
-        sparsity.draw(found, DOCS / "sparsity.png")
-        lines += sparsity.section(found, [machine(result) for result in found.values()])
     if cuts := truncation_results():
         parts = all_parts(cuts)
         draw_truncation(parts, DOCS / "truncation.png")

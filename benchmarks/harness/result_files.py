@@ -27,10 +27,7 @@ BLUE, GREY = "#2563eb", "#9ca3af"
 
 _FLEET = ("branches", "delete", "faults", "homes", "kills", "moves", "roll")
 _MOVED = {
-    **{
-        f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}"
-        for name in ("codecs", "packed_weights", "pool", "selectors", "sparsity")
-    },
+    **{f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}" for name in ("codecs", "packed_weights", "selectors")},
     **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
     "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
     "benchmarks.truncation.keeping": "benchmarks.texts keeping",
