@@ -102,11 +102,6 @@ class ChatStream:
         return self.came_s[0] - self.sent_s
 
     @property
-    def inside_s(self) -> float:
-        """The part of `ttft_s` that the replica's own times explain."""
-        return sum(float(self.timings.get(name, 0.0)) for name in ("queue_ms", "load_ms", "prefill_ms")) / 1e3
-
-    @property
     def context_tokens(self) -> int:
         """The tokens of the first choice that have run through the model: all but the last one."""
         return int(self.usage["prompt_tokens"] + self.usage["completion_tokens"] // self.body.get("n", 1) - 1)

@@ -25,7 +25,7 @@ PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicor
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
-_FLEET = ("branches", "delete", "faults", "homes", "kills", "moves", "roll")
+_FLEET = ("faults", "homes", "kills", "moves")
 _MOVED = {
     **{f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}" for name in ("codecs", "packed_weights", "selectors")},
     **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
