@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.read import machine_of
-from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, scheduling
+from benchmarks.figures import codecs, cpu, drafts, gpu, int8_pages, scheduling
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.panels import panels, save_panels, table
 from benchmarks.figures.tiers import tier_sections
@@ -122,11 +122,7 @@ def speed() -> list[str]:
 
 
 def tiers() -> list[str]:
-    lines = dialogues() + tier_sections(load, machine, DOCS)
-    if (capacity := load("coded_capacity")) is not None:
-        coded_capacity.draw(capacity, DOCS / "coded_capacity.png")
-        lines += coded_capacity.section(capacity, machine(capacity))
-    return lines
+    return dialogues() + tier_sections(load, machine, DOCS)
 
 
 def texts() -> list[str]:
