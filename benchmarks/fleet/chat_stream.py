@@ -31,7 +31,6 @@ class ChatStream:
         self.finish_reasons: dict[int, str] = {}
         self.usage: dict[str, Any] = {}
         self.x_cache: dict[str, Any] = {}
-        self.timings: dict[str, Any] = {}
         self.is_done = False
         self.sent_s = 0.0
         self._wanted = math.inf
@@ -77,7 +76,6 @@ class ChatStream:
             raise StreamFailed(str(event["error"]))
         self.usage = event.get("usage") or self.usage
         self.x_cache = event.get("x_cache") or self.x_cache
-        self.timings = event.get("timings") or self.timings
         for choice in event["choices"]:
             index = choice["index"]
             if text := choice["delta"].get("content"):
