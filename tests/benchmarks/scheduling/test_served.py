@@ -8,7 +8,6 @@ from rich.console import Console
 
 from benchmarks.harness.experiment import Run
 from benchmarks.scheduling import served
-from benchmarks.scheduling.workloads import Classes, Poisson
 from reprise.loadgen.measure.sender import TurnResult
 from reprise.model.directories import BUNDLED
 
@@ -25,15 +24,6 @@ def rounds_of(first, returning, seeds=range(4)):
         for arm in first
         for seed in seeds
     ]
-
-
-def test_a_server_is_a_policy_and_a_target_and_the_memory_of_its_workload(tmp_path):
-    settings = served.settings_of("priority-0", "model", Poisson(), tmp_path)
-    assert (settings["scheduler.policy"], settings["scheduler.itl_target_ms"]) == ("priority", "0")
-    assert settings["cache.hbm_tokens"] > 12 * (1000 + 5 * 132)
-    settings = served.settings_of("car-hidden-auto", str(BUNDLED), Classes(), tmp_path)
-    assert (settings["scheduler.itl_target_ms"], settings["scheduler.max_seqs"]) == ("auto", 4)
-    assert settings["cache.hbm_tokens"] < 6 * Classes().mean_tokens
 
 
 def test_first_and_returning_turns_are_told_apart_and_beginnings_do_not_count():
@@ -53,12 +43,6 @@ def test_what_is_held_against_the_other(mine, held):
     summary = served.summarize(rounds_of(first, returning))
     assert list(summary["held"].values()) == held
     assert summary["over_fcfs-0"]["car-hidden-auto"]["first"]["p95"] == mine[0]
-
-
-def test_few_seeds_and_servers_without_the_default_prove_nothing():
-    times = {"car-hidden-auto": 0.1, "fcfs-0": 1.0}
-    assert served.summarize(rounds_of(times, times, seeds=[1]))["held"]["at least 4 seeds"] is False
-    assert served.summarize(rounds_of({"fcfs-0": 1.0}, {"fcfs-0": 1.0}))["held"] == {}
 
 
 @pytest.mark.parametrize("workload", ["poisson", "classes"])

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.harness.experiment import Experiment
 from benchmarks.harness.make_model import BUNDLED
-from benchmarks.texts import __main__ as programs
 from benchmarks.texts import after_cut, codecs, cuts, drift, keeping, packed_weights, selectors
 
 SMALL = {
@@ -19,10 +18,6 @@ SMALL = {
     packed_weights: ["--tokens", "512"],
     selectors: ["--texts", "1", "--histories", "128", "--needles", "1"],
 }
-
-
-def test_every_program_has_a_small_form() -> None:
-    assert sorted(module.__name__.split(".")[-1] for module in SMALL) == sorted(programs.PROGRAMS)
 
 
 @pytest.mark.bench
@@ -67,19 +62,6 @@ def test_drift_is_judged() -> None:
     assert failed(drift.summarize([[0.001] * 9 + [0.0029]], asked)["held"]) == 0
     asked = {"raw": [right] * 99, "coded": [right] * 90 + [wrong] * 9}
     assert failed(drift.summarize([[0.001] * 9 + [0.0031]], asked)["held"]) == 3
-
-
-def test_selectors_are_judged() -> None:
-    texts: dict[str, Any] = {"4096": {"pairs": {"kl": 0.01}, "infinigen": {"kl": 0.02}, "texts": 3}}
-    needles = {"asked": 100, "found": {"none": 60, "pairs": 57}}
-    assert failed(selectors.verdicts(texts, {"pairs": {"rows": 0.1}}, needles)) == 0
-    texts["4096"]["pairs"]["kl"], needles["found"]["pairs"] = 0.031, 56
-    assert failed(selectors.verdicts(texts, {"pairs": {"rows": 0.3}}, needles)) == 4
-
-
-def test_packed_weights_are_judged() -> None:
-    arms = {name: {"kl": kl} for name, kl in (("gguf", 1.0), ("llama.cpp", 1.0), ("q8", 2.0), ("Q8_0", 1.0))}
-    assert [*packed_weights.verdicts(arms).values()] == [True, False]
 
 
 def test_cuts_are_judged() -> None:
