@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.panels import bars, panels, save_panels, table
+from benchmarks.figures.panels import panels, save_panels, table
 from benchmarks.harness.result_files import BLUE, GREY
 
 LIGHT = "#93c5fd"
@@ -81,9 +81,8 @@ def _later(values: Result) -> list[str]:
 
 
 def draw_overlap(result: Result, out: Path) -> None:
-    """Share of load time hidden by read buffer (AttentionStore Fig. 19), and job times by way of saving (Fig. 20)."""
-    figure, axes = panels(2 if result["saving"] else 1)
-    left = axes[0]
+    """Share of load time hidden by read buffer (AttentionStore Fig. 19)."""
+    figure, (left,) = panels()
     keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
     for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
         arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
@@ -91,20 +90,8 @@ def draw_overlap(result: Result, out: Path) -> None:
         shares = [100 * arm["hidden"]["median"] for arm in arms]
         left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
     left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
-    if saving := result["saving"]:
-        groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in saving})
-        jobs = {(arm["way"], arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"] for arm in saving}
-        ways = ("asynchronous", "synchronous", "not saved")
-        bars(axes[1], {way: [jobs[way, *group] for group in groups] for way in ways}, (BLUE, GREY, LIGHT))
-        axes[1].set_xticks(range(len(groups)), [f"{prompt} tokens\n{_link(gbps)}" for gbps, prompt in groups])
-        axes[1].set(ylabel="ms per job")
-    for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
-    save_panels(figure, axes, out)
-
-
-def _link(gbps: float | None) -> str:
-    return f"{gbps} GB/s" if gbps else "memory"
+    left.legend(frameon=False, fontsize=8)
+    save_panels(figure, (left,), out)
 
 
 def _spread(found: Result) -> str:
@@ -117,8 +104,8 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
          _spread(arm["hidden"]), f"{arm['load_ms']['median']:.1f}", f"{arm['wait_ms']['median']:.1f}"]
         for arm in result["loading"]
     )  # fmt: skip
-    lines = [
-        "## Loading and saving behind computation",
+    return [
+        "## Loading behind computation",
         "",
         f"![Overlap]({figure})",
         "",
@@ -129,25 +116,9 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
             "disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job", loading
         ),
         "",
-    ]  # fmt: skip
-    if gains := result["saving_gains"]:
-        saving = (
-            [gain["prompt_tokens"], _link(gain["dram_gbps"]), _spread(gain["shorter_by"]),
-             "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}"]
-            for gain in gains
-        )  # fmt: skip
-        lines += [
-            "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save "
-            "them). Pairs of one round; a share that hides is given where saving before the next step costs more than "
-            "no saving in every round:",
-            "",
-            *table(
-                "prompt | link | saving behind computation makes a job shorter by (least to most) | saving hidden",
-                saving,
-            ),
-            "",
-        ]  # fmt: skip
-    return [*lines, footer, ""]
+        footer,
+        "",
+    ]
 
 
 def rotation_section(result: Result, footer: str) -> list[str]:

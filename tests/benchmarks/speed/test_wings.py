@@ -16,7 +16,7 @@ SMALL = {
     activations: ["--tokens", "512", "--rounds", "1"],
     codec: ["--tokens", "64", "--rounds", "1", "--blocks", "2", "--arms", "raw"],
     int8_pages: ["--tokens", "64", "--rounds", "1"],
-    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5", "--saving-rounds", "0"],
+    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5"],
     selectors: ["--contexts", "64", "--rounds", "1", "--steps", "1"],
     weights: ["--rounds", "1"],
 }
