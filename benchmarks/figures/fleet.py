@@ -3,17 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.figures.panels import held, table
+from benchmarks.figures.panels import held, table, titled
 
 Result = dict[str, Any]
 
 
-def fleet_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str]) -> list[str]:
-    """Return sections about the results that are there."""
+def fleet_sections(load: Callable[[str], Result], footer: Callable[[Result], str]) -> list[str]:
     lines: list[str] = []
     for name, (title, body) in SECTIONS.items():
-        if (result := load(name)) is not None:
-            lines += [f"## {title}", "", *body(result), "", held(result), "", footer(result), ""]
+        lines += titled(title, body(load(name)), held(load(name)), footer(load(name)))
     return lines
 
 

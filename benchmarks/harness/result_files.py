@@ -37,17 +37,15 @@ _MOVED = {
 """Programs by the name under which committed results were made, and their names since."""
 
 
-def load(name: str) -> dict[str, Any] | None:
-    """A committed result, or None if there is none yet."""
-    return read_result(RESULTS / f"{name}.json")
+def load(name: str) -> dict[str, Any]:
+    """Return a committed result. Raises FileNotFoundError."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def read_result(file: Path) -> dict[str, Any] | None:
     """Read a result; None if there is no such file."""
-    if not file.exists():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def write_result(file: Path, result: Mapping[str, Any]) -> None:
