@@ -10,7 +10,7 @@ PIP_ARGS ?=
 # Dialogues and books for the replay benchmark; without them it is skipped.
 DATA ?= ../shared/data
 # Those that `make bench` runs, one after the other; each starts its servers, and compares them in interleaved rounds.
-BENCHMARKS ?= speed.raw_speed speed.hierarchy speed.modes scheduling.served speed.load_rate fidelity.soak
+BENCHMARKS ?= speed.raw_speed speed.hierarchy speed.modes scheduling.served fidelity.soak
 # Where `make wheels` puts them, and docker build looks.
 WHEELS ?= docker/wheels
 # Of an image; with `fleet`, Ray is in it.

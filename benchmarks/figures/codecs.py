@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figures.panels import held, perplexity, save_panels, table, with_error
+from benchmarks.figures.panels import held, perplexity, save_panels, table, titled, with_error
 from benchmarks.harness.result_files import BLUE, GREY
 
 BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
@@ -41,17 +41,14 @@ def section(result: dict[str, Any]) -> list[str]:
          perplexity(row))
         for name, row in result["codecs"].items()
     ]  # fmt: skip
-    return [
-        "## What codecs lose",
-        "",
+    return titled(
+        "What codecs lose",
         "![divergence by bytes, bits by layer](codecs.png)",
-        "",
         f"SmolLM2-135M, {result['settings']['scored_tokens']:,} tokens behind histories of 512 to 4,096 tokens, of "
         "documents that calibrated nothing: what the model says next behind a coded history, beside a raw one. ± is "
         "one standard error. A budget decides the steps of all layers at once, so layers differ in bits.",
-        "",
-        *table("codec | bytes, x raw | KL, nats | 99th percentile | same choice | perplexity", rows),
-    ]
+        table("codec | bytes, x raw | KL, nats | 99th percentile | same choice | perplexity", rows),
+    )
 
 
 def speed_section(result: dict[str, Any]) -> list[str]:
@@ -64,15 +61,13 @@ def speed_section(result: dict[str, Any]) -> list[str]:
          f"{row['loaded_share']:.1%}")
         for row in result["summary"]
     ]  # fmt: skip
-    return [
-        "## What coding costs in time",
-        "",
+    return titled(
+        "What coding costs in time",
         f"One core, MB of raw KV a second: encode {core['encode_mb_per_s']:.0f}, decode {core['decode_mb_per_s']:.0f}"
         f"{pack.format(**core)}. "
         f"A turn behind {result['settings']['tokens']:,} tokens that come from the disk:",
-        "",
-        *table(" | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded", rows),
-    ]
+        table(" | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded", rows),
+    )
 
 
 def selector_section(result: dict[str, Any]) -> list[str]:
@@ -81,13 +76,11 @@ def selector_section(result: dict[str, Any]) -> list[str]:
          f"{row['ratio']:.2f}", "{:.2f} to {:.2f}".format(*row["ratio_range"]))
         for row in result["rows"]
     ]  # fmt: skip
-    return [
-        "## Decoding that reads a tenth",
-        "",
+    return titled(
+        "Decoding that reads a tenth",
         "Tokens decoded a second, reading the whole context and reading what `pairs` choose.",
-        "",
-        *table("sequences | context | whole | pairs | ratio | of a round", rows),
-    ]
+        table("sequences | context | whole | pairs | ratio | of a round", rows),
+    )
 
 
 def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) -> None:
@@ -118,19 +111,15 @@ def reading_section(result: dict[str, Any]) -> list[str]:
         for history, arms in result["texts"].items() for name, row in arms.items() if name != "texts"
     ]  # fmt: skip
     found = ", ".join(f"{name} {count}" for name, count in needles["found"].items())
-    return [
-        "## What reading a part changes",
-        "",
+    return titled(
+        "What reading a part changes",
         "![tokens decoded by context, needles found by share read](selectors.png)",
-        "",
         f"SmolLM2-135M, {settings['scored']} tokens decoded behind each text, beside what reading everything says "
         "next. `rounding` reads everything too, but computes them together: what bf16 alone does.",
-        "",
-        *table("behind | texts | selector | rows read | KL, nats | same choice | perplexity", rows),
-        "",
+        table("behind | texts | selector | rows read | KL, nats | same choice | perplexity", rows),
         f"Of {needles['asked']} needles in books of {needles['context']:,} tokens, asked for one after the other: "
         f"{found}.",
-    ]
+    )
 
 
 def activation_section(result: dict[str, Any]) -> list[str]:
@@ -138,15 +127,13 @@ def activation_section(result: dict[str, Any]) -> list[str]:
         (name, f"{row['turn_ms']:.0f}", f"{row['loaded_mb']:.1f}", f"{row['reused']:.0%}")
         for name, row in result["arms"].items()
     ]
-    return [
-        "## K and V made of activations",
-        "",
+    return titled(
+        "K and V made of activations",
         f"A turn of 8 tokens behind {result['tokens']:,}, of a random model of the 125 M shape whose heads have K and "
         "V of their own; the disk has 0.15 GB/s. "
         f"K and V are made in {result['share_of_recompute']:.3f} of a recompute.",
-        "",
-        *table("history | turn, ms | loaded, MB | reused", rows),
-    ]
+        table("history | turn, ms | loaded, MB | reused", rows),
+    )
 
 
 def weight_section(result: dict[str, Any]) -> list[str]:
@@ -156,20 +143,18 @@ def weight_section(result: dict[str, Any]) -> list[str]:
         for kind in ("prefill", "decode"):
             cells += [f"{row[kind]['step_ms']:.0f}", f"{row[kind]['waited_ms']:.1f}" if row["bytes"] else ""]
         rows.append(cells)
-    return [
-        "## Weights that pass through HBM",
-        "",
+    return titled(
+        "Weights that pass through HBM",
         "Steps of 512 prompt tokens and of one decoded token, of a random model of the 125 M shape whose layers' "
         "weights are copied over a link of so many GB/s in every step.",
-        "",
-        *table("weights | copying, ms | prefill, ms | waited | decode, ms | waited", rows),
-    ]
+        table("weights | copying, ms | prefill, ms | waited | decode, ms | waited", rows),
+    )
 
 
 def sections(
-    load: Callable[[str], dict[str, Any] | None], machine: Callable[[dict[str, Any]], str], docs: Path
-) -> list[str]:
-    """Draw what there is."""
+    load: Callable[[str], dict[str, Any]], machine: Callable[[dict[str, Any]], str], docs: Path
+) -> list[str]:  # fmt: skip
+    """Return the sections; draws their figures into `docs`."""
     parts = {
         "codecs_smollm2": section,
         "codec_speed_smollm2": speed_section,
@@ -178,12 +163,10 @@ def sections(
         "selectors_smollm2": reading_section,
         "weights": weight_section,
     }
-    found = {name: result for name in parts if (result := load(name)) is not None}
-    if "codecs_smollm2" in found:
-        draw(found["codecs_smollm2"], docs / "codecs.png")
-    if {"selectors_speed_smollm2", "selectors_smollm2"} <= found.keys():
-        draw_selectors(found["selectors_speed_smollm2"], found["selectors_smollm2"], docs / "selectors.png")
+    draw(load("codecs_smollm2"), docs / "codecs.png")
+    draw_selectors(load("selectors_speed_smollm2"), load("selectors_smollm2"), docs / "selectors.png")
+    found = {name: load(name) for name in parts}
     lines: list[str] = []
     for name, result in found.items():
-        lines += [*parts[name](result), "", held(result), "", machine(result), ""]
+        lines += [*parts[name](result), held(result), "", machine(result), ""]
     return lines

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.panels import bars, held, panels, save_panels, table
+from benchmarks.figures.panels import bars, held, panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 
 OURS = ("bf16", "q8", "q4", "gguf")
@@ -53,20 +53,14 @@ def _tables(result: dict[str, Any]) -> list[str]:
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
     """For docs/results.md."""
-    return [
-        "## Packed weights on CPU, beside llama.cpp",
-        "",
+    return titled(
+        "Packed weights on CPU, beside llama.cpp",
         "![TPOT by streams and context](packed.png)",
-        "",
         f"SmolLM2-135M-Instruct; `gguf` and llama.cpp read {result['settings']['file']}. Streams x tokens of context, "
         "medians of interleaved rounds (least to most); percentages: what a step has to read at the rate of memory "
         f"({result['memory_read_gb_s']} GB/s), over what it takes. llama.cpp was measured by the program of that "
         "commit.",
-        "",
-        *_tables(result),
-        "",
+        _tables(result),
         held(result),
-        "",
         machine,
-        "",
-    ]
+    )

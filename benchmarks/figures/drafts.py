@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.panels import bars, panels, save_panels, table
+from benchmarks.figures.panels import bars, panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 
 SHOWN = {"off": GREY, "on": BLUE}
@@ -36,17 +36,12 @@ def _rows(result: dict[str, Any]) -> Iterator[list[object]]:
 def section(result: dict[str, Any], machine: str) -> list[str]:
     """For docs/results.md."""
     settings = result["settings"]
-    return [
-        "## Drafts from the past",
-        "",
+    return titled(
+        "Drafts from the past",
         "![tokens a second with drafts and without](drafts.png)",
-        "",
         f"{settings['model']}, tokens decoded a second, medians of {settings['rounds']} rounds with "
         "the least and the greatest. Answers are given, so both arms say the same; `repeated` is the share of an "
         "answer's tokens that end four which stand in its prompt or prediction ([drafts](drafts.md)).",
-        "",
-        *table("answers | at once | repeated | off | on | ratio", _rows(result)),
-        "",
+        table("answers | at once | repeated | off | on | ratio", _rows(result)),
         machine,
-        "",
-    ]
+    )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.read import machine_of
-from benchmarks.figures import codecs, coded_capacity, cpu, drafts, gpu, int8_pages, scheduling, sparsity
+from benchmarks.figures import codecs, cpu, drafts, gpu, int8_pages, scheduling
 from benchmarks.figures.fleet import fleet_sections
-from benchmarks.figures.panels import panels, save_panels, table
+from benchmarks.figures.panels import panels, save_panels, table, titled
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
@@ -46,20 +46,17 @@ def replay_section(title: str, result: dict[str, Any]) -> list[str]:
          f"{row['recompute_ttft_ms_p50']:.1f}", f"{row['recompute_ttft_ms_p50'] / row['prefix_ttft_ms_p50']:.2f}"]
         for row in result["by_turn"]
     )  # fmt: skip
-    return [
-        f"### {title}",
-        "",
+    return titled(
+        title,
         f"{result['dialogues']} dialogues, {result['turns']} turns, {result['generated_tokens']} tokens generated on "
         f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
         f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
-        "",
-        *table(
+        table(
             "turn | conversations | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows
         ),
-        "",
         machine(result),
-        "",
-    ]  # fmt: skip
+        level=3,
+    )  # fmt: skip
 
 
 def speed_section(result: dict[str, Any]) -> list[str]:
@@ -69,83 +66,56 @@ def speed_section(result: dict[str, Any]) -> list[str]:
          *(f"{ratio[name]:.2f}" for ratio in ratios.values())]
         for name in arms["reprise"]
     )  # fmt: skip
-    return [
-        "## Raw speed beside transformers",
-        "",
+    return titled(
+        "Raw speed beside transformers",
         "Random Llama (hidden 768, 12 layers, 12 heads, 4 KV heads, intermediate 2048, vocabulary 16,384; bf16), "
         f"{result['context']} prompt tokens a stream, caches off, medians of interleaved rounds (least to most). "
         "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings "
         "of our engine process.",
-        "",
-        *table(" | ".join(("", *arms, *(f"ratio to {against}" for against in ratios))), rows),
-        "",
+        table(" | ".join(("", *arms, *(f"ratio to {against}" for against in ratios))), rows),
         "Prefill: more is better. TPOT: less is better. All cores together read memory at "
         f"{result['memory_read_gb_s']} GB/s, and a decode step reads all weights but the embedding, 176 MB.",
-        "",
         machine(result),
-        "",
-    ]
+    )
 
 
 def dialogues() -> list[str]:
-    titles = {"bundled model (5.6 M)": "replay_dialogues", "SmolLM2-135M-Instruct": "replay_dialogues_smollm2"}
-    replays = {title: result for title, name in titles.items() if (result := load(name)) is not None}
+    replays = {
+        "bundled model (5.6 M)": load("replay_dialogues"), "SmolLM2-135M-Instruct": load("replay_dialogues_smollm2"),
+    }  # fmt: skip
     draw_replay(replays, DOCS / "ttft_by_turn.png")
-    lines = [
-        "## Real dialogues, reuse against recompute",
-        "",
+    lines = titled(
+        "Real dialogues, reuse against recompute",
         "![TTFT by turn](ttft_by_turn.png)",
-        "",
         "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the "
         "same requests to two servers that differ in `cache.mode`, turn about.",
-        "",
-    ]
+    )
     return lines + [line for title, result in replays.items() for line in replay_section(title, result)]
 
 
 def speed() -> list[str]:
-    lines = []
-    if (raw := load("raw_speed")) is not None:
-        lines += speed_section(raw)
-    if (on_cpu := load("cpu_speed")) is not None:
-        cpu.draw(on_cpu, DOCS / "packed.png")
-        lines += cpu.section(on_cpu, machine(on_cpu))
-    if (drafted := load("drafts_smollm2")) is not None:
-        drafts.draw(drafted, DOCS / "drafts.png")
-        lines += drafts.section(drafted, machine(drafted))
-    if (packed := load("int8_pages_smollm2")) is not None:
-        int8_pages.draw(packed, DOCS / "int8.png")
-        lines += int8_pages.section(packed, machine(packed))
-    if (on_gpu := load("gpu_day")) is not None:
-        gpu.draw(on_gpu, DOCS / "gpu.png")
-    return lines
-
-
-def tiers() -> list[str]:
-    lines = dialogues() + tier_sections(load, machine, DOCS)
-    if (capacity := load("coded_capacity")) is not None:
-        coded_capacity.draw(capacity, DOCS / "coded_capacity.png")
-        lines += coded_capacity.section(capacity, machine(capacity))
+    lines = speed_section(load("raw_speed"))
+    for name, module, picture in (
+        ("cpu_speed", cpu, "packed"), ("drafts_smollm2", drafts, "drafts"), ("int8_pages_smollm2", int8_pages, "int8"),
+    ):  # fmt: skip
+        result = load(name)
+        module.draw(result, DOCS / f"{picture}.png")
+        lines += module.section(result, machine(result))
+    gpu.draw(load("gpu_day"), DOCS / "gpu.png")
     return lines
 
 
 def texts() -> list[str]:
-    lines = codecs.sections(load, machine, DOCS)
-    sparse = {"SmolLM2-135M-Instruct": load("sparsity_smollm2"), "bundled model (5.6 M)": load("sparsity")}
-    if found := {title: result for title, result in sparse.items() if result is not None}:
-        sparsity.draw(found, DOCS / "sparsity.png")
-        lines += sparsity.section(found, [machine(result) for result in found.values()])
-    if cuts := truncation_results():
-        parts = all_parts(cuts)
-        draw_truncation(parts, DOCS / "truncation.png")
-        lines += truncation_section(parts)
-        lines += [line for result in cuts for line in (machine(result), "")]
-    return lines
+    cuts = truncation_results()
+    parts = all_parts(cuts)
+    draw_truncation(parts, DOCS / "truncation.png")
+    lines = codecs.sections(load, machine, DOCS) + truncation_section(parts)
+    return lines + [line for result in cuts for line in (machine(result), "")]
 
 
 PAGES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "speed": ("Speed of the model", speed),
-    "tiers": ("Tiers below HBM", tiers),
+    "tiers": ("Tiers below HBM", lambda: dialogues() + tier_sections(load, machine, DOCS)),
     "texts": ("What changes a text", texts),
     "scheduling": ("The order of requests", lambda: scheduling.sections(load, machine, DOCS)),
     "fleet": ("Fleets", lambda: fleet_sections(load, machine)),

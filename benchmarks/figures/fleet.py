@@ -3,17 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.figures.panels import held, table
+from benchmarks.figures.panels import held, table, titled
 
 Result = dict[str, Any]
 
 
-def fleet_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str]) -> list[str]:
-    """Return sections about the results that are there."""
+def fleet_sections(load: Callable[[str], Result], footer: Callable[[Result], str]) -> list[str]:
     lines: list[str] = []
     for name, (title, body) in SECTIONS.items():
-        if (result := load(name)) is not None:
-            lines += [f"## {title}", "", *body(result), "", held(result), "", footer(result), ""]
+        lines += titled(title, body(load(name)), held(load(name)), footer(load(name)))
     return lines
 
 
@@ -62,40 +60,15 @@ def kills(result: Result) -> list[str]:
 
 def homes(result: Result) -> list[str]:
     at_home = {which: f"{percent(one['at_home'])} of {one['turns']}" for which, one in result["homes"].items()}
-    ttft = f"{result['ttft_ms']['half']:.0f} ms, {result['simulated']['ttft_ms']:.0f} ms"
     return two_columns(
         ("flat out", f"{result['turns_per_s']:.1f} turns/s"),
         *((f"{which}: returning turns at home", share) for which, share in at_home.items()),
-        ("TTFT p50 at half load, simulated", ttft),
+        ("TTFT p50 at half load", f"{result['ttft_ms']['half']:.0f} ms"),
     )
-
-
-def roll(result: Result) -> list[str]:
-    rows = [
-        (part, result[part]["turns"], "{p50:.0f} / {p95:.0f}".format(**result[part]["ttft_ms"]),
-         percent(result[part]["history_cached"]))
-        for part in ("steady", "rolling")
-    ]  # fmt: skip
-    return table(" | turns | TTFT p50 / p95, ms | history cached", rows)
-
-
-def branches(result: Result) -> list[str]:
-    return two_columns(
-        ("turns", result["turns"]),
-        ("errors; unlike one server", f"{len(result['errors'])}; {len(result['differences'])}"),
-        ("history cached", percent(result["history_cached"])),
-    )
-
-
-def delete(result: Result) -> list[str]:
-    return two_columns(("sessions", len(result["sessions"])), ("longest deletion", f"{result['seconds_most']:.2f} s"))
 
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Result], list[str]]]] = {
     "fleet_moves": ("Conversations that change their server every turn", moves),
     "fleet_kills": ("Servers killed in the middle of answers", kills),
     "fleet_homes": ("Turns that come home, behind two gateways", homes),
-    "fleet_roll": ("Servers replaced under load", roll),
-    "fleet_branches": ("One session on two servers at once", branches),
-    "fleet_delete": ("A session deleted on three servers", delete),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figures.panels import save_panels, table
+from benchmarks.figures.panels import save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 
 SHOWN = {"auto": ("bf16", GREY), "int8": ("int8", BLUE)}
@@ -38,19 +38,14 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
          "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_range"]))
         for what, streams, tokens, row in rows
     ]  # fmt: skip
-    return [
-        "## KV in HBM as int8",
-        "",
+    return titled(
+        "KV in HBM as int8",
         "![milliseconds a token by context](int8.png)",
-        "",
         f"{settings['model']}, {settings['rounds']} interleaved rounds, medians with the least and the greatest. "
         f"A token takes {sizes['int8']:,} bytes of HBM instead of {sizes['auto']:,}. Over {answers['scored_tokens']:,} "
         f"tokens of books, chats and WikiText-2 answers diverge by {answers['kl']:.5f} nats a token, "
         f"{1 - answers['same_choice']:.2%} have another most likely token, and perplexity changes by "
         f"{answers['perplexity_change']:+.2%} ([KV in HBM as int8](int8.md)).",
-        "",
-        *table(" | streams | tokens | bf16, ms | int8, ms | ratio", cells),
-        "",
+        table(" | streams | tokens | bf16, ms | int8, ms | ratio", cells),
         machine,
-        "",
-    ]
+    )

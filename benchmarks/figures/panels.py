@@ -44,6 +44,15 @@ def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
 
 
+def titled(title: str, *parts: str | list[str], level: int = 2) -> list[str]:
+    """Return the lines of a section: its title and its parts, each with an empty line after it."""
+    return [line for part in (f"{'#' * level} {title}", *parts) for line in (*_lines(part), "")]
+
+
+def _lines(part: str | list[str]) -> list[str]:
+    return [part] if isinstance(part, str) else part
+
+
 def held(result: dict[str, Any]) -> str:
     """Return what a result holds, as a sentence."""
     return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.panels import bars, held, panels, save_panels, table
+from benchmarks.figures.panels import bars, held, panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 from benchmarks.scheduling.simulated import PLACES
 
@@ -61,9 +61,8 @@ def classes_section(result: Result, machine: str) -> list[str]:
          *(f"{place['mean']:.0f}, {place['longest_wait']:.0f}" for place in map(values["by_place"].get, PLACES))]
         for policy, values in one["ttft_ms"].items()
     )  # fmt: skip
-    return [
-        "## CaR's three classes at once, simulated",
-        "",
+    return titled(
+        "CaR's three classes at once, simulated",
         f"24 conversations return with 150 tokens, the one that spoke last likelier than others; "
         f"{workload['new_share']:.0%} of the turns begin others, with prompts of 1,000 or 200 tokens. HBM and DRAM "
         "hold a third of the conversations; a load takes as long as the new tokens' computation, or six times as long. "
@@ -71,23 +70,15 @@ def classes_section(result: Result, machine: str) -> list[str]:
         "each with arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` "
         "no load that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of "
         "`fcfs`:",
-        "",
-        *table(" | ".join(("first prompts | load / new tokens | rate | fcfs, ms: mean / p95", *names)), ratios),
-        "",
+        table(" | ".join(("first prompts | load / new tokens | rate | fcfs, ms: mean / p95", *names)), ratios),
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
-        "",
-        *_verdicts(rows),
-        "",
+        _verdicts(rows),
         "![What the window bounds](classes.png)",
-        "",
         "First prompts of 1,000 tokens, short loads, 100 %: TTFT mean and longest wait for a first step in ms, by "
         "where the history was. Without a window nothing bounds how many pass a request whose KV is on disk.",
-        "",
-        *table(" | ".join(("order | most passed", *SAID.values())), waits),
-        "",
+        table(" | ".join(("order | most passed", *SAID.values())), waits),
         machine,
-        "",
-    ]
+    )
 
 
 def _verdicts(rows: list[Result]) -> list[str]:
@@ -112,29 +103,22 @@ def poisson_section(title: str, result: Result, machine: str) -> list[str]:
          f"{found['tokens_per_s']:.1f}"]
         for arm, found in result["arms"].items()
     )  # fmt: skip
-    return [
-        f"## {title}",
-        "",
+    return titled(
+        f"{title}",
         "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape "
         "model (bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer "
         "of {answer_tokens}. Times in ms.".format(**result["workload"]),
-        "",
-        *table("server | returning turns, TTFT mean / p50 / p95 | first turns | TPOT p50 | ITL p99 | tokens/s", rows),
-        "",
+        table("server | returning turns, TTFT mean / p50 / p95 | first turns | TPOT p50 | ITL p99 | tokens/s", rows),
         held(result),
-        "",
         machine,
-        "",
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
-def sections(load: Callable[[str], Result | None], machine: Callable[[Result], str], docs: Path) -> list[str]:
-    """Sections about the results that are there; draws their figure into `docs`."""
-    lines = []
-    if (classes := load("classes_foretold")) is not None:
-        draw(drawn(classes["rows"]), docs / "classes.png")
-        lines += classes_section(classes, machine(classes))
+def sections(load: Callable[[str], Result], machine: Callable[[Result], str], docs: Path) -> list[str]:
+    """Return the sections; draws their figure into `docs`."""
+    classes = load("classes_foretold")
+    draw(drawn(classes["rows"]), docs / "classes.png")
+    lines = classes_section(classes, machine(classes))
     for title, name in POISSON.items():
-        if (result := load(name)) is not None:
-            lines += poisson_section(title, result, machine(result))
+        lines += poisson_section(title, load(name), machine(load(name)))
     return lines

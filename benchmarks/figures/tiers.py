@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.panels import bars, panels, save_panels, table
+from benchmarks.figures.panels import panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 
 LIGHT = "#93c5fd"
@@ -52,23 +52,17 @@ def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
         f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
         for name, ratio in result["ratios"][turns[-1]].items()
     )
-    return [
-        "## Conversations that overflow HBM",
-        "",
+    return titled(
+        "Conversations that overflow HBM",
         f"![Time to first token by turn]({figure})",
-        "",
         "Eight conversations in rotation on a random 125 M-shape model (bf16): a first prompt of 1,000 tokens, then "
         f"about {result['workload']['turn_tokens']} new ones a turn, answers of {result['workload']['answer_tokens']}; "
         "HBM holds 2 of them, DRAM 3 (`disk`: none), the rest is on disk; with `ample` all are in HBM. TTFT p50 in ms, "
         "servers turn about in one run.",
-        "",
-        *table(heads, rows),
-        "",
+        table(heads, rows),
         f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): {ratios}",
-        "",
         footer,
-        "",
-    ]
+    )
 
 
 def _later(values: Result) -> list[str]:
@@ -81,9 +75,8 @@ def _later(values: Result) -> list[str]:
 
 
 def draw_overlap(result: Result, out: Path) -> None:
-    """Share of load time hidden by read buffer (AttentionStore Fig. 19), and job times by way of saving (Fig. 20)."""
-    figure, axes = panels(2 if result["saving"] else 1)
-    left = axes[0]
+    """Share of load time hidden by read buffer (AttentionStore Fig. 19)."""
+    figure, (left,) = panels()
     keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
     for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
         arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
@@ -91,20 +84,8 @@ def draw_overlap(result: Result, out: Path) -> None:
         shares = [100 * arm["hidden"]["median"] for arm in arms]
         left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
     left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
-    if saving := result["saving"]:
-        groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in saving})
-        jobs = {(arm["way"], arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"] for arm in saving}
-        ways = ("asynchronous", "synchronous", "not saved")
-        bars(axes[1], {way: [jobs[way, *group] for group in groups] for way in ways}, (BLUE, GREY, LIGHT))
-        axes[1].set_xticks(range(len(groups)), [f"{prompt} tokens\n{_link(gbps)}" for gbps, prompt in groups])
-        axes[1].set(ylabel="ms per job")
-    for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
-    save_panels(figure, axes, out)
-
-
-def _link(gbps: float | None) -> str:
-    return f"{gbps} GB/s" if gbps else "memory"
+    left.legend(frameon=False, fontsize=8)
+    save_panels(figure, (left,), out)
 
 
 def _spread(found: Result) -> str:
@@ -117,37 +98,16 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
          _spread(arm["hidden"]), f"{arm['load_ms']['median']:.1f}", f"{arm['wait_ms']['median']:.1f}"]
         for arm in result["loading"]
     )  # fmt: skip
-    lines = [
-        "## Loading and saving behind computation",
-        "",
+    return titled(
+        "Loading behind computation",
         f"![Overlap]({figure})",
-        "",
         "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
         "disk, 20 decode steps; no DRAM tier.",
-        "",
-        *table(
+        table(
             "disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job", loading
         ),
-        "",
-    ]  # fmt: skip
-    if gains := result["saving_gains"]:
-        saving = (
-            [gain["prompt_tokens"], _link(gain["dram_gbps"]), _spread(gain["shorter_by"]),
-             "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}"]
-            for gain in gains
-        )  # fmt: skip
-        lines += [
-            "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save "
-            "them). Pairs of one round; a share that hides is given where saving before the next step costs more than "
-            "no saving in every round:",
-            "",
-            *table(
-                "prompt | link | saving behind computation makes a job shorter by (least to most) | saving hidden",
-                saving,
-            ),
-            "",
-        ]  # fmt: skip
-    return [*lines, footer, ""]
+        footer,
+    )
 
 
 def rotation_section(result: Result, footer: str) -> list[str]:
@@ -158,28 +118,22 @@ def rotation_section(result: Result, footer: str) -> list[str]:
          f"{arm['turns_hit']} of {arm['turns']}"]
         for arm in result["arms"]
     )  # fmt: skip
-    return [
-        "## Tiers slightly too small, in strict rotation",
-        "",
+    return titled(
+        "Tiers slightly too small, in strict rotation",
         f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
         f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
-        "",
-        *table("HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit", rows),
-        "",
+        table("HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit", rows),
         footer,
-        "",
+    )
+
+
+def tier_sections(load: Callable[[str], Result], footer: Callable[[Result], str], docs: Path) -> list[str]:
+    """Return the sections; draws their figures into `docs`."""
+    hierarchy, overlap, rotation = (load(name) for name in ("hierarchy", "overlap", "rotation"))
+    draw_hierarchy(hierarchy, docs / "hierarchy.png")
+    draw_overlap(overlap, docs / "overlap.png")
+    return [
+        *hierarchy_section(hierarchy, "hierarchy.png", footer(hierarchy)),
+        *overlap_section(overlap, "overlap.png", footer(overlap)),
+        *rotation_section(rotation, footer(rotation)),
     ]
-
-
-def tier_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str], docs: Path) -> list[str]:
-    """Sections about the results that are there; draws their figures into `docs`."""
-    lines: list[str] = []
-    if (result := load("hierarchy")) is not None:
-        draw_hierarchy(result, docs / "hierarchy.png")
-        lines += hierarchy_section(result, "hierarchy.png", footer(result))
-    if (result := load("overlap")) is not None:
-        draw_overlap(result, docs / "overlap.png")
-        lines += overlap_section(result, "overlap.png", footer(result))
-    if (result := load("rotation")) is not None:
-        lines += rotation_section(result, footer(result))
-    return lines

@@ -6,10 +6,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.figures.panels import table
+from benchmarks.figures.panels import table, titled
 from benchmarks.harness.result_files import BLUE, GREY, load
 
-RESULTS = ("truncation", "truncation_125m", "truncation_text")  # if several have a part, the last one counts
+RESULTS = ("truncation", "truncation_text")  # if several have a part, the last one counts
 RED = "#dc2626"
 COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
 LABELS = {
@@ -20,13 +20,9 @@ LABELS = {
 
 
 def draw(parts: dict[str, Any], out: Path) -> None:
-    """Draw each of the two panels whose part is there."""
-    panels = [(name, panel) for name, panel in (("endless", _turns), ("perplexity", _bars)) if name in parts]
-    if not panels:
-        raise ValueError("the result has neither an endless conversation nor perplexities")
-    widths = [1.6 if name == "endless" else 1.0 for name, _ in panels]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.0 * sum(widths), 3.8), width_ratios=widths, squeeze=False)
-    for axis, (name, panel) in zip(axes[0], panels, strict=True):
+    """Draw a conversation without end beside perplexities."""
+    figure, axes = plt.subplots(1, 2, figsize=(13.0, 3.8), width_ratios=(1.6, 1.0))
+    for axis, name, panel in zip(axes, ("endless", "perplexity"), (_turns, _bars), strict=True):
         panel(axis, parts[name])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
@@ -63,7 +59,7 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
 
 def truncation_results() -> list[dict[str, Any]]:
     """The committed ones. Parts that are timed want the machine for themselves, the others take it for long."""
-    return [result for name in RESULTS if (result := load(name)) is not None]
+    return [load(name) for name in RESULTS]
 
 
 def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,50 +68,41 @@ def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def section(parts: dict[str, Any]) -> list[str]:
     """The section of docs/results.md, without the machine."""
-    lines = ["## Truncation", "", "![Truncation](truncation.png)", ""]
-    if (endless := parts.get("endless")) is not None:
-        rows: list[Any] = [
-            (LABELS[name], _spread(arm["normal_ttft_ms"]), _spread(arm["overflow_ttft_ms"]),
-             f"{arm['overflow_ratio']:.2f}", arm["cuts"], f"{arm['overflow_computed_tokens']:.0f}")
-            for name, arm in endless["summary"].items()
-        ]  # fmt: skip
-        lines += [
-            f"A conversation of {endless['summary']['AS']['turns']} turns on a window of 1,024 tokens, the whole "
-            "history sent each turn; TTFT in ms, medians (least to most).",
-            "",
-            *table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", rows),
-            "",
-        ]
-    shortened = {"shortened": "bundled", "shortened-125m": "125 M shape"}
-    if found := {model: parts[part]["summary"] for part, model in shortened.items() if part in parts}:
-        rows = [
-            (model, f"{summary['arms']['client_shift']['prompt_tokens']['p50']:,.0f}",
-             *(_spread(summary["arms"][arm]["ttft_ms"]) for arm in ("client_shift", "recompute")),
-             f"{summary['ratio']:.2f}")
-            for model, summary in found.items()
-        ]  # fmt: skip
-        headings = "model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio"
-        lines += ["The client drops its oldest exchange each turn:", "", *table(headings, rows), ""]
-    if (perplexity := parts.get("perplexity")) is not None:
-        arms = list(next(iter(perplexity["texts"].values()))["arms"])
-        interval = " ({:.3f} to {:.3f})"
-        rows = [
-            (text, *(f"{row['arms'][arm]['ppl']:.2f}"
-                     + ("" if arm == "TT" else interval.format(*row["arms"][arm]["ratio_to_tt_95"])) for arm in arms))
-            for text, row in perplexity["texts"].items()
-        ]  # fmt: skip
-        lines += [
-            f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
-            "float32; in brackets the 95 % interval of the ratio to TT's.",
-            "",
-            *table(f"text | {' | '.join(arms)}", rows),
-            "",
-        ]
-    if (names := parts.get("retrieval")) is not None:
-        right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items())
-        asked = f"{names['questions']} names given before the cut and asked for after it"
-        lines += [f"{asked}, of {names['candidates']} candidates each: {right}.", ""]
-    return lines
+    endless, perplexity, names = (parts[name] for name in ("endless", "perplexity", "retrieval"))
+    turns = [
+        (LABELS[name], _spread(arm["normal_ttft_ms"]), _spread(arm["overflow_ttft_ms"]),
+         f"{arm['overflow_ratio']:.2f}", arm["cuts"], f"{arm['overflow_computed_tokens']:.0f}")
+        for name, arm in endless["summary"].items()
+    ]  # fmt: skip
+    shortened = [
+        (model, f"{summary['arms']['client_shift']['prompt_tokens']['p50']:,.0f}",
+         *(_spread(summary["arms"][arm]["ttft_ms"]) for arm in ("client_shift", "recompute")),
+         f"{summary['ratio']:.2f}")
+        for part, model in (("shortened", "bundled"), ("shortened-125m", "125 M shape"))
+        for summary in (parts[part]["summary"],)
+    ]  # fmt: skip
+    arms = list(next(iter(perplexity["texts"].values()))["arms"])
+    interval = " ({:.3f} to {:.3f})"
+    losses = [
+        (text, *(f"{row['arms'][arm]['ppl']:.2f}"
+                 + ("" if arm == "TT" else interval.format(*row["arms"][arm]["ratio_to_tt_95"])) for arm in arms))
+        for text, row in perplexity["texts"].items()
+    ]  # fmt: skip
+    right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items())
+    return titled(
+        "Truncation",
+        "![Truncation](truncation.png)",
+        f"A conversation of {endless['summary']['AS']['turns']} turns on a window of 1,024 tokens, the whole "
+        "history sent each turn; TTFT in ms, medians (least to most).",
+        table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", turns),
+        "The client drops its oldest exchange each turn:",
+        table("model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio", shortened),
+        f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
+        "float32; in brackets the 95 % interval of the ratio to TT's.",
+        table(f"text | {' | '.join(arms)}", losses),
+        f"{names['questions']} names given before the cut and asked for after it, of {names['candidates']} candidates "
+        f"each: {right}.",
+    )
 
 
 def _spread(values: dict[str, float]) -> str:

@@ -2,10 +2,7 @@
 
     moves      conversations that change their replica every turn: texts, and what a move costs
     kills      replicas and engines killed in the middle of answers
-    homes      turns that come home behind two gateways, also when those are new; beside the simulator
-    roll       replicas replaced one by one under load
-    branches   one session on two replicas at once
-    delete     what is left of a session that was deleted
+    homes      turns that come home behind two gateways, also when those are new
     faults     fifteen faults of Redis, under load: texts, errors, times, recovery
 
 `python -m benchmarks.fleet SCENARIO --help` says what it does, what it holds, and its options.
@@ -16,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-SCENARIOS = ("moves", "kills", "homes", "roll", "branches", "delete", "faults")
+SCENARIOS = ("moves", "kills", "homes", "faults")
 
 
 def main(words: Sequence[str]) -> int:

@@ -31,7 +31,6 @@ class ChatStream:
         self.finish_reasons: dict[int, str] = {}
         self.usage: dict[str, Any] = {}
         self.x_cache: dict[str, Any] = {}
-        self.timings: dict[str, Any] = {}
         self.is_done = False
         self.sent_s = 0.0
         self._wanted = math.inf
@@ -77,7 +76,6 @@ class ChatStream:
             raise StreamFailed(str(event["error"]))
         self.usage = event.get("usage") or self.usage
         self.x_cache = event.get("x_cache") or self.x_cache
-        self.timings = event.get("timings") or self.timings
         for choice in event["choices"]:
             index = choice["index"]
             if text := choice["delta"].get("content"):
@@ -100,11 +98,6 @@ class ChatStream:
     def ttft_s(self) -> float:
         """The time from the request to its first text."""
         return self.came_s[0] - self.sent_s
-
-    @property
-    def inside_s(self) -> float:
-        """The part of `ttft_s` that the replica's own times explain."""
-        return sum(float(self.timings.get(name, 0.0)) for name in ("queue_ms", "load_ms", "prefill_ms")) / 1e3
 
     @property
     def context_tokens(self) -> int:

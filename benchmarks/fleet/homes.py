@@ -1,18 +1,13 @@
 """Turns that come home: three replicas behind two gateways that share no memory. Real processes, the bundled model.
 
-    python -m benchmarks.fleet homes [--conversations 150]
+    python -m benchmarks.fleet homes [--conversations 200]
 
 What the fleet can do is measured first, with many conversations and no pauses. Then conversations begin by Poisson at
 half of that rate, and every request goes to the other gateway than the one before it. Half of the conversations are
 named by their clients, the others are known by their messages alone. When all have ended, both gateways are killed and
 started anew, and every conversation has one more turn.
 
-The conversations at half load come in two parts. The first calibrates the simulator (`reprise.loadgen.fleet`): what
-steps cost, which replicas measure themselves, and what it does not know of a request (templates, the ways to the
-replica and back): the median of TTFT less the replica's own times. It plays the conversations of the second part.
-
-Held: no error; at least 95 % of the returning turns are at home, named or not, before and after the restart; the
-simulated TTFT p50 is within 25 % of the real one.
+Held: no error; at least 95 % of the returning turns are at home, named or not, before and after the restart.
 """
 
 import asyncio
@@ -20,34 +15,24 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-import httpx
-
 from benchmarks.fleet.processes import FleetProcesses, fleet_processes
-from benchmarks.fleet.scenario import Account, Row, Talk, asks, at_least, show, words
+from benchmarks.fleet.scenario import Account, Talk, asks, at_least, show, words
 from benchmarks.harness.experiment import Experiment, Quick, Run
-from benchmarks.harness.measures import HEARTBEAT_S, ratio, rounded
-from benchmarks.harness.servers import ServerProcess
-from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
+from benchmarks.harness.measures import ratio, rounded
 from reprise.loadgen.percentile import percentile
-from reprise.loadgen.sim.calibrate import ServedModel, machine
-from reprise.loadgen.sim.machine import Config, Machine
 from reprise.loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
 
 NAMES = ("a", "b", "c")
 GATEWAYS = 2
 SHAPE = ConversationShape(turns=4, prompt_tokens=60, answer_tokens=50, think_s=2.0, spread=0.2)
-FULL, CALIBRATING, HALF, RESTARTED = PARTS = ("full", "calibrating", "half", "restarted")
-HOMES = {"half load": (CALIBRATING, HALF), "new gateways": (RESTARTED,)}
+FULL, HALF, RESTARTED = PARTS = ("full", "half", "restarted")
+HOMES = {"half load": HALF, "new gateways": RESTARTED}
 LOAD = 0.5
 AT_ONCE = 12  # conversations, to find what the fleet can do
-LEAST_HOME, MOST_OFF = 0.95, 0.25
-# Before a replica has measured how fast its KV moves; nothing moves far here.
-LINKS = {"dram_to_hbm": 1e9, "disk_to_dram": 5e8}
-REDIS_BYTES_PER_S = 1e9
-CHUNK_TOKENS = 256  # engine.step_tokens on CPU
+LEAST_HOME = 0.95
 
 
 class Players:
@@ -92,64 +77,19 @@ def scripts_of(part: str, count: int, rate_per_s: float, seed: int) -> list[Conv
     return [replace(script, session_id=f"{part}-{script.session_id}") for script in drawn]
 
 
-def machine_of(replica: ServerProcess) -> Machine:
-    """Derive a simulated replica from what a real one has measured. Raises ValueError."""
-    served = replica.model
-    model = ServedModel(
-        name=served["id"], kv_bytes_per_token=served["cache"]["kv_bytes_per_token"], window=served["max_model_len"],
-        hbm_tokens=served["cache"]["hbm_tokens"], num_layers=served["num_layers"], max_seqs=served["max_seqs"],
-    )  # fmt: skip
-    text = httpx.get(f"{replica.url}/metrics", timeout=10).raise_for_status().text
-    return machine(text, model, links=LINKS)
-
-
-def simulated_ttfts_ms(scripts: Sequence[Conversation], turns: Sequence[Row], of: Machine) -> list[float]:
-    """Play conversations as they were on simulated replicas. Returns the TTFTs of their turns."""
-    played = []
-    for script in scripts:
-        rows = [row for row in turns if row["conversation"] == script.session_id and row["part"] == HALF]
-        contexts = [0, *(row["prompt_tokens"] + row["answer_tokens"] for row in rows)]
-        found = tuple(
-            Turn(max(1, row["prompt_tokens"] - context), row["answer_tokens"], turn.think_s)
-            for row, context, turn in zip(rows, contexts, script.turns, strict=False)
-        )
-        if found:
-            played.append(replace(script, turns=found))
-    server = Config(granule_tokens=32, recompute_if_faster=True, chunk_tokens=CHUNK_TOKENS)
-    config = FleetConfig(
-        replicas=len(NAMES), policy="guarded", machine=of, gateways=GATEWAYS, redis_bytes_per_s=REDIS_BYTES_PER_S,
-        server=server,
-    )  # fmt: skip
-    fleet = FleetSimulation(played, config)
-    fleet.run()
-    return [1e3 * fleet.ttft_s(record) for record in fleet.records]
-
-
-def result_of(account: Account, scripts: Sequence[Conversation], machines: Sequence[Machine]) -> dict[str, Any]:
-    """Judge the turns. scripts: of the second part at half load."""
+def result_of(account: Account) -> dict[str, Any]:
     turns = account.turns
     homes: dict[str, dict[str, Any]] = {}
-    for (title, parts), is_named in itertools.product(HOMES.items(), (True, False)):
-        at = [row["at_home"] for row in turns if row["part"] in parts and row["is_named"] == is_named and row["turn"]]
+    for (title, part), is_named in itertools.product(HOMES.items(), (True, False)):
+        at = [row["at_home"] for row in turns if row["part"] == part and row["is_named"] == is_named and row["turn"]]
         share = {"turns": len(at), "at_home": ratio(sum(at), len(at))}
         homes[f"{title}, {'named' if is_named else 'by messages'}"] = share
     ttft_ms = {part: [row["ttft_ms"] for row in turns if row["part"] == part] for part in PARTS}
     real_ms = {part: percentile(values, 0.5) for part, values in ttft_ms.items() if values}
-    outside_ms = percentile([row["outside_ms"] for row in turns if row["part"] == CALIBRATING], 0.5)
-    inside_ms = percentile([ms for of in machines for ms in simulated_ttfts_ms(scripts, turns, of)], 0.5)
     held = {"no errors": not account.errors}
     for title, share in homes.items():
         held[f"{title}: at least {LEAST_HOME:.0%} at home"] = at_least(share["at_home"], LEAST_HOME)
-    is_near = abs((inside_ms + outside_ms) / real_ms[HALF] - 1) <= MOST_OFF
-    held[f"simulated TTFT p50 within {MOST_OFF:.0%}"] = is_near
-    return {
-        "held": held, "homes": homes, "ttft_ms": real_ms, "errors": account.errors,
-        "simulated": {
-            "ttft_ms": rounded(inside_ms + outside_ms), "outside_ms": rounded(outside_ms),
-            "machines": [asdict(of) for of in machines],
-        },
-        "turns": turns,
-    }  # fmt: skip
+    return {"held": held, "homes": homes, "ttft_ms": real_ms, "errors": account.errors, "turns": turns}
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -159,14 +99,10 @@ def measure(run: Run) -> dict[str, Any]:
         run.expect(len(PARTS), "flat out")
         turns_per_s = asyncio.run(players.flat_out(scripts_of(FULL, asked.full, 1.0, asked.seed)))
         rate_per_s = LOAD * turns_per_s / SHAPE.turns
-        scripts = {part: scripts_of(part, asked.conversations, rate_per_s, asked.seed) for part in (CALIBRATING, HALF)}
-        for part in scripts:
-            run.advance()
-            run.describe(f"at half load, {part}")
-            asyncio.run(players.when_due(part, scripts[part]))
-            if part == CALIBRATING:
-                time.sleep(HEARTBEAT_S)
-                machines = [machine_of(replica) for replica in fleet.replicas.values()]
+        scripts = scripts_of(HALF, asked.conversations, rate_per_s, asked.seed)
+        run.advance()
+        run.describe("at half load")
+        asyncio.run(players.when_due(HALF, scripts))
         run.advance()
         run.describe("with new gateways")
         for gateway in fleet.gateways:
@@ -176,15 +112,15 @@ def measure(run: Run) -> dict[str, Any]:
         fleet.wait_for(len(NAMES))
         once_more = Turn(SHAPE.prompt_tokens, SHAPE.answer_tokens, 0.0)
         rng, start_s, again = random.Random(RESTARTED), 0.0, list[Conversation]()
-        for script in itertools.chain(*scripts.values()):
+        for script in scripts:
             start_s += rng.expovariate(LOAD * turns_per_s)
             again.append(replace(script, start_s=start_s, turns=(once_more,)))
         asyncio.run(players.when_due(RESTARTED, again))
-    found = result_of(players.account, scripts[HALF], machines)
-    return {"turns_per_s": rounded(turns_per_s, 3), "conversations_per_s": rounded(rate_per_s, 4), **found}
+    rates = {"turns_per_s": rounded(turns_per_s, 3), "conversations_per_s": rounded(rate_per_s, 4)}
+    return {**rates, **result_of(players.account)}
 
 
 EXPERIMENT = Experiment(
-    name="fleet_homes", about=__doc__, measure=measure, show=show, options=asks(conversations=100, full=60, seed=0),
-    quick=Quick({"conversations": 6, "full": 12}),
+    name="fleet_homes", about=__doc__, measure=measure, show=show, options=asks(conversations=200, full=60, seed=0),
+    quick=Quick({"conversations": 12, "full": 12}),
 )  # fmt: skip

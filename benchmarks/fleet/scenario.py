@@ -67,7 +67,6 @@ class Talk:
             "history_tokens": self.history_tokens,
             "cached_tokens": stream.cached_tokens,
             "tokens": {tier: int(stream.x_cache.get(f"{tier}_tokens", 0)) for tier in TIERS},
-            "outside_ms": round(1e3 * (stream.ttft_s - stream.inside_s), 2),
             **more,
         }
 

@@ -35,8 +35,6 @@ STANDING = (
     "speed.rotation",
     "speed.restart",
     "speed.zero_reuse_steps",
-    "speed.planning_cost",
-    "speed.load_rate",
     "scheduling.served",
     "scheduling.tenants",
     "scheduling.simulated",

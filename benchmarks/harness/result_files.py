@@ -25,12 +25,9 @@ PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicor
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
-_FLEET = ("branches", "delete", "faults", "homes", "kills", "moves", "roll")
+_FLEET = ("faults", "homes", "kills", "moves")
 _MOVED = {
-    **{
-        f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}"
-        for name in ("codecs", "packed_weights", "pool", "selectors", "sparsity")
-    },
+    **{f"benchmarks.fidelity.{name}": f"benchmarks.texts {name}" for name in ("codecs", "packed_weights", "selectors")},
     **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
     "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
     "benchmarks.truncation.keeping": "benchmarks.texts keeping",
@@ -40,17 +37,15 @@ _MOVED = {
 """Programs by the name under which committed results were made, and their names since."""
 
 
-def load(name: str) -> dict[str, Any] | None:
-    """A committed result, or None if there is none yet."""
-    return read_result(RESULTS / f"{name}.json")
+def load(name: str) -> dict[str, Any]:
+    """Return a committed result. Raises FileNotFoundError."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def read_result(file: Path) -> dict[str, Any] | None:
     """Read a result; None if there is no such file."""
-    if not file.exists():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def write_result(file: Path, result: Mapping[str, Any]) -> None:

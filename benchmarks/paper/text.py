@@ -35,8 +35,7 @@ def write(document: dict[str, Any]) -> None:
     for section in (_hits, _eviction, _times, _overflow, _capacity, _mediums, _unsaturated):
         lines += section(runs)
     lines += _ratios() + _documents(document["documents"]) + _reload()
-    if (offloaded := load("hybridserve")) is not None:
-        lines += hybridserve.section(offloaded)
+    lines += hybridserve.section(load("hybridserve"))
     assumed = ([row["what"], row["value"], row["source"]] for row in document["assumptions"])
     slowest = max(entries, key=lambda name: entries[name]["processor_s"])
     took = f"The longest run ({slowest}) took {entries[slowest]['processor_s']:.0f} s of a core."

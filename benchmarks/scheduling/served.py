@@ -2,17 +2,12 @@
 
     python -m benchmarks.scheduling.served
     python -m benchmarks.scheduling.served --seeds 4 --arms car-hidden-auto fcfs-0
-    python -m benchmarks.scheduling.served --workload classes --rate 3 --arms car-hidden-auto car-auto fcfs-auto
 
 A random 125 M-shape model in bf16. An arm is a policy and `scheduler.itl_target_ms`; `car-hidden-auto` is the default.
 In a round every server gets the same conversations, one after the other, in an order that moves on with every round;
 the others idle meanwhile. Every round is another seed: other arrivals, other texts. A server's turns of all rounds
-count together. The workloads:
-
-poisson   conversations that begin with 1,000 tokens; each later turn brings 100 more, 4 s after the answer before it;
-          answers have 32. All KV is in HBM, where `car` and `car-hidden` are one order
-classes   as `benchmarks.scheduling.simulated` plays it, `--rate` turns a second. HBM and DRAM hold a third of the
-          conversations; the disk is so slow that loading a mean history takes about as long as a turn's new tokens
+count together. Conversations begin with 1,000 tokens; each later turn brings 100 more, 4 s after the answer before it;
+answers have 32. All KV is in HBM, where `car` and `car-hidden` are one order.
 
 Held, of the default against the same server with `fcfs` and no target: TTFT p50 of returning turns at most 0.95 x, of
 first ones at most 1.0 x, TPOT p50 at most 1.05 x, over at least four seeds. All figures over those of that server are
@@ -21,23 +16,21 @@ shown. A machine with hardly a queue at this rate tells them hardly apart: raise
 
 import asyncio
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, mean_of, ratio, rounded, target_of
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.tables import show_rows
-from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Poisson
+from benchmarks.scheduling.workloads import DEFAULT, Poisson
 from reprise.loadgen.measure.sender import TurnResult, run
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.workloads.workload import Conversation
@@ -50,8 +43,6 @@ SEEDS = 4  # at least, for a verdict
 FIGURES = ("p50", "mean", "p95", "p99")
 NAMES = {"returning": "TTFT of returning turns", "first": "TTFT of first turns", "tpot": "TPOT", "itl": "ITL"}
 TIMEOUT_S = 300.0
-DISK_GBPS = 0.16  # at which a mean history takes 0.1 s
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +59,11 @@ class Round:
     tokens: int  # tokens of answers
 
 
-def settings_of(arm: str, model: str, workload: Poisson | Classes, directory: Path) -> dict[str, Any]:
+def settings_of(arm: str, model: str, workload: Poisson) -> dict[str, Any]:
     policy, _, target = arm.rpartition("-")
-    shared = {"model.source": model, "model.dtype": "bfloat16", "scheduler.policy": policy,
-              "scheduler.itl_target_ms": target}  # fmt: skip
-    if isinstance(workload, Poisson):
-        return shared | {"cache.hbm_tokens": 2 * workload.tokens, "cache.dram_gib": 1}
-    most = workload.final_tokens + 2 * BLOCK
-    return shared | {
-        "model.max_context": most, "cache.hbm_tokens": max(workload.in_hbm * workload.mean_tokens, most) + BLOCK,
-        "cache.dram_gib": workload.in_dram * workload.mean_tokens * kv_bytes_per_token(model) / GIB,
-        "cache.disk_dir": directory, "experiment.disk_gbps": DISK_GBPS, "scheduler.max_seqs": workload.places,
+    return {
+        "model.source": model, "model.dtype": "bfloat16", "scheduler.policy": policy,
+        "scheduler.itl_target_ms": target, "cache.hbm_tokens": 2 * workload.tokens, "cache.dram_gib": 1,
     }  # fmt: skip
 
 
@@ -89,10 +74,8 @@ def play(server: ServerProcess, conversations: Sequence[Conversation], seed: int
     return results
 
 
-def round_of(arm: str, seed: int, results: Sequence[TurnResult], start_s: float) -> Round:
-    """Turns that were due before `start_s` do not count."""
+def round_of(arm: str, seed: int, results: Sequence[TurnResult]) -> Round:
     ttft_s: dict[bool, list[float]] = {True: [], False: []}
-    results = [result for result in results if result.due_s >= start_s]
     for result in results:
         ttft_s[result.turn > 0].append(result.token_s[0] - result.due_s)
     spoken = [r for r in results if r.completion_tokens > 1]
@@ -111,14 +94,6 @@ def counts(server: ServerProcess) -> Counter[str]:
     found = Counter({f"{kind} {name}": n for kind in ("loads", "timer") for name, n in state[kind].items()})
     found["overtakes"] = state["overtakes"]
     return found
-
-
-def forget(server: ServerProcess) -> None:
-    """Delete every conversation."""
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        while sessions := http.get("/v1/sessions").raise_for_status().json()["data"]:
-            for session in sessions:
-                http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -170,44 +145,26 @@ def show(console: Console, result: dict[str, Any]) -> None:
         show_rows(console, title, {arm: row | {"tokens/s": arms[arm]["tokens_per_s"]} for arm, row in rows.items()})
 
 
-def workload_of(arguments: Namespace) -> Poisson | Classes:
-    if arguments.workload == "classes":
-        return Classes(turns=arguments.turns or Classes().turns)
-    asked = {name: getattr(arguments, name) for name in ("conversations", "rate", "turns", "think_s")}
-    return Poisson(**{name: value for name, value in asked.items() if value is not None})
-
-
 def measure(run: Run) -> dict[str, Any]:
     """Raises ServerFailed and RuntimeError."""
     arguments, model = run.arguments, str(run.random_model())
-    workload, rate = workload_of(arguments), arguments.rate or Poisson().rate
+    asked = ("conversations", "rate", "turns", "think_s")
+    workload = Poisson(**{name: getattr(arguments, name) for name in asked})
     counted: dict[str, Counter[str]] = {arm: Counter() for arm in arguments.arms}
     played: list[Round] = []
 
     def result() -> dict[str, Any]:
-        told = {**asdict(workload), "rate": rate}
         seeds = sorted({r.seed for r in played})
-        return {"workload": told, "seeds": seeds, **summarize(played), "counts": counted}
-
-    def one(arm: str, server: ServerProcess, seed: int) -> Round:
-        if isinstance(workload, Poisson):
-            return round_of(arm, seed, play(server, workload.arrivals(seed), seed), 0.0)
-        conversations = workload.begun(workload.arrivals(rate, str(seed)))
-        found = round_of(arm, seed, play(server, conversations, seed), workload.start_s)
-        forget(server)
-        return found
+        return {"workload": asdict(workload), "seeds": seeds, **summarize(played), "counts": counted}
 
     with ExitStack() as stack:
-        servers = {
-            arm: stack.enter_context(serve(arm, settings_of(arm, model, workload, run.directory / arm)))
-            for arm in arguments.arms
-        }
+        servers = {arm: stack.enter_context(serve(arm, settings_of(arm, model, workload))) for arm in arguments.arms}
         for server in servers.values():  # what a server sets up, and learns, at its first requests
             play(server, Poisson(conversations=3, rate=2.0, turns=2, think_s=0.5).arrivals(-1), -1)
         for seed, order in run.rounds(arguments.arms, range(1, arguments.seeds + 1), "seed"):
             for arm in order:
                 before = counts(servers[arm])
-                played.append(one(arm, servers[arm], seed))
+                played.append(round_of(arm, seed, play(servers[arm], workload.arrivals(seed), seed)))
                 counted[arm] += counts(servers[arm]) - before
             run.keep(result())
     return result()
@@ -215,10 +172,9 @@ def measure(run: Run) -> dict[str, Any]:
 
 def options(parser: ArgumentParser) -> None:
     usual = Poisson()
-    parser.add_argument("--workload", choices=("poisson", "classes"), default="poisson")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="rounds, each with other arrivals")
-    parser.add_argument("--rate", type=float, help=f"a second: conversations ({usual.rate}), or turns of classes")
-    parser.add_argument("--turns", type=int, help=f"of a conversation ({usual.turns}), or in a round of classes")
+    parser.add_argument("--rate", type=float, default=usual.rate, help="conversations a second")
+    parser.add_argument("--turns", type=int, default=usual.turns, help="of a conversation")
     parser.add_argument("--conversations", type=int, default=usual.conversations, help="in a round")
     parser.add_argument("--think-s", type=float, default=usual.think_s)
 
@@ -228,8 +184,7 @@ def over_fcfs(name: str) -> Callable[[Result], float | None]:
 
 
 EXPERIMENT = Experiment(
-    name=lambda arguments: "poisson" if arguments.workload == "poisson" else "classes_served",
-    about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
+    name="poisson", about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
     quick=Quick(
         options={"seeds": 1, "conversations": 6, "rate": 1.5, "think_s": 1.0, "arms": [MINE, OTHER]},
         figures=[

@@ -1,16 +1,11 @@
 """Orders of the queue beside each other, on a machine whose speed never changes.
 
-    python -m benchmarks.scheduling.simulated [--workload classes] [--arms car-hidden car priority fcfs]
+    python -m benchmarks.scheduling.simulated [--arms car-hidden car priority fcfs]
 
 The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`). All arms get the same
-arrivals; every seed is another round of them. The workloads:
-
-classes   conversations that were begun return, whose KV is in HBM, in DRAM and on disk, and a fifth of the turns begin
-          others, with long prompts or short ones; loads take as long as a turn's new tokens, or six times as long;
-          rates are shares of what FCFS works off in bursts
-poisson   what `benchmarks.scheduling.served` plays, on machines of four kinds: a slow and a fast CPU with the 125 M
-          shape, the bundled model, and the proportions of a large model on a GPU
-chats     conversations with times to think, one by one and in a queue. For the arms `offloader` and `scores`
+arrivals; every seed is another round of them. Conversations that were begun return, whose KV is in HBM, in DRAM and on
+disk, and a fifth of the turns begin others, with long prompts or short ones. Loads take as long as a turn's new tokens,
+or six times as long; rates are shares of what FCFS works off in bursts.
 
 TTFT in ms, of all turns and by where most of a turn's history was when it came (`new`: nowhere); a wait ends with the
 first step; an overtake is a start before a turn that came earlier. Ratios of all turns, of first and of returning
@@ -20,7 +15,7 @@ Held: with a window, a turn is overtaken by fewer than the window has places.
 """
 
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,18 +28,13 @@ from rich.console import Console
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.harness.tables import show_rows
-from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Poisson
+from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes
 from reprise.cache.stats import ResidencyValue
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
-from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
+from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED
 
-ARMS: dict[str, dict[str, Any]] = {order: {"policy": order} for order in ORDERS} | {
-    "fcfs-0": {"policy": "fcfs", "itl_target_s": 0.0},  # without a target for gaps
-    "offloader": {"high_water": 0.9, "low_water": 0.85},
-    "scores": {"scores": True},
-}
 PLACES = ("hbm", "new", "dram", "disk")
 """Where most of a turn's history is: CaR's class 1, class 2, and class 3 by tier."""
 BASES = ("fcfs", DEFAULT)  # arms in units of which the others are told
@@ -78,7 +68,7 @@ class Row:
     labels: dict[str, Any]
     machine: VirtualServer
     conversations: Callable[[int], list[Conversation]]  # by seed
-    start_s: float = 0.0  # turns that come earlier do not count
+    start_s: float  # turns that come earlier do not count
 
 
 def play(machine: VirtualServer, conversations: Sequence[Conversation], seed: int, start_s: float) -> list[Served]:
@@ -146,65 +136,6 @@ def service_rate(machine: VirtualServer, workload: Classes) -> float:
     return started / seconds
 
 
-POISSON: dict[str, tuple[Poisson, dict[str, Any]]] = {
-    "slow": (Poisson(), {
-        "least_chunk_tokens": 64, "fixed_s": 0.016, "chunk_fixed_s": 0.018, "s_per_token": 0.00095,
-        "s_per_row": 0.0012, "s_per_kilo_pair": 0.0001, "s_per_kilo_read": 0.0006,
-    }),
-    "fast": (Poisson(conversations=30, rate=4.0, think_s=0.5), {
-        "least_chunk_tokens": 256, "fixed_s": 0.0145, "chunk_fixed_s": 0.015, "s_per_token": 0.000087,
-        "s_per_row": 0.0006, "s_per_kilo_pair": 0.000042, "s_per_kilo_read": 0.0004,
-    }),
-    "tiny": (Poisson(conversations=30, rate=8.0, think_s=0.3), {
-        "least_chunk_tokens": 64, "fixed_s": 0.002, "chunk_fixed_s": 0.001, "s_per_token": 0.00002,
-        "s_per_row": 0.0001, "s_per_kilo_pair": 0.000003, "s_per_kilo_read": 0.00003,
-    }),
-    "gpu": (Poisson(conversations=80, rate=20.0, think_s=0.5, first_tokens=2000), {
-        "least_chunk_tokens": 512, "fixed_s": 0.008, "s_per_token": 0.00004, "s_per_row": 0.00003,
-        "s_per_kilo_pair": 0.000002, "s_per_kilo_read": 0.00005, "step_tokens": 4096, "lone_step_tokens": 16_384,
-    }),
-}  # fmt: skip
-"""Machine -> what it is offered (more where it is faster, or no turn would wait) and what its steps cost. Costs of the
-first three were measured in processor time on an Intel Xeon without and with AMX; least chunks are what
-`reprise.engine.model.warm_up.efficient_tokens` finds from them."""
-
-
-def poisson_rows(_: int) -> list[Row]:
-    return [
-        Row({"machine": name}, VirtualServer(
-            hbm_blocks=2 * workload.tokens // BLOCK, dram_blocks=4000, disk_blocks=0, policy=DEFAULT, window=8,
-            max_seqs=32, itl_target_s=None, prefer_contiguous=True, bytes_per_token=12_288, dram_bytes_per_s=4e9,
-            **costs,
-        ), workload.arrivals)
-        for name, (workload, costs) in POISSON.items()
-    ]  # fmt: skip
-
-
-CHATS = ConversationShape(turns=5, prompt_tokens=150, answer_tokens=60, think_s=4.0, spread=0.4)
-
-
-def chats_rows(_: int) -> list[Row]:
-    """HBM holds five conversations, DRAM six; the rest is on disk."""
-    places, blocks = 4, 40
-    machine = VirtualServer(
-        hbm_blocks=(places + 1) * blocks + 10, dram_blocks=6 * blocks, disk_blocks=10_000, policy=DEFAULT, window=8,
-        max_seqs=places, itl_target_s=0.1, low_water=0.95, bytes_per_token=12_288, s_per_token=0.0006, fixed_s=0.006,
-        s_per_row=0.0009, s_per_kilo_pair=0.00008, s_per_kilo_read=0.0008, dram_bytes_per_s=2e9, disk_bytes_per_s=4e7,
-    )  # fmt: skip
-    return [
-        Row({"load": load}, machine, partial(_chats, rate)) for load, rate in {"one by one": 0.6, "queue": 1.4}.items()
-    ]
-
-
-def _chats(rate: float, seed: int) -> list[Conversation]:
-    return poisson(rng=random.Random(seed), count=40, rate_per_s=rate, shape=CHATS)
-
-
-WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
-    "classes": classes_rows, "poisson": poisson_rows, "chats": chats_rows,
-}  # fmt: skip
-
-
 def overtakes(served: Sequence[Served]) -> list[int]:
     """Return how many of those that came later started before each."""
     return [sum(o.due_s > s.due_s and o.started_s < s.started_s for o in served) for s in served]
@@ -250,7 +181,7 @@ def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]]
 
 
 def measure_row(seeds: int, arms: Sequence[str], row: Row) -> dict[str, Any]:
-    machines = {arm: replace(row.machine, **ARMS[arm]) for arm in arms}
+    machines = {arm: replace(row.machine, policy=arm) for arm in arms}
     served = {
         arm: [play(machine, row.conversations(seed), seed, row.start_s) for seed in range(seeds)]
         for arm, machine in machines.items()
@@ -267,7 +198,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Return each line that is held to, and whether it holds."""
     held = {}
     for arm in rows[0]["ttft_ms"] if rows else ():
-        if ARMS[arm].get("policy", DEFAULT) in WINDOWED:
+        if arm in WINDOWED:
             line = f"{arm}: a turn is overtaken by fewer than the window has places"
             held[line] = all(row["ttft_ms"][arm]["most_overtakes"] < row["window"] for row in rows)
     return held
@@ -275,11 +206,11 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    settings = WORKLOADS[arguments.workload](arguments.turns)[: arguments.rows]
+    settings = classes_rows(arguments.turns)[: arguments.rows]
     with ProcessPoolExecutor(arguments.processes) as pool:
         found = pool.map(partial(measure_row, arguments.rounds, arguments.arms), settings)
         rows = [next(found) for _ in run.track(settings, "simulating")]
-    workload = {"turns": arguments.turns, "new_share": Classes().new_share} if arguments.workload == "classes" else {}
+    workload = {"turns": arguments.turns, "new_share": Classes().new_share}
     return {"rounds": arguments.rounds, "workload": workload, "held": verdicts(rows), "rows": rows}
 
 
@@ -302,15 +233,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--workload", choices=WORKLOADS, default="classes")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ORDERS))
-    parser.add_argument("--turns", type=int, default=Classes().turns, help="of a round of classes, that count")
-    parser.add_argument("--rows", type=int, help="only the first so many settings of the workload")
+    parser.add_argument("--turns", type=int, default=Classes().turns, help="of a round, that count")
+    parser.add_argument("--rows", type=int, help="only the first so many settings")
     parser.add_argument("--processes", type=int, default=2)
-
-
-def file_name(arguments: Namespace) -> str:
-    return f"{arguments.workload}_foretold"
 
 
 def first_row(result: Result) -> float | None:
@@ -320,8 +245,8 @@ def first_row(result: Result) -> float | None:
 
 
 EXPERIMENT = Experiment(
-    name=file_name, about=__doc__, measure=measure, show=show, options=options, rounds=40,
-    rounds_help="seeds of arrivals",
+    name="classes_foretold", about=__doc__, measure=measure, show=show, options=options, rounds=40,
+    rounds_help="seeds of arrivals", arms=tuple(ORDERS),
     quick=Quick(
         options={"rounds": 6, "rows": 1},
         figures=[Figure("simulated mean TTFT, car-hidden / fcfs", first_row, 1.25)],

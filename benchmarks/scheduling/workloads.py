@@ -1,4 +1,4 @@
-"""Conversations that `benchmarks.scheduling.simulated` and `benchmarks.scheduling.served` play: the same on both."""
+"""Conversations that `benchmarks.scheduling.served` (Poisson) and `benchmarks.scheduling.simulated` (Classes) play."""
 
 import random
 from dataclasses import dataclass, replace

@@ -12,15 +12,11 @@ own. Bodies have about 9 kB. In every round:
 
 CPU time is what the kernel counts for the gateway's process. It holds on a busy machine too, where times do not.
 
-With the extra `fleet` there are two arms more: an application that streams the same, asked directly and through the
-proxy of Ray Serve (`benchmarks.speed.ray_proxy`). What that proxy adds is compared with what the gateway adds.
-
-Expected: the first chunk at most 1.5 ms later at the median and a quarter of what Ray's proxy adds, at most 100 us of
-CPU a chunk, and the 99th percentile of gaps at most 1.2 x that of direct streams.
+Expected: the first chunk at most 1.5 ms later at the median, at most 100 us of CPU a chunk, and the 99th percentile of
+gaps at most 1.2 x that of direct streams.
 """
 
 import asyncio
-import importlib.util
 import json
 import secrets
 import subprocess
@@ -46,37 +42,32 @@ from reprise.fleet.routing import Beat
 from reprise.loadgen.measure.http import Http
 from reprise.loadgen.percentile import percentile
 
-OURS = ("direct", "gateway")
-RAYS = ("without Ray", "Ray's proxy")  # the same application
+ARMS = ("direct", "gateway")
 BODY_WORDS = 1800
-ADDED_MS, CPU_US, GAP_RATIO, OF_RAYS = 1.5, 100.0, 1.2, 0.25
+ADDED_MS, CPU_US, GAP_RATIO = 1.5, 100.0, 1.2
 FIRST_CHUNKS = 32  # chunks of a stream whose first chunk is waited for
 END_CHUNKS = 3  # after those with text
 WARM_REQUESTS = 5  # for connections and caches
 CHAT = "/v1/chat/completions"
 BEAT_S, SILENCE_S = 1.0, 60.0
-Address = tuple[int, str]  # port and path
 
 
 @contextmanager
-def child(*command: str) -> Iterator[list[int]]:
-    """Start a program of ours. Yields the numbers that it prints first; raises RuntimeError where it prints none."""
-    with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True) as process:
+def stub_server(tokens: int, gap_ms: float) -> Iterator[int]:
+    """Start one. Yields its port; raises RuntimeError where it does not start."""
+    words = ("--tokens", str(tokens), "--gap-ms", str(gap_ms), "--delay-ms", "0")
+    command = [sys.executable, "-m", "benchmarks.harness.stub_server", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            if not (words := process.stdout.readline().split()):
-                raise RuntimeError(f"{' '.join(command)} did not start")
-            yield [int(word) for word in words]
+            if not (port := process.stdout.readline()):
+                raise RuntimeError("the stub server did not start")
+            yield int(port)
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
-
-
-def stub_server(tokens: int, gap_ms: float) -> Any:
-    words = ("--tokens", str(tokens), "--gap-ms", str(gap_ms), "--delay-ms", "0")
-    return child("benchmarks.harness.stub_server", *words)
 
 
 @asynccontextmanager
@@ -113,38 +104,38 @@ async def beating(redis_url: str, secret: bytes, ports: list[int]) -> AsyncItera
 class Arm:
     """A way to ask, and what it gave."""
 
-    first: Address  # streams whose first chunk is waited for
-    paced: Address
-    passes: psutil.Process | None  # what its chunks pass; its CPU time is counted
+    first: int  # port of the streams whose first chunk is waited for
+    paced: int
+    gateway: psutil.Process | None  # if its chunks pass one; its CPU time is counted
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)  # a chunk, by round
 
     def cpu_s(self) -> float:
-        return 0.0 if self.passes is None else float(sum(self.passes.cpu_times()[:2]))
+        return 0.0 if self.gateway is None else float(sum(self.gateway.cpu_times()[:2]))
 
     async def play(self, models: tuple[str, str], requests: int, streams: int, chunks: int) -> None:
         """Play one round."""
-        http = Http(f"http://127.0.0.1:{self.first[0]}", silence_s=SILENCE_S)
-        asked = [await stream(http, self.first[1], models[0], f"s{n % 7}") for n in range(WARM_REQUESTS + requests)]
+        http = Http(f"http://127.0.0.1:{self.first}", silence_s=SILENCE_S)
+        asked = [await stream(http, models[0], f"s{n % 7}") for n in range(WARM_REQUESTS + requests)]
         self.first_s += [came_s[0] - sent_s for sent_s, came_s in asked[WARM_REQUESTS:]]
         http.close()
-        http, before_s = Http(f"http://127.0.0.1:{self.paced[0]}", silence_s=SILENCE_S), self.cpu_s()
-        paced = await asyncio.gather(*(stream(http, self.paced[1], models[1], f"p{n}") for n in range(streams)))
+        http, before_s = Http(f"http://127.0.0.1:{self.paced}", silence_s=SILENCE_S), self.cpu_s()
+        paced = await asyncio.gather(*(stream(http, models[1], f"p{n}") for n in range(streams)))
         self.cpu_us.append((self.cpu_s() - before_s) / (streams * (chunks + END_CHUNKS)) * 1e6)
         self.gaps_s += [later - earlier for _, came_s in paced for earlier, later in pairwise(came_s[:chunks])]
         http.close()
 
 
-async def stream(http: Http, path: str, model: str, session: str) -> tuple[float, list[float]]:
+async def stream(http: Http, model: str, session: str) -> tuple[float, list[float]]:
     """Return when a request was sent and when each piece of its stream came. Raises RuntimeError."""
     said = [{"role": "user", "content": "word " * BODY_WORDS}]
     body = json.dumps({"model": model, "messages": said, "stream": True}).encode()
     came_s: list[float] = []
-    request = http.request("POST", path, {"content-type": "application/json", "x-session-id": session}, body)
+    request = http.request("POST", CHAT, {"content-type": "application/json", "x-session-id": session}, body)
     sent_s, answer = await http.send(request, lambda status, now_s, piece: came_s.append(now_s))
     if answer.status != 200:
-        raise RuntimeError(f"{path} answered {answer.status}")
+        raise RuntimeError(f"{CHAT} answered {answer.status}")
     return sent_s, came_s
 
 
@@ -157,21 +148,14 @@ async def play(run: Run) -> dict[str, Any]:
         redis = RedisServer(run.directory)
         stack.callback(redis.stop)
         redis.start()
-        (quick,) = stack.enter_context(stub_server(FIRST_CHUNKS, 0.0))
-        (slow,) = stack.enter_context(stub_server(asked.chunks, asked.gap_ms))
+        quick = stack.enter_context(stub_server(FIRST_CHUNKS, 0.0))
+        slow = stack.enter_context(stub_server(asked.chunks, asked.gap_ms))
         settings = {"fleet.redis_url": redis.url, "server.tenant_secret_file": secret_file}
         gateway = Gateway({**settings, "cache.disk_dir": run.directory / "state"}, run.directory / "log")
         stack.callback(gateway.stop)
         gateway.start()
-        at, process = (gateway.port, CHAT), psutil.Process(gateway.pid)
-        arms = {"direct": Arm((quick, CHAT), (slow, CHAT), None), "gateway": Arm(at, at, process)}
-        if importlib.util.find_spec("ray") is None:
-            print("Ray's proxy is left out: it needs the extra `fleet`", file=sys.stderr)
-        else:
-            queries = (f"{CHAT}?tokens={FIRST_CHUNKS}&gap_ms=0", f"{CHAT}?tokens={asked.chunks}&gap_ms={asked.gap_ms}")
-            for arm, path in zip(RAYS, ("without", "ray"), strict=True):
-                port, passes = stack.enter_context(child("benchmarks.speed.ray_proxy", "--path", path))
-                arms[arm] = Arm((port, queries[0]), (port, queries[1]), psutil.Process(passes))
+        process = psutil.Process(gateway.pid)
+        arms = {"direct": Arm(quick, slow, None), "gateway": Arm(gateway.port, gateway.port, process)}
         async with beating(redis.url, secret, [quick, slow]):
             for _, order in run.rounds(tuple(arms), asked.rounds):
                 for arm in order:
@@ -180,40 +164,28 @@ async def play(run: Run) -> dict[str, Any]:
 
 
 def summarize(arms: dict[str, Arm], memory: int) -> dict[str, Any]:
-    def added_ms(before: str, after: str) -> float:
-        return (median(arms[after].first_s) - median(arms[before].first_s)) * 1e3
-
-    ours_ms, ours = added_ms(*OURS), arms["gateway"]
-    gap_ratio = ratio(percentile(ours.gaps_s, 0.99), percentile(arms["direct"].gaps_s, 0.99))
+    direct, through = (arms[name] for name in ARMS)
+    added_ms = (median(through.first_s) - median(direct.first_s)) * 1e3
+    gap_ratio = ratio(percentile(through.gaps_s, 0.99), percentile(direct.gaps_s, 0.99))
     held = {
-        f"first chunk p50 at most {ADDED_MS} ms later": ours_ms <= ADDED_MS,
-        f"CPU per chunk at most {CPU_US:.0f} us": median(ours.cpu_us) <= CPU_US,
+        f"first chunk p50 at most {ADDED_MS} ms later": added_ms <= ADDED_MS,
+        f"CPU per chunk at most {CPU_US:.0f} us": median(through.cpu_us) <= CPU_US,
         f"gap p99 at most {GAP_RATIO} x direct": gap_ratio is not None and gap_ratio <= GAP_RATIO,
     }
-    result: dict[str, Any] = {
+    return {
         "held": held,
         "arms": {
             name: {"first_chunk_ms": _percentiles(arm.first_s), "gap_ms": _percentiles(arm.gaps_s)}
             for name, arm in arms.items()
         },
-        "added_ms": rounded(ours_ms, 3),
-        "cpu_us_per_chunk": _by_round(ours.cpu_us),
+        "added_ms": rounded(added_ms, 3),
+        "cpu_us_per_chunk": {
+            "rounds": [rounded(value, 1) for value in through.cpu_us],
+            "median": rounded(median(through.cpu_us), 1),
+        },
         "gap_p99_ratio": gap_ratio,
         "gateway_rss_mib": rounded(memory / (1 << 20), 1),
     }
-    if RAYS[1] in arms:
-        rays_ms = added_ms(*RAYS)
-        held[f"at most {OF_RAYS} x what Ray's proxy adds to the first chunk"] = ours_ms <= OF_RAYS * rays_ms
-        result["rays_proxy"] = {
-            "added_ms": rounded(rays_ms, 3),
-            "gateway_of_it": ratio(ours_ms, rays_ms),
-            "cpu_us_per_chunk": _by_round(arms[RAYS[1]].cpu_us),
-        }
-    return result
-
-
-def _by_round(cpu_us: list[float]) -> dict[str, Any]:
-    return {"rounds": [rounded(value, 1) for value in cpu_us], "median": rounded(median(cpu_us), 1)}
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float | None]:

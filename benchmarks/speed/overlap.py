@@ -1,26 +1,20 @@
-"""Measures how much of loading and saving KV is hidden by computation (AttentionStore §4.3.2, Fig. 19 and 20).
+"""Measures how much of loading KV is hidden by computation (AttentionStore §4.3.2, Fig. 19).
 
     python -m benchmarks.speed.overlap
 
-**Loading.** Jobs of a random 125 M-shape model, bf16, follow each other without a gap: each continues a conversation of
+Jobs of a random 125 M-shape model, bf16, follow each other without a gap: each continues a conversation of
 about 1,250 tokens that is on disk, with 100 or 20 new tokens and 20 decode steps, while the next one waits in line. The
 disk is throttled to 0.15 and 0.4 GB/s. Compared are read buffers of 0, 2, 5 and all layers: so much of the next job's
 KV may come while the present one runs. There is no DRAM tier, so nothing but the read buffer looks ahead. Share hidden:
 1 - seconds that steps waited for layers / seconds that loading took.
 
-**Saving.** Jobs with fresh prompts of 1,000 to 1,600 tokens and 20 decode steps, saved while later steps run, or before
-the next step begins, or not at all. In float32: there a thread saves, while in bfloat16 on a CPU the kernels that
-compute rows save them, and the first two ways are one. On this machine the link to DRAM is memory itself, far faster in
-proportion than the paper's; so beside it stands a link throttled so far that saving costs about as much of a job as in
-the paper.
-
 Arms take turns, round by round. The engine runs in this process. Expected: at least 90 % hidden with 5 layers at
-0.4 GB/s; a thread saved wherever something was saved, without which the comparison would be void.
+0.4 GB/s.
 """
 
 import random
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, kv_bytes_per_token, random_tokens
+from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, random_tokens
 from benchmarks.harness.measures import spread
 from benchmarks.harness.tables import show_rows
 from reprise.engine.messages import Stats
@@ -40,13 +34,8 @@ BUFFERS = (0, 2, 5, -1)  # layers; -1: all
 MIN_HIDDEN = 0.9
 TARGET_ARM = (0.4, 100, 5)  # GB/s, new tokens, layers
 HISTORIES = (1000, 1500)
-PROMPTS = (1000, 1600)
-WAYS = ("asynchronous", "synchronous", "not saved")
-SLOW_LINK_GBPS = 0.1  # speed of the link that stands in for the paper's
-SAVING_JOBS = 3
 STAGING_MIB = 10  # for what a job computes; too little to fetch a conversation into
 BLOCK = 32
-GIB = 1 << 30
 Settings = dict[str, str | int | float]
 
 
@@ -93,46 +82,11 @@ class Loading:
         }  # fmt: skip
 
 
-def save(model: str, rng: random.Random, way: str, prompt_tokens: int, gbps: float) -> dict[str, float]:
-    """Return the time of a job whose KV leaves HBM in some way, and what of it a thread spent saving."""
-    longest = max(PROMPTS) + DECODE_STEPS + 2 * BLOCK
-    everything = 4 * (SAVING_JOBS + 1) * longest * kv_bytes_per_token(model)  # float32, and room to spare
-    settings: Settings = {
-        "model.dtype": "float32", "model.max_context": longest, "cache.hbm_tokens": 4 * longest,
-        "experiment.sync_save": way == "synchronous", "experiment.dram_gbps": gbps,
-        "cache.dram_gib": 0 if way == "not saved" else everything / GIB,
-    }  # fmt: skip
-    turns, stats = play(model, settings, [random_tokens(rng, model, prompt_tokens) for _ in range(SAVING_JOBS + 1)])
-    first, *_, last = [turn.done_s for turn in turns if turn.done_s is not None]
-    return {
-        "job_ms": (last - first) * 1e3 / SAVING_JOBS,  # the first one pays for what an engine sets up
-        "saving_ms": stats.moved_seconds.get("hbm_to_dram", 0.0) * 1e3 / len(turns),
-    }
-
-
-def saving_gains(saves: Mapping[tuple[int, float, str], Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return for each prompt length and link what asynchronous saving takes off a job, round by round, and the share of
-    saving that it hides; None where saving costs less than runs differ by."""
-    gains = []
-    for tokens, gbps in sorted({(tokens, gbps) for tokens, gbps, _ in saves}):
-        done, sync, never = ([row["job_ms"] for row in saves[tokens, gbps, way]] for way in WAYS)
-        shorter = [1 - a / s for s, a in zip(sync, done, strict=True)]
-        costs = [s - n for s, n in zip(sync, never, strict=True)]
-        hidden = median(s - a for s, a in zip(sync, done, strict=True)) / median(costs) if min(costs) > 0 else -1.0
-        share = round(hidden, 4) if 0 <= hidden <= 1 else None
-        gains.append({"prompt_tokens": tokens, "dram_gbps": gbps, "shorter_by": spread(shorter), "hidden": share})
-    return gains
-
-
-def verdicts(loading: Sequence[dict[str, Any]], saving: Sequence[dict[str, Any]]) -> dict[str, bool]:
+def verdicts(loading: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Judge what was measured."""
     gbps, _, layers = TARGET_ARM
     what = f"at least {MIN_HIDDEN:.0%} of load time hidden with {layers} layers at {gbps} GB/s"
-    held = {} if (hidden := hidden_in_target_arm({"loading": loading})) is None else {what: hidden >= MIN_HIDDEN}
-    if saving:
-        saved = [arm["saving_ms"]["min"] for arm in saving if arm["way"] != "not saved"]
-        held["a thread saved wherever something was saved"] = all(least > 0 for least in saved)
-    return held
+    return {} if (hidden := hidden_in_target_arm({"loading": loading})) is None else {what: hidden >= MIN_HIDDEN}
 
 
 def hidden_in_target_arm(result: Result) -> float | None:
@@ -143,8 +97,7 @@ def hidden_in_target_arm(result: Result) -> float | None:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    for part in ("loading", "saving", "saving_gains"):
-        show_rows(console, part, result[part])
+    show_rows(console, "loading", result["loading"])
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -152,34 +105,20 @@ def measure(run: Run) -> dict[str, Any]:
     loads: dict[tuple[float, int, int], list[dict[str, float]]] = {
         (g, n, b): [] for g in DISK_GBPS for n in NEW_TOKENS for b in arguments.buffers
     }
-    saves: dict[tuple[int, float, str], list[dict[str, float]]] = {
-        (p, g, w): [] for p in PROMPTS for g in (0.0, SLOW_LINK_GBPS) for w in WAYS
-    }
     loading = Loading(model, arguments.jobs, run.directory / "state")
-    for _, order in run.rounds(list(loads), arguments.rounds, "loading, round"):
+    for _, order in run.rounds(list(loads), arguments.rounds):
         for arm in order:
             loads[arm].append(loading.run(*arm))
-    rng = random.Random(0)
-    for _, order_of_saves in run.rounds(list(saves), arguments.saving_rounds, "saving, round"):
-        for prompt_tokens, gbps, way in order_of_saves:
-            saves[prompt_tokens, gbps, way].append(save(model, rng, way, prompt_tokens, gbps))
     loaded = [
         {"disk_gbps": gbps, "new_tokens": new_tokens, "read_buffer_layers": buffer} | spreads(rounds)
         for (gbps, new_tokens, buffer), rounds in loads.items()
     ]
-    saved = [
-        {"prompt_tokens": prompt, "dram_gbps": gbps, "way": way} | spreads(rounds)
-        for (prompt, gbps, way), rounds in saves.items()
-        if rounds
-    ]
     return {
         "settings": {
             "rounds": arguments.rounds, "jobs": arguments.jobs, "history_tokens": HISTORIES, "new_tokens": NEW_TOKENS,
-            "decode_steps": DECODE_STEPS, "saving_rounds": arguments.saving_rounds, "saving_jobs": SAVING_JOBS,
-            "slow_link_gbps": SLOW_LINK_GBPS,
+            "decode_steps": DECODE_STEPS,
         },
-        "held": verdicts(loaded, saved), "loading": loaded, "saving": saved,
-        "saving_gains": saving_gains(saves) if saved else [],
+        "held": verdicts(loaded), "loading": loaded,
     }  # fmt: skip
 
 
@@ -191,13 +130,12 @@ def spreads(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=10, help="back to back, per arm and round")
     parser.add_argument("--buffers", type=int, nargs="+", choices=BUFFERS, default=list(BUFFERS), help="-1: all layers")
-    parser.add_argument("--saving-rounds", type=int, default=5)
 
 
 EXPERIMENT = Experiment(
     name="overlap", about=__doc__, measure=measure, show=show, options=options, rounds=2, takes_model=True,
     quick=Quick(
-        options={"rounds": 1, "jobs": 4, "buffers": [5], "saving_rounds": 0},
+        options={"rounds": 1, "jobs": 4, "buffers": [5]},
         figures=[Figure("load time hidden", hidden_in_target_arm, 1.1, more_is_better=True)],
     ),
 )  # fmt: skip

@@ -2,13 +2,13 @@
 
     python -m benchmarks.texts PROGRAM --data DIR [--model smollm2] [...]
 
-PROGRAM is codecs, cuts, drift, keeping, packed_weights, pool, selectors or sparsity; `PROGRAM --help` describes it.
+PROGRAM is codecs, cuts, drift, keeping, packed_weights or selectors; `PROGRAM --help` describes it.
 """
 
 import importlib
 import sys
 
-PROGRAMS = ("codecs", "cuts", "drift", "keeping", "packed_weights", "pool", "selectors", "sparsity")
+PROGRAMS = ("codecs", "cuts", "drift", "keeping", "packed_weights", "selectors")
 
 
 def main() -> int:

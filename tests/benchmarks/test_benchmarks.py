@@ -15,7 +15,7 @@ TEXTS = {
 NAMES = [name for name, text in TEXTS.items() if "\nEXPERIMENT = " in text]
 WITH_SMALL_FORM = [name for name in NAMES if "quick=Quick(" in TEXTS[name]]
 NEEDED = {"equality": ["--data", "d"], "replay_dialogues": ["--data", "d"], "truncation": ["--data", "d"],
-          "eviction_limit": ["--trace", "t"], "coded_capacity": ["--trace", "t"], "other_tree": ["--other", "p"],
+          "other_tree": ["--other", "p"],
           "texts": ["--data", "d"], "drafts": ["--data", "d"], "int8_pages": ["--data", "d"]}  # fmt: skip
 
 

@@ -42,15 +42,6 @@ async def asked(answer: bytes, pieces: int = 0, **body: object) -> ChatStream:
         return await running
 
 
-async def test_choices_are_taken_apart():
-    pieces = piece(0, "a") + piece(1, "c") + piece(0, "b") + piece(0, None, "length") + piece(1, None, "stop")
-    stream = await asked(HEAD + pieces + END, pieces=2, n=2)
-    assert (stream.texts, stream.pieces) == ({0: "ab", 1: "c"}, ["a", "c", "b"])
-    assert stream.tokens == {0: [("a", -1.0), ("b", -1.0)], 1: [("c", -1.0)]}
-    assert (stream.route["route"], stream.replica, stream.session_id, stream.cached_tokens) == ("moved", "b", "s", 3)
-    assert stream.context_tokens == 11  # 10, and 2 of the first choice's, of which the last has not been run
-
-
 @pytest.mark.parametrize(
     "answer",
     [

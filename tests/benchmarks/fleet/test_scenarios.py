@@ -1,29 +1,23 @@
 """Tests that what each scenario holds can hold, and can fail."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.fleet import branches, delete, faults, homes, kills, moves, roll
+from benchmarks.fleet import faults, homes, kills, moves
 from benchmarks.fleet.chat_stream import ChatStream
 from benchmarks.fleet.kills import BROKEN, ENDED, Kill, SeenAnswer, difference
 from benchmarks.fleet.scenario import Account
-from reprise.loadgen.fleet.workload import REPLICA
-from reprise.loadgen.workloads.workload import Conversation, Turn
-from tests.redis_servers import redis_server
 
 TIMES = {"recovered_s": 5.0, "heads": 3, "heads_s": 10.0}
-DELETED = {"homes": ["a", "b", "c"], "status": 204, "seconds": 1.0, "extents_before": 2, "left": [],
-           "found_before": {"answer": 1, "ids": 1, "name": 1}}  # fmt: skip
 
 
 def row(ttft_ms: float = 100.0, **changes: Any) -> dict[str, Any]:
     usual = {
         "conversation": "c", "turn": 1, "is_named": True, "replica": "a", "at_home": True, "is_known": True,
         "route": "home", "prompt_tokens": 150, "answer_tokens": 50, "history_tokens": 100, "cached_tokens": 100,
-        "outside_ms": 5.0, "error": "", "same_text": True, "has_moved": False,
+        "error": "", "same_text": True, "has_moved": False,
         "tokens": dict.fromkeys(("hbm", "dram", "disk", "redis"), 0),
     }  # fmt: skip
     return {**usual, "ttft_ms": ttft_ms, **changes}
@@ -39,18 +33,9 @@ def moved(home_ms: float, replica: str, errors: list[str], share: float, **chang
     return moves.result_of(Account([first, *rows], errors), [] if not errors else [{}])
 
 
-def came_home(errors: list[str], at_home: bool, ttft_ms: float | None) -> dict[str, Any]:
-    script = Conversation("c", "", 0.0, (Turn(150, 50, 0.0),))
-
-    def found(real_ms: float) -> dict[str, Any]:
-        parts = [row(real_ms, part=p, is_named=n, at_home=at_home) for p in homes.PARTS for n in (True, False)]
-        return homes.result_of(Account(parts, errors), [script], [REPLICA])
-
-    return found(ttft_ms or found(1.0)["simulated"]["ttft_ms"])
-
-
-def rolled(errors: list[str], p95_ms: float, cached: int) -> dict[str, Any]:
-    return roll.result_of(Account([row(part="steady"), row(p95_ms, part="rolling", cached_tokens=cached)], errors))
+def came_home(errors: list[str], at_home: bool) -> dict[str, Any]:
+    rows = [row(part=part, is_named=named, at_home=at_home) for part in homes.PARTS for named in (True, False)]
+    return homes.result_of(Account(rows, errors))
 
 
 def killed(*answers: dict[str, Any]) -> dict[str, Any]:
@@ -67,11 +52,6 @@ def stream_of(*tokens: tuple[str, float]) -> ChatStream:
 OTHER = difference("greedy", stream_of(("a", -1.0)), stream_of(("b", -2.0)))
 DRAW = difference("seeded", stream_of(("a", -1.0)), stream_of(("b", -2.0)))
 GOOD_AND_BAD = {
-    "branches": lambda: (branches.result_of(Account([row()]), []), branches.result_of(Account([row()], ["503"]), [{}])),
-    "delete": lambda: (
-        delete.result_of([DELETED]),
-        delete.result_of([DELETED | {"homes": ["a"], "status": 500, "extents_before": 0, "left": ["name in a"]}]),
-    ),
     "faults": lambda: (
         faults.result_of([row(arm=arm, fault="slow") for arm in faults.ARMS], {"slow": TIMES}, 1000),
         faults.result_of(
@@ -80,7 +60,7 @@ GOOD_AND_BAD = {
             {"slow": TIMES | {"recovered_s": None, "heads_s": 10.1}}, 999,
         ),
     ),
-    "homes": lambda: (came_home([], True, None), came_home(["503"], False, 1e9)),
+    "homes": lambda: (came_home([], True), came_home(["503"], False)),
     "kills": lambda: (
         killed({"fate": BROKEN, "pause_s": 0.6}, {"after": BROKEN, "history": 100, "cached": 90},
                {"after": ENDED, "history": 100, "cached": 70, "computed": 30}),
@@ -89,7 +69,6 @@ GOOD_AND_BAD = {
                {"after": ENDED, "history": 100, "cached": 69, "computed": 30}),
     ),
     "moves": lambda: (moved(100.0, "b", [], 1.0), moved(99.0, "a", ["503"], 0.9, is_known=False)),
-    "roll": lambda: (rolled([], 150.0, 95), rolled(["503"], 151.0, 94)),
 }  # fmt: skip
 
 
@@ -100,21 +79,6 @@ def test_what_is_held_can_fail(scenario):
     assert [line for line, holds in bad.items() if holds and line != "kills broke streams"] == []
     assert good.keys() == bad.keys()
     assert not killed()["held"]["kills broke streams"]
-
-
-def test_bytes_are_found_in_redis_keys_of_every_type(tmp_path):
-    long = {"needle " + 200 * "x": 1.0}
-    with redis_server(tmp_path) as server:
-        client = server.client()
-        fleet: Any = SimpleNamespace(directory=tmp_path, redis=server, kv=server)
-        client.set("string", next(iter(long)))
-        client.hset("hash", mapping={"field": next(iter(long))})
-        client.zadd("zset", long)
-        client.sadd("set", *long)
-        client.rpush("list", *long)
-        client.xadd("stream", {"field": next(iter(long))})
-        found = delete.places_with(fleet, {"it": b"needle"})
-        assert set(found) == {f"it in {key!r}" for key in client.scan_iter()}
 
 
 def test_a_difference_has_a_cause_and_a_broken_stream_a_pause():

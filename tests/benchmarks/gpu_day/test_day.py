@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_day import __main__ as program
 from benchmarks.gpu_day import stamp
 from benchmarks.gpu_day.merge import BEGIN, DOCUMENT, END, merge
-from benchmarks.gpu_day.report import MOST_CHARACTERS, ratios, read_lines, report
+from benchmarks.gpu_day.report import ratios, read_lines
 
 TURNS: list[dict[str, Any]] = [
     {"section": "ceilings", "item": "machine", "card": "H100", "versions": {"torch": "2.11.0", "cuda": None}},
@@ -47,14 +46,6 @@ def test_ratios_are_within_the_day() -> None:
     assert found["return, DRAM all: ms beyond the link"] == 9.771  # 4.1 GB at 54.5 GB/s take 75.23 ms
 
 
-def test_the_report_is_short_enough_to_come_back_and_begins_with_ratios(folder: Path) -> None:
-    with (folder / "results.jsonl").open("a") as file:
-        file.write("\n".join(json.dumps({"section": "kernels", "item": "x" * 100, "n": n}) for n in range(500)))
-    text = report(folder, "GPU day")
-    assert len(text) <= MOST_CHARACTERS
-    assert text.index("## Ratios") < text.index("RuntimeError: no") < text.index("## ceilings")
-
-
 def test_a_day_is_merged_beside_what_was_there(folder: Path, tmp_path: Path) -> None:
     results, document = tmp_path / "gpu_day.json", tmp_path / "gpu.md"
     results.write_text(json.dumps({"benchmark": "gpu_day", "shapes": {"8b": 1}}))
@@ -71,14 +62,6 @@ def test_a_day_is_merged_beside_what_was_there(folder: Path, tmp_path: Path) -> 
     assert "| 1 x 1024 | 6.7 | 6.5 | 0.2 |" in text
     assert "| return, DRAM all | 85.0 | 8.0 |" in text
     assert "old" not in text
-
-
-def test_what_cannot_be_merged_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    results, document = tmp_path / "gpu_day.json", tmp_path / "gpu.md"
-    document.write_text("no markers")
-    with pytest.raises(ValueError, match="markers"):
-        merge(folder, results, document)
-    assert not results.exists()
 
 
 def test_the_document_has_its_markers() -> None:
@@ -102,21 +85,6 @@ def test_a_day_needs_a_preflight_on_its_own_sources_and_versions(
     stamp.write_stamp(path, tmp_path)
     monkeypatch.setattr(stamp, "versions", lambda: {"torch": "2.99.0"})
     assert "2.99.0" in stamp.why_refused(path, tmp_path)
-
-
-def test_the_real_day_refuses_to_begin_without_a_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began = []
-    monkeypatch.setattr(program, "why_refused", lambda: "no preflight has run")
-    monkeypatch.setattr(program, "day", lambda *given, **named: began.append(given))
-    monkeypatch.setattr(sys, "argv", ["gpu_day", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        program.main()
-    assert not began
-
-
-def test_the_seconds_of_all_sections_are_those_of_the_day() -> None:
-    assert sum(program.SECTIONS.values()) == 540
-    assert list(program.SECTIONS).index("gpu_tests") > list(program.SECTIONS).index("peers"), "figures first"
 
 
 def test_a_dry_section_leaves_four_files(tmp_path: Path) -> None:

@@ -60,22 +60,11 @@ def test_the_items_after_one_that_fails_are_measured(tmp_path: Path, way: str, s
     assert len(list(tmp_path.iterdir())) <= 3, "with the report there are four files"
 
 
-def test_all_is_well_where_nothing_fails(tmp_path: Path) -> None:
-    lines, day = ran(tmp_path, "ok")
-    assert ([line["item"] for line in lines], day.failures) == (["a", "b", "c"], [])
-
-
 def test_tests_have_a_file_of_their_own(tmp_path: Path) -> None:
     lines, _ = ran(tmp_path, "test")
     assert [line["item"] for line in lines] == ["a", "c"]
     (told,) = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
     assert (told["test"], told["outcome"]) == ("test_x", "passed")
-
-
-def test_a_section_that_does_not_open_is_not_tried_again(tmp_path: Path) -> None:
-    lines, _ = ran(tmp_path, "never opens")
-    assert [line["item"] for line in lines] == ["opening"]
-    assert "status 4" in lines[0]["error"]
 
 
 def test_a_section_ends_when_its_time_is_over(tmp_path: Path) -> None:

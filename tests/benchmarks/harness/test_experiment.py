@@ -1,15 +1,13 @@
 """Tests what all benchmarks share, with arms that take no time."""
 
-import io
 import json
 from argparse import ArgumentParser
 from collections import Counter
 
 import pytest
-from rich.console import Console
 
 from benchmarks.harness import experiment
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Run, show_held, turned
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run, turned
 from benchmarks.harness.result_files import ROOT, command_line, write_result
 
 
@@ -73,12 +71,6 @@ def test_what_does_not_hold_is_the_exit_status(folders):
     assert json.loads((folders / "results" / "stub.json").read_text())["held"] == {"short enough": False}
 
 
-def test_arms_keep_their_order_and_can_be_left_out(folders):
-    STUB.main(["--arms", "c", "a", "--rounds", "1", "--name", "other"])
-    assert json.loads((folders / "results" / "other.json").read_text())["played"] == [[0, "a"], [0, "c"]]
-    assert not (folders / "results" / "stub.json").exists()
-
-
 def test_without_a_result_nothing_is_written(folders):
     assert STUB.main(["--no-result"]) == 0
     assert list(folders.rglob("*.json")) == []
@@ -105,25 +97,11 @@ def test_what_a_run_had_before_it_failed_is_kept(folders):
     assert json.loads((folders / "results" / "broken.json").read_text())["played"] == ["a"]
 
 
-def test_a_name_may_depend_on_the_arguments():
-    named = Experiment(
-        name=lambda arguments: f"stub_x{arguments.limit}", about=None, measure=play, show=lambda *_: None,
-        options=options,
-    )  # fmt: skip
-    assert named.file_name(named.parse(["--limit", "4"])) == "stub_x4"
-
-
 def test_whoever_was_first_is_last_next_time():
     orders = [turned("abc", by) for by in range(6)]
     assert orders[:3] == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
     assert Counter(order[0] for order in orders) == {"a": 2, "b": 2, "c": 2}
     assert turned([], 3) == ()
-
-
-def test_what_is_expected_is_said_line_by_line():
-    console = Console(file=io.StringIO(), width=100)
-    show_held(console, {"fast": True, "right": False})
-    assert console.file.getvalue() == "held     fast\nNOT held right\n"  # type: ignore[attr-defined]
 
 
 def test_a_command_is_as_it_would_be_typed_in_the_checkout():

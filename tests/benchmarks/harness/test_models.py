@@ -31,8 +31,3 @@ def test_a_small_dram_holds_as_many_blocks_of_any_model(tmp_path: Path) -> None:
             if mode.dram_blocks:
                 dram = int(mode.settings_for(size)["cache.dram_gib"] * (1 << 30))
                 assert dram // (32 * size) == mode.dram_blocks
-
-
-def test_activations_are_as_wide_as_the_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 12, "hidden_size": 768}))
-    assert models.activation_bytes_per_token(tmp_path, value_bytes=2) == 12 * 768 * 2

@@ -6,28 +6,15 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from benchmarks.harness import call_log
 from benchmarks.harness.call_log import LANDMARKS, ROOT
-from benchmarks.harness.trace_turn import HANDED_OVER, STEP, ProcessLog, decode_steps, leg, moves, read_logs, summarize
+from benchmarks.harness.trace_turn import HANDED_OVER, STEP, ProcessLog, read_logs, summarize
 
 LOOP, ENGINE, MODEL = "engine/process/loop.py", "engine/engine.py", "engine/model/hf_model.py"
 
 
 def step(*inner: tuple[str, str]) -> list[tuple[int, str, str]]:
     return [(1, ENGINE, STEP), *((1, file, function) for file, function in inner)]
-
-
-def test_a_move_is_from_one_file_to_another_in_one_thread():
-    entries = [(1, "a", "f"), (1, "a", "g"), (2, "b", "f"), (1, "a", "f"), (1, "b", "f"), (2, "b", "f"), (1, "a", "f")]
-    assert moves(entries) == 2
-    assert leg(entries) == {"files": 2, "calls": 7, "moves": 2, "by_file": {"a": 4, "b": 3}}
-
-
-def test_decode_steps_lie_between_the_prompts_step_and_the_last():
-    entries = [(1, LOOP, "run"), *step((MODEL, "prefill")), *step((MODEL, "one")), *step((MODEL, "two")), *step()]
-    assert [[function for _, _, function in part] for part in decode_steps(entries)] == [[STEP, "one"], [STEP, "two"]]
 
 
 def test_the_turn_its_legs_and_its_spine():
@@ -54,11 +41,6 @@ def test_the_turn_its_legs_and_its_spine():
     assert found["decode_step"]["files"] == 2
     assert found["spine"] == ["app/api/chat/route.py", "app/turn/service.py", LOOP, ENGINE]
     assert found["not_entered"] == [name for name in LANDMARKS if name not in (LANDMARKS[1], LANDMARKS[-1])]
-
-
-def test_a_turn_without_a_decode_step_is_none():
-    with pytest.raises(ValueError, match="no token was decoded"):
-        summarize(ProcessLog([], {}), ProcessLog(step(), {}))
 
 
 def test_a_landmark_is_a_function_that_there_is():

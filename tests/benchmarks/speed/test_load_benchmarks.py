@@ -1,41 +1,11 @@
-"""Tests what the benchmarks of `reprise load` conclude, and the stub server that one of them uses."""
+"""Tests what the benchmark of the modes concludes of `reprise load`."""
 
 import argparse
-import asyncio
 
 import pytest
 
-from benchmarks.harness.stub_server import Stub
-from benchmarks.speed import load_rate, modes
-from reprise.loadgen.measure.sender import Target, TurnResult, run
-
-
-@pytest.mark.parametrize(
-    ("sent", "arrived", "client", "failed", "held"),
-    [
-        (2.0, 3.0, 12.0, 0, [True] * 4),
-        (6.0, 3.0, 12.0, 0, [False, True, True, True]),
-        (2.0, 7.0, 12.0, 1, [True, False, False, True]),
-        (None, None, 16.0, 0, [False, False, True, False]),
-        (2.0, 3.0, None, 0, [True, True, True, False]),
-    ],
-)
-def test_what_the_rate_concludes(sent, arrived, client, failed, held):
-    rate = {"send_error_ms": {"p99": sent}, "arrival_error_ms": {"p99": arrived}, "failed": failed}
-    server = {"client_ttft_ms": {"p50": client}, "server_ttft_ms": {"p50": 10.0}, "failed": 0}
-    assert list(load_rate.verdicts(rate, server).values()) == held
-
-
-async def test_the_stub_says_when_a_request_came():
-    server = await asyncio.get_running_loop().create_server(lambda: Stub(5, 0.03, 0.001), "127.0.0.1", 0)
-    target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "stub", {}, {})
-    (result,) = await run(target, load_rate.arrivals(1000.0, 0.01, 5, seed=2)[:1], seed=1, timeout_s=10)
-    assert result.error is None
-    assert len(result.token_s) == 5
-    assert result.completion_tokens == 5
-    assert result.extra["timings"]["ttft_ms"] >= 29
-    assert (result.token_s[0] - result.sent_s) * 1e3 >= result.extra["timings"]["ttft_ms"]
-    server.close()
+from benchmarks.speed import modes
+from reprise.loadgen.measure.sender import TurnResult
 
 
 def results(ttft_s: float) -> list[TurnResult]:

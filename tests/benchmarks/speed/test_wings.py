@@ -16,7 +16,7 @@ SMALL = {
     activations: ["--tokens", "512", "--rounds", "1"],
     codec: ["--tokens", "64", "--rounds", "1", "--blocks", "2", "--arms", "raw"],
     int8_pages: ["--tokens", "64", "--rounds", "1"],
-    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5", "--saving-rounds", "0"],
+    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5"],
     selectors: ["--contexts", "64", "--rounds", "1", "--steps", "1"],
     weights: ["--rounds", "1"],
 }
@@ -44,34 +44,6 @@ def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pyt
     torch.set_num_threads(threads)
 
 
-def test_activations_are_judged() -> None:
-    row = {"turn_ms": 20.0, "loaded_mb": 20.0, "reused": 0.95, "bytes": 1.0}
-    arms = {name: dict(row) for name in activations.ARMS}
-    arms["recompute"]["turn_ms"] = 320.0
-    arms["dram activation"] |= {"turn_ms": 70.0, "loaded_mb": 10.0, "bytes": 0.5}
-    assert activations.share(arms) == pytest.approx(50 / 300)
-    assert failed(activations.verdicts(arms)) == 0
-    arms["dram activation"] |= {"turn_ms": 97.0, "loaded_mb": 15.0}
-    arms["disk raw"]["reused"] = 0.8
-    assert failed(activations.verdicts(arms)) == 3
-
-
-def test_coded_turns_are_judged() -> None:
-    def verdicts(rate: float, **ms: float) -> dict[str, bool]:
-        core = {"encode_mb_per_s": rate, "decode_mb_per_s": 2 * rate}
-        one = {"prompt_tokens": 9, "loaded_tokens": 9}
-        returns = [
-            {**one, "arm": arm, "disk": disk, "ttft_ms": took, "load_ms": took}
-            for arm, took in ms.items()
-            for disk in codec.DISKS
-        ]
-        return codec.verdicts(core, codec.summarize(returns))
-
-    assert failed(verdicts(150, raw=100, transform=55, recompute=50)) == 0
-    assert failed(verdicts(149, raw=100, transform=136, recompute=123)) == 6
-    assert len(verdicts(150, raw=100)) == 2
-
-
 def test_int8_pages_and_weights_are_judged() -> None:
     assert failed(int8_pages.verdicts(0.52, {"kl": 0.0001})) == 0
     assert failed(int8_pages.verdicts(0.53, {"kl": 1.0})) == 2
@@ -80,15 +52,6 @@ def test_int8_pages_and_weights_are_judged() -> None:
     assert weights.ratio([(100.0, 50.0)], 50.0) == pytest.approx(2.0)  # nothing hidden
     arms = {"hbm": {"bytes": 0}, "link": {"bytes": 9, "prefill": {"ratio": 1.1}, "decode": {"ratio": 1.2}}}
     assert [*weights.verdicts(arms).values()] == [True, False]
-
-
-def test_selectors_are_judged() -> None:
-    steps = {"none": [[0.4, 0.2, 9.0], [0.8, 0.8, 0.8]], "pairs": [[0.1, 0.2, 0.3], [0.1, 0.1, 0.1]]}
-    row = selectors.row_of(8, 8000, steps)
-    assert row["tokens_per_s"] == {"none": 15.0, "pairs": 60.0}  # rounds of 20 and 10, 40 and 80
-    assert row["ratio"] == pytest.approx(5.0)  # 2 and 8
-    assert row["ratio_range"] == [pytest.approx(2.0), pytest.approx(8.0)]
-    assert [*selectors.verdicts([row, {**row, "ratio": 1.59}, {**row, "context": 500}]).values()] == [False]
 
 
 def served(ttft_ms: float, truncated: int = 0, shifted: int = 0, recalled: int = 0) -> StreamedAnswer:

@@ -83,11 +83,6 @@ def test_long_requests_count_more() -> None:
     assert all(verdicts([theirs, ours]).values())
 
 
-def test_too_dear_or_not_without_reuse_is_seen() -> None:
-    rows = summarize([spent("recompute", 0, 10.0), spent("attentionstore", 0, 10.4, cached=32)])
-    assert not any(verdicts(rows).values())
-
-
 def test_starts_are_told_apart() -> None:
     both = [
         spent(arm, 0, total_ms, start=start)

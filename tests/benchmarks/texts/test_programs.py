@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.harness.experiment import Experiment
 from benchmarks.harness.make_model import BUNDLED
-from benchmarks.texts import __main__ as programs
-from benchmarks.texts import after_cut, codecs, cuts, drift, keeping, packed_weights, pool, selectors, sparsity
+from benchmarks.texts import after_cut, codecs, cuts, drift, keeping, packed_weights, selectors
 
 SMALL = {
     codecs: ["--tokens", "192"],
@@ -17,14 +16,8 @@ SMALL = {
     drift: ["--texts", "1", "--conversations", "1", "--turn-tokens", "32"],
     keeping: ["--windows", "1", "--scored", "32", "--questions", "1"],
     packed_weights: ["--tokens", "512"],
-    pool: ["--texts", "1", "--history", "64", "--scored", "8", "--rooms", "0.8"],
     selectors: ["--texts", "1", "--histories", "128", "--needles", "1"],
-    sparsity: ["--texts", "1", "--history", "64"],
 }
-
-
-def test_every_program_has_a_small_form() -> None:
-    assert sorted(module.__name__.split(".")[-1] for module in SMALL) == sorted(programs.PROGRAMS)
 
 
 @pytest.mark.bench
@@ -71,22 +64,6 @@ def test_drift_is_judged() -> None:
     assert failed(drift.summarize([[0.001] * 9 + [0.0031]], asked)["held"]) == 3
 
 
-def test_selectors_are_judged() -> None:
-    texts: dict[str, Any] = {"4096": {"pairs": {"kl": 0.01}, "infinigen": {"kl": 0.02}, "texts": 3}}
-    needles = {"asked": 100, "found": {"none": 60, "pairs": 57}}
-    assert failed(selectors.verdicts(texts, {"pairs": {"rows": 0.1}}, needles)) == 0
-    texts["4096"]["pairs"]["kl"], needles["found"]["pairs"] = 0.031, 56
-    assert failed(selectors.verdicts(texts, {"pairs": {"rows": 0.3}}, needles)) == 4
-
-
-def test_pools_and_packed_weights_are_judged() -> None:
-    rows = {"counter32 0.8": {"perplexity_change": 0.01}, "fifo 0.8": {"perplexity_change": 0.02}}
-    assert failed(pool.verdicts(rows)) == 0
-    assert failed(pool.verdicts({"counter32 0.8": rows["fifo 0.8"], "fifo 0.8": rows["counter32 0.8"]})) == 2
-    arms = {name: {"kl": kl} for name, kl in (("gguf", 1.0), ("llama.cpp", 1.0), ("q8", 2.0), ("Q8_0", 1.0))}
-    assert [*packed_weights.verdicts(arms).values()] == [True, False]
-
-
 def test_cuts_are_judged() -> None:
     def parts(apart: float, naive: float, right: float) -> dict[str, Any]:
         ratios = {"AS": 1.0, "AS bf16": 1.0, "AS hops": 1 + apart, "TT": 1.0, "NKVT": naive}
@@ -107,8 +84,3 @@ def test_keeping_is_judged() -> None:
 
     assert failed(keeping.verdicts(parts(0.46, 0.7, 1.005))) == 0
     assert failed(keeping.verdicts(parts(0.44, 0.69, 1.006))) == 3
-
-
-def test_the_least_attended_tokens_are_dropped_but_for_the_first_block() -> None:
-    assert sparsity.least_attended(torch.arange(64.0), 0.25).nonzero().flatten().tolist() == list(range(32, 48))
-    assert int(sparsity.least_attended(torch.arange(64.0), 1.0).sum()) == 32

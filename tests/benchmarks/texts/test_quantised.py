@@ -35,17 +35,3 @@ def test_what_is_not_finite_is_refused(codec):
     done, back = there_and_back(codec, raw)
     assert done == [True, False]
     assert (back[0] == 0).all()
-
-
-@pytest.mark.parametrize("place", [7, 32 * 192 + 7], ids=["key", "value"])
-def test_groups_beyond_fp16_are_refused(place):
-    raw = torch.zeros(2, 32 * 384, dtype=torch.bfloat16)
-    raw[1, place] = -1e6
-    assert there_and_back(CODECS[1], raw)[0] == [True, False]
-
-
-def test_sizes_that_do_not_go_are_refused():
-    with pytest.raises(ValueError, match="3 bits"):
-        KiviCodec(SHAPES, bits=3, v_group=32)
-    with pytest.raises(ValueError, match="groups of 48"):
-        KiviCodec(SHAPES, bits=4, v_group=48)
