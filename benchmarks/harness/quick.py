@@ -35,6 +35,7 @@ STANDING = (
     "speed.rotation",
     "speed.restart",
     "speed.zero_reuse_steps",
+    "speed.planning_cost",
     "scheduling.served",
     "scheduling.tenants",
     "scheduling.simulated",

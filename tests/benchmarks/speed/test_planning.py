@@ -1,8 +1,14 @@
-"""Tests what is concluded of the time that decode steps take."""
+"""Tests what is concluded of the time that planning and decode steps take."""
 
 import pytest
 
-from benchmarks.speed import cpu_speed
+from benchmarks.speed import cpu_speed, planning_cost
+
+
+def test_planning_is_measured_with_as_many_as_asked_for():
+    found = planning_cost.play(sessions=60, history=40, places=4, waiting=20, steps=5)
+    assert (found["steps"], found["sessions"]) == (5, 60)
+    assert found["ms_per_step"]["mean"] == pytest.approx(sum(v["mean"] for v in found["of_it_ms"].values()), abs=0.01)
 
 
 @pytest.mark.parametrize(("q8", "share", "held"), [(0.6, 0.7, [True] * 3), (0.61, 0.69, [False] * 3)])
