@@ -5,4 +5,4 @@ hub's. transformers reads its `__version__`, so the version here says that it is
 that import off with transformers' own switch. Raise nothing here: transformers does not expect it.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
