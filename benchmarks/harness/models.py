@@ -32,9 +32,3 @@ def kv_bytes_per_token(directory: Path, value_bytes: int) -> int:
     """Keys and values of all layers, of a Llama-shaped model."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * value_bytes)
-
-
-def activation_bytes_per_token(directory: Path, value_bytes: int) -> int:
-    """Return the bytes of a token's activations, with which all layers' attention begins."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return int(config["num_hidden_layers"] * config["hidden_size"] * value_bytes)
