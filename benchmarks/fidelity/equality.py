@@ -78,11 +78,11 @@ class Mode:
     def cuts(self) -> bool:
         return self.window == CUT_WINDOW
 
-    def settings_for(self, kv_bytes_per_token: int) -> dict[str, str | int | float]:
+    def settings_for(self, bytes_per_token: int) -> dict[str, str | int | float]:
         # The least that a window may have: itself and one page.
         own = {**self.settings, "model.max_context": self.window, "cache.hbm_tokens": self.window + BLOCK_TOKENS}
         if self.dram_blocks:
-            size = self.dram_blocks * BLOCK_TOKENS * kv_bytes_per_token
+            size = self.dram_blocks * BLOCK_TOKENS * bytes_per_token
             own["cache.dram_gib"] = 1.01 * size / (1 << 30)  # rounding must not cost a block
         return own
 
