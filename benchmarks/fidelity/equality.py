@@ -1,7 +1,6 @@
 """Greedy text over the whole hierarchy, held against the same text without it: real servers, a model in fp32.
 
     python -m benchmarks.fidelity.equality --data DIR [--model smollm2] [--dtype bfloat16 --exact on]
-    python -m benchmarks.fidelity.equality --data DIR --codec activation --model DIR
     python -m benchmarks.fidelity.equality --data DIR --model smollm2 --dtype bfloat16 --exact on --weights q4
     python -m benchmarks.fidelity.equality --data DIR --model smollm2 --dtype bfloat16 --exact on --hbm-dtype int8
 
@@ -26,8 +25,7 @@ reference of the others is a server that keeps everything in HBM and cuts the sa
 Held: no error; at least --turns returning turns (--cut-turns after a cut); every difference is a near-tie of the
 reference, in at most 0.5 % of the turns; the same cuts; and the history did come from where the mode says. With
 --exact on (`model.exact`): no difference at all, and the server says that it has proven it; of contexts never cut, for
-what HBM keeps after a cut was rotated twice in the reference. With --codec activation (`cache.codec`) the reference has
-none. The exit status says so.
+what HBM keeps after a cut was rotated twice in the reference. The exit status says so.
 """
 
 import asyncio
@@ -49,7 +47,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Quick, Run, some_of
-from benchmarks.harness.models import activation_bytes_per_token, kv_bytes_per_token, model_directory, result_name
+from benchmarks.harness.models import kv_bytes_per_token, model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
 from benchmarks.harness.tables import show_rows
@@ -80,11 +78,11 @@ class Mode:
     def cuts(self) -> bool:
         return self.window == CUT_WINDOW
 
-    def settings_for(self, stored_bytes_per_token: int) -> dict[str, str | int | float]:
+    def settings_for(self, bytes_per_token: int) -> dict[str, str | int | float]:
         # The least that a window may have: itself and one page.
         own = {**self.settings, "model.max_context": self.window, "cache.hbm_tokens": self.window + BLOCK_TOKENS}
         if self.dram_blocks:
-            size = self.dram_blocks * BLOCK_TOKENS * stored_bytes_per_token
+            size = self.dram_blocks * BLOCK_TOKENS * bytes_per_token
             own["cache.dram_gib"] = 1.01 * size / (1 << 30)  # rounding must not cost a block
         return own
 
@@ -330,17 +328,13 @@ def measure(run: Run) -> dict[str, Any]:
         "model.weights": arguments.weights, "cache.hbm_dtype": arguments.hbm_dtype, "engine.threads": 1,
     }  # fmt: skip
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    value_bytes = 4 if arguments.dtype == "float32" else 2
-    kv_bytes = stored_bytes = kv_bytes_per_token(arguments.model, value_bytes)
-    coding: dict[str, str | int | float] = {}
-    if arguments.codec == "activation":
-        coding, stored_bytes = {"cache.codec": "activation"}, activation_bytes_per_token(arguments.model, value_bytes)
+    kv_bytes = kv_bytes_per_token(arguments.model, 4 if arguments.dtype == "float32" else 2)
     modes = [mode for mode in MODES if mode.name in wanted]
     tallies: dict[str, Tally] = {}
     result: dict[str, Any] = {}
     for mode in modes:
         run.expect(planned[mode.name], mode.name)
-        own = {**settings, **coding, **mode.settings_for(stored_bytes)}
+        own = {**settings, **mode.settings_for(kv_bytes)}
         apart: dict[str, str | int | float] = {
             **settings, "model.max_context": mode.window, "cache.mode": "prefix" if mode.cuts else "recompute",
             "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
@@ -360,8 +354,8 @@ def measure(run: Run) -> dict[str, Any]:
         if exact:
             held["proven at start"] = bool(model["exact"]["proven"])
         result = {
-            "model": model, "settings": {**settings, **coding},
-            "modes_settings": {one.name: one.settings_for(stored_bytes) for one in modes}, "planned": planned,
+            "model": model, "settings": settings,
+            "modes_settings": {one.name: one.settings_for(kv_bytes) for one in modes}, "planned": planned,
             "held": held, "modes": summarize(tallies),
         }  # fmt: skip
         run.keep(result)
@@ -378,7 +372,6 @@ def options(parser: ArgumentParser) -> None:
         "--modes", type=some_of(names), help="comma-separated; default: all, with --exact those never cut"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
-    parser.add_argument("--codec", choices=("raw", "activation"), default="raw", help="cache.codec, if lossless")
     parser.add_argument("--weights", choices=("auto", "bf16", "q8", "q4"), default="auto", help="model.weights")
     parser.add_argument("--hbm-dtype", choices=("auto", "int8"), default="auto", help="cache.hbm_dtype, of both arms")
     parser.add_argument("--exact", choices=("off", "on"), default="off", help="model.exact; on: nothing is excused")
@@ -388,7 +381,7 @@ def file_name(words: Namespace) -> str:
     name = "equality_exact" if words.exact == "on" else "equality"
     name += "" if words.weights == "auto" else f"_{words.weights}"
     name += "" if words.hbm_dtype == "auto" else f"_{words.hbm_dtype}"
-    return result_name(name if words.codec == "raw" else f"{name}_{words.codec}", words.model)
+    return result_name(name, words.model)
 
 
 EXPERIMENT = Experiment(

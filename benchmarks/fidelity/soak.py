@@ -27,7 +27,7 @@ from openai import OpenAIError
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import kv_bytes_per_token
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
 from benchmarks.harness.tables import show_rows

@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.fleet.processes import FleetProcesses, fleet_processes
 from benchmarks.fleet.scenario import TIERS, Account, Row, Talk, asks, figures_of, show, words
 from benchmarks.harness.experiment import Experiment, Quick, Run, turned
-from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.servers import serve
 from reprise.model.directories import BUNDLED
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from benchmarks.gpu_day.items import Asked, Item, Values
 from benchmarks.gpu_day.shape import directory, drawn_where_needed, step_bytes
 from benchmarks.gpu_day.timing import spread
-from benchmarks.harness.in_process import InProcess, Turn, config, greedy, kv_bytes_per_token, vocabulary_of
+from benchmarks.harness.in_process import InProcess, Turn, config, greedy, vocabulary_of
+from benchmarks.harness.models import kv_bytes_per_token
 from reprise.engine.messages import SessionRequest
 
 GIB = 1 << 30

@@ -241,15 +241,4 @@ def random_tokens(rng: random.Random, model: str, count: int) -> list[int]:
 
 
 def vocabulary_of(model: str) -> int:
-    return int(_shape(model)["vocab_size"])
-
-
-def kv_bytes_per_token(model: str) -> int:
-    """Return the bytes of a token's KV in bf16, all layers."""
-    shape = _shape(model)
-    return int(2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
-
-
-def _shape(model: str) -> dict[str, Any]:
-    raw: dict[str, Any] = msgspec.json.decode((Path(model) / "config.json").read_bytes())
-    return raw
+    return int(msgspec.json.decode((Path(model) / "config.json").read_bytes())["vocab_size"])

@@ -28,13 +28,7 @@ def result_name(benchmark: str, directory: Path) -> str:
     return benchmark if directory == BUNDLED else f"{benchmark}_{name_of(directory).lower()}"
 
 
-def kv_bytes_per_token(directory: Path, value_bytes: int) -> int:
-    """Keys and values of all layers, of a Llama-shaped model."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+def kv_bytes_per_token(directory: Path | str, value_bytes: int = 2) -> int:
+    """Keys and values of all layers, of a Llama-shaped model; 2: of bf16."""
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * value_bytes)
-
-
-def activation_bytes_per_token(directory: Path, value_bytes: int) -> int:
-    """Return the bytes of a token's activations, with which all layers' attention begins."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return int(config["num_hidden_layers"] * config["hidden_size"] * value_bytes)

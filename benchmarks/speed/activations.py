@@ -26,14 +26,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.in_process import (
-    InProcess,
-    as_engine_process,
-    config,
-    kv_bytes_per_token,
-    random_tokens,
-    take_turns,
-)
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, random_tokens, take_turns
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.tables import show_rows
 
 NEW_TOKENS = 8

@@ -17,20 +17,20 @@ read memory, over what it takes. Held: q8 at most 0.6 x of bf16's TPOT, q4 0.4 x
 
 import json
 import os
-import random
 import sys
 from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.experiment import Experiment, Run, turned
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import spread
 from benchmarks.harness.models import NAMES, model_directory
 from benchmarks.harness.tables import show_rows
-from benchmarks.speed.raw_speed import Measure, Worker, engine_config, engine_measure, read_rate, transformers_arm
+from benchmarks.speed.raw_speed import Measure, Worker, engine_config, engine_measure, sample, transformers_arm, work
 from reprise.engine.process.child import engine_environment
 
 CASES = ((1, 16), (1, 1000), (8, 16), (8, 1000))
@@ -40,24 +40,16 @@ ARMS = (*ENGINE_ARMS, "transformers")
 WORKER = "--worker"
 
 
-def work(arm: str, model: str) -> None:
-    """A worker's life: a line of prompts in, a line of seconds out."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not end up among the answers
-    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    kv_bytes = 0
-    measure: Measure
-    if arm in ENGINE_ARMS:
-        from reprise.engine.build.engine import build_engine
+def open_arm(arm: str, model: str) -> tuple[Measure, str]:
+    """Return an arm, in its worker, and what it says of itself."""
+    if arm not in ENGINE_ARMS:
+        weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        return transformers_arm(model), json.dumps({"weights": weights, "kv": 0})
+    from reprise.engine.build.engine import build_engine
 
-        engine = build_engine(engine_config(model, weights=ENGINE_ARMS[arm]))
-        weights, kv_bytes = engine.model.memory_plan["weights"], engine.model.kv_bytes_per_token
-        measure = engine_measure(engine)
-    else:
-        measure = transformers_arm(model)
-    answers.write(json.dumps({"weights": weights, "kv": kv_bytes}) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(measure(json.loads(line))) + "\n")
+    engine = build_engine(engine_config(model, weights=ENGINE_ARMS[arm]))
+    weights, kv_bytes = engine.model.memory_plan["weights"], engine.model.kv_bytes_per_token
+    return engine_measure(engine), json.dumps({"weights": weights, "kv": kv_bytes})
 
 
 def start(arm: str, model: str) -> Worker:
@@ -69,7 +61,6 @@ def start(arm: str, model: str) -> Worker:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The first round warms up and does not count."""
     arguments = run.arguments
     workers: dict[str, Worker] = {}
     for arm in run.track(arguments.arms, "starting"):
@@ -77,33 +68,18 @@ def measure(run: Run) -> dict[str, Any]:
         if model is not None:
             workers[arm] = start(arm, model)
     says: dict[str, dict[str, int]] = {arm: json.loads(worker.says) for arm, worker in workers.items()}
-    vocab = json.loads((arguments.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    rng, arms = random.Random(0), tuple(workers)
-    samples: dict[str, dict[tuple[int, int], list[tuple[float, float]]]] = {arm: {} for arm in arms}
-    rates = []
-    try:
-        for round_ in run.track(range(-1, arguments.rounds), "rounds"):
-            for streams, context in CASES:
-                prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(streams)]
-                for arm in turned(arms, round_):
-                    found = workers[arm].measure(prompts)
-                    if round_ >= 0:
-                        samples[arm].setdefault((streams, context), []).append(found)
-            rates.append(read_rate())
-    finally:
-        for worker in workers.values():
-            worker.close()
+    samples, rates = sample(run, workers, CASES, arguments.model)
     rate = median(rates)
-    kv_bytes = max(said.get("kv", 0) for said in says.values())
+    kv_bytes = max(said["kv"] for said in says.values())
     rows = [
-        _row(case, {arm: samples[arm][case] for arm in arms}, {arm: says[arm]["weights"] for arm in arms},
+        _row(case, {arm: samples[arm][case] for arm in says}, {arm: says[arm]["weights"] for arm in says},
              kv_bytes, rate)
         for case in CASES
     ]  # fmt: skip
     return {
         "settings": {"file": Path(arguments.gguf).name if arguments.gguf else None, "rounds": arguments.rounds},
         "memory_read_gb_s": rate,
-        "weights_mb": {arm: round(says[arm]["weights"] / 1e6, 1) for arm in arms},
+        "weights_mb": {arm: round(said["weights"] / 1e6, 1) for arm, said in says.items()},
         "rows": rows,
         "held": verdicts(rows),
     }
@@ -161,6 +137,6 @@ EXPERIMENT = Experiment(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
-        work(*sys.argv[2:])
+        work(partial(open_arm, *sys.argv[2:]))
     else:
         raise SystemExit(EXPERIMENT.main())

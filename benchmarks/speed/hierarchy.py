@@ -42,7 +42,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
-from benchmarks.harness.in_process import kv_bytes_per_token
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from benchmarks.harness.tables import show_rows

@@ -32,8 +32,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import ratio
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.tables import show_rows
 from reprise.loadgen.measure import load_run

@@ -21,6 +21,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +42,8 @@ NEW_TOKENS = 33
 EXACT = "reprise exact"
 WORKER = "--worker"  # the first word of an arm's process
 ARMS = ("reprise", EXACT, "transformers", "transformers+malloc")
+Case = tuple[int, int]
+"""Streams, tokens of context."""
 Measure = Callable[[list[list[int]]], tuple[float, float]]
 """Prompts -> (seconds to all first tokens, seconds of a decode step)."""
 
@@ -54,13 +57,6 @@ def engine_config(model: str, **flags: str) -> EngineConfig:
     }  # fmt: skip
     own = {f"model.{name}": value for name, value in flags.items()}
     return load_settings(flags=shared | own, environ={}, config=None).engine_config(bytes(32))
-
-
-def engine_arm(model: str, exact: str) -> Measure:
-    # Here and not above: the process of vanilla transformers does not load our engine.
-    from reprise.engine.build.engine import build_engine
-
-    return engine_measure(build_engine(engine_config(model, exact=exact)))
 
 
 def engine_measure(engine: Any) -> Measure:
@@ -124,15 +120,22 @@ def transformers_arm(model: str) -> Measure:
     return measure
 
 
-def work(arm: str, model: str) -> None:
-    """A worker's life: a line of prompts in, a line of seconds out."""
-    if arm.startswith("reprise"):
-        measure = engine_arm(model, "on" if arm == EXACT else "off")
-    else:
-        measure = transformers_arm(model)
+def open_arm(arm: str, model: str) -> tuple[Measure, str]:
+    """Return an arm, in its worker, and what it says of itself."""
+    if not arm.startswith("reprise"):
+        return transformers_arm(model), "ready"
+    # Here and not above: the process of vanilla transformers does not load our engine.
+    from reprise.engine.build.engine import build_engine
+
+    return engine_measure(build_engine(engine_config(model, exact="on" if arm == EXACT else "off"))), "ready"
+
+
+def work(opened: Callable[[], tuple[Measure, str]]) -> None:
+    """A worker's life: it says something of itself, then a line of prompts comes in and a line of seconds goes out."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not end up among the answers
-    answers.write("ready\n")
+    measure, says = opened()
+    answers.write(f"{says}\n")
     for line in sys.stdin:
         answers.write(json.dumps(measure(json.loads(line))) + "\n")
 
@@ -166,37 +169,51 @@ class Worker:
         self._process.wait(timeout=10)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """The first round warms up and does not count."""
-    rng, context = random.Random(0), run.arguments.context
-    model = str(run.random_model())
-    vocab = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    workers = start(run.arguments.arms, model)
-    arms = tuple(workers)
-    samples: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
+Samples = dict[str, dict[Case, list[tuple[float, float]]]]
+"""Arm -> case -> (seconds to all first tokens, seconds of a decode step), a round each."""
+
+
+def sample(run: Run, workers: Mapping[str, Worker], cases: Sequence[Case], model: Path) -> tuple[Samples, list[float]]:
+    """Let the workers take turns, and close them. Returns what they measured, and the rate at which memory was read in
+    each round. The first round warms up and does not count."""
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    rng, arms, rates = random.Random(0), tuple(workers), list[float]()
+    samples: Samples = {arm: {case: [] for case in cases} for arm in arms}
     try:
         for round_ in run.track(range(-1, run.arguments.rounds), "rounds"):
-            for streams in run.arguments.streams:
-                prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(streams)]
+            for streams, context in cases:
+                prompts = [[rng.randrange(vocabulary) for _ in range(context)] for _ in range(streams)]
                 for arm in turned(arms, round_):
-                    first_s, step_s = workers[arm].measure(prompts)
+                    found = workers[arm].measure(prompts)
                     if round_ >= 0:
-                        samples[arm].setdefault(f"prefill_tok_s@{streams}", []).append(streams * context / first_s)
-                        samples[arm].setdefault(f"tpot_ms@{streams}", []).append(step_s * 1e3)
+                        samples[arm][streams, context].append(found)
+            rates.append(read_rate())
     finally:
         for worker in workers.values():
             worker.close()
+    return samples, rates
+
+
+def measure(run: Run) -> dict[str, Any]:
+    context, model = run.arguments.context, run.random_model()
+    workers = start(run.arguments.arms, str(model))
+    samples, rates = sample(run, workers, [(streams, context) for streams in run.arguments.streams], model)
+    figures: dict[str, dict[str, list[float]]] = {arm: {} for arm in workers}
+    for arm, by_case in samples.items():
+        for (streams, _), found in by_case.items():
+            figures[arm][f"prefill_tok_s@{streams}"] = [streams * context / first_s for first_s, _ in found]
+            figures[arm][f"tpot_ms@{streams}"] = [step_s * 1e3 for _, step_s in found]
     return {
         "context": context,
-        "memory_read_gb_s": read_rate(),
-        "arms": {arm: {name: spread(v, 2) for name, v in values.items()} for arm, values in samples.items()},
+        "memory_read_gb_s": median(rates),
+        "arms": {arm: {name: spread(v, 2) for name, v in values.items()} for arm, values in figures.items()},
         "ratios": {
             against: {
-                name: round(median(samples["reprise"][name]) / median(samples[against][name]), 3)
-                for name in samples["reprise"]
+                name: round(median(figures["reprise"][name]) / median(figures[against][name]), 3)
+                for name in figures["reprise"]
             }
-            for against in arms
-            if against != "reprise" and "reprise" in arms
+            for against in workers
+            if against != "reprise" and "reprise" in workers
         },
     }
 
@@ -268,6 +285,6 @@ EXPERIMENT = Experiment(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
-        work(*sys.argv[2:])
+        work(partial(open_arm, *sys.argv[2:]))
     else:
         raise SystemExit(EXPERIMENT.main())

@@ -24,7 +24,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
-from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, random_tokens
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, random_tokens
+from benchmarks.harness.models import kv_bytes_per_token
 from benchmarks.harness.tables import show_rows
 from reprise.model.directories import BUNDLED
 

@@ -20,13 +20,14 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.harness.experiment import Run, some_of
+from benchmarks.harness.experiment import Experiment, Run, some_of
 from benchmarks.harness.measures import interval, mean_of
+from benchmarks.harness.models import result_name
 from benchmarks.harness.tables import show_rows
 from benchmarks.texts.history import History
 from benchmarks.texts.reading import TEXTS, draw_windows, encoder, held_out, text_options
 from reprise.cache.blocks.keys import BLOCK_TOKENS
-from reprise.cache.blocks.truncate import Range
+from reprise.cache.blocks.truncate import Range, plan_cut
 from tools.bundled_model.corpus import TURN_START
 
 WINDOW = 1024
@@ -36,6 +37,16 @@ CANDIDATES = 10
 MIN_GAP, MAX_DIALOGUE = 30, 440  # tokens: from the last mention to the message that asks; before that message
 MAX_MESSAGE = 64  # tokens of the assistant's message before the name
 DRAWS = 2000  # draws of the bootstrap
+
+
+def cuts_of(
+    length: int, reserve: int, scores_of: Callable[[Sequence[int]], Sequence[float] | None] = lambda starts: None
+) -> list[Range]:
+    """Return what a server drops of a context so that `reserve` tokens more have room. scores_of: see `plan_cut`."""
+    return plan_cut(
+        length, window=WINDOW, ratio=RATIO, reserve=reserve, keep_first=KEEP_FIRST, newest=length, starts=(), marked=(),
+        scores_of=scores_of,
+    )  # fmt: skip
 
 
 def rows_without(length: int, cuts: Sequence[Range]) -> Tensor:
@@ -213,14 +224,23 @@ def is_answerable(history: History, question: Question) -> bool:
     return answer(history, question.message, question.candidates)[0]
 
 
-def cut_options(parser: ArgumentParser, parts: Sequence[str]) -> None:
-    """Add the options of programs that score what follows a cut."""
-    text_options(parser, model="bundled")
-    parser.add_argument("--parts", type=some_of(parts), default=list(parts), help="comma-separated")
-    parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
-    parser.add_argument("--scored", type=int, default=384, help="tokens scored after a cut")
-    parser.add_argument("--questions", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+def cut_experiment(
+    name: str, about: str | None, measure: Callable[[Run], dict[str, Any]], parts: Sequence[str]
+) -> Experiment:  # fmt: skip
+    """Return a program that scores what follows a cut."""
+
+    def options(parser: ArgumentParser) -> None:
+        text_options(parser, model="bundled")
+        parser.add_argument("--parts", type=some_of(parts), default=list(parts), help="comma-separated")
+        parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
+        parser.add_argument("--scored", type=int, default=384, help="tokens scored after a cut")
+        parser.add_argument("--questions", type=int, default=60)
+        parser.add_argument("--seed", type=int, default=0)
+
+    return Experiment(
+        name=lambda arguments: result_name(name, arguments.model), about=about, measure=measure, show=show_parts,
+        options=options,
+    )  # fmt: skip
 
 
 def measure_parts(

@@ -6,7 +6,7 @@ Texts of books, chats and WikiText-2, none of which calibrated anything: a histo
 coded except for its first block, and 192 tokens after it, which are scored. Computed in fp32 with KV stored in bf16;
 compared with the same history as it was stored.
 
-transform       calibrated to a budget in nats a token, at two budgets; also with keys as they were rotated
+transform       calibrated to a budget in nats a token, at two budgets
 fp8, kivi4, kivi2   as others do it
 
 Held: a calibrated codec keeps to its budget; at 0.001 nats it takes at most a quarter of raw's bytes, the likeliest
@@ -16,12 +16,9 @@ less than KIVI-4 in fewer bytes.
 
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import name_of, result_name
@@ -30,60 +27,16 @@ from benchmarks.texts.history import load_subject, summary
 from benchmarks.texts.quantised import other_codecs, raw_block_bytes
 from benchmarks.texts.reading import encoder, text_options, texts_of
 from reprise.cache.blocks.keys import BLOCK_TOKENS
-from reprise.engine.codec.calibration import calibrate, statistics
+from reprise.engine.codec.calibration import calibrate
 from reprise.engine.codec.quality import HistoryCoder, Part, Quality, measure
 from reprise.engine.codec.text import calibration_text
-from reprise.engine.model.probe import ProbeResult
-from reprise.engine.model.rotations import ModelRotations
 from reprise.kernels.codecs.codec import Codec
-from reprise.kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
 
 BUDGETS = 0.001, 0.004
 HISTORIES = 512, 1024, 1024, 2048, 1024, 512, 1024, 4096  # tokens, in turn
 SCORED = 192
 MOST_BYTES = {0.001: 0.25, 0.004: 0.18}
 LEAST_SAME, MOST_PERPLEXITY = 0.98, 0.002
-
-
-class RotatedCodec:
-    """A codec of keys as rotated for their positions, as a server without positions in its cache would need it."""
-
-    is_lossy = True
-    device = torch.device("cpu")
-
-    def __init__(self, inner: TransformCodec, found: ProbeResult) -> None:
-        self.name, self.segment_bytes, self._inner = f"rotated-{inner.name}", inner.segment_bytes, inner
-        self._rotations, self._shapes = ModelRotations(ropes=found.ropes), found.shapes
-
-    def on(self, device: torch.device) -> "RotatedCodec":
-        """Implement `Codec.on`."""
-        return self
-
-    def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
-        """Implement `Codec.encode`."""
-        return self._inner.encode(layer, self._turned(layer, raw, back=False), segments)
-
-    def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """Implement `Codec.decode`."""
-        self._inner.decode(layer, segments, raw, together=together)
-        raw.copy_(self._turned(layer, raw, back=True))
-
-    def _turned(self, layer: int, raw: Tensor, *, back: bool) -> Tensor:
-        shape = self._shapes[layer]
-        split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
-        k = raw[:, :split].reshape(-1, shape.kv_heads, shape.k_dim)
-        positions = torch.arange(BLOCK_TOKENS, BLOCK_TOKENS + len(k))  # the first block is not coded
-        turn = self._rotations.unrotate if back else self._rotations.rotate
-        return torch.cat([turn(layer, k, positions).reshape(len(raw), -1), raw[:, split:]], 1).contiguous()
-
-
-def rotated(layers: Sequence[LayerStatistics], found: ProbeResult) -> Iterator[LayerStatistics]:
-    """Yield the statistics of keys as rotated; the metric is the same, because a pair's energy is."""
-    rotations = ModelRotations(ropes=found.ropes)
-    for number, layer in enumerate(layers):
-        k = torch.from_numpy(layer.k)
-        turned = rotations.rotate(number, k, torch.arange(len(k)) % 1024)
-        yield LayerStatistics(turned.numpy(), layer.v, layer.query_energy)
 
 
 def measure_codecs(run: Run) -> dict[str, Any]:
@@ -103,10 +56,6 @@ def measure_codecs(run: Run) -> dict[str, Any]:
             "seconds": time.perf_counter() - started, "k_step": made.k_step, "v_step": made.v_step,
             "kl_measured": made.divergence, "bytes_by_layer": list(made.codec.segment_bytes),
         }  # fmt: skip
-        if budget == BUDGETS[0]:
-            bases = [basis_of(layer) for layer in rotated(statistics(subject, learned), subject.found)]
-            inner = TransformCodec.fitted(bases, k_step=made.k_step, v_step=made.v_step, dtype=torch.bfloat16)
-            codecs["the same, keys rotated"] = RotatedCodec(inner, subject.found)
     codecs |= other_codecs(subject.found)
     lengths = [HISTORIES[number % len(HISTORIES)] + SCORED for number in range(-(-arguments.tokens // SCORED))]
     texts = texts_of(arguments.data, encoder(arguments.model), lengths)

@@ -27,27 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.models import result_name
+from benchmarks.harness.experiment import Run
 from benchmarks.texts.after_cut import (
-    KEEP_FIRST,
     MAX_MESSAGE,
-    RATIO,
     WINDOW,
     Answer,
     OtherText,
     Question,
     answer,
     ask_names,
-    cut_options,
+    cut_experiment,
+    cuts_of,
     mean_loss,
     measure_parts,
     perplexities,
     rows_without,
-    show_parts,
 )
 from benchmarks.texts.history import History, Rows, load_subject
-from reprise.cache.blocks.truncate import plan_cut
 from reprise.cache.tiers.hbm import MAX_HOPS
 from reprise.engine.model.rotations import ModelRotations
 
@@ -99,10 +95,7 @@ class Cutter:
 
 def kept_rows(length: int, reserve: int) -> Tensor:
     """Return which rows of a context a server with the default settings keeps, [kept] int64."""
-    cuts = plan_cut(
-        length, window=WINDOW, ratio=RATIO, reserve=reserve, keep_first=KEEP_FIRST, newest=length, starts=(), marked=()
-    )
-    return rows_without(length, cuts)
+    return rows_without(length, cuts_of(length, reserve))
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -149,7 +142,4 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     return held
 
 
-EXPERIMENT = Experiment(
-    name=lambda arguments: result_name("truncation_text", arguments.model), about=__doc__, measure=measure,
-    show=show_parts, options=lambda parser: cut_options(parser, ("perplexity", "retrieval")),
-)  # fmt: skip
+EXPERIMENT = cut_experiment("truncation_text", __doc__, measure, ("perplexity", "retrieval"))

@@ -21,27 +21,25 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.harness.experiment import Experiment, Run
-from benchmarks.harness.models import result_name
+from benchmarks.harness.experiment import Run
 from benchmarks.texts.after_cut import (
     KEEP_FIRST,
-    RATIO,
     WINDOW,
     Answer,
     OtherText,
     Question,
     answer,
     ask_names,
-    cut_options,
+    cut_experiment,
+    cuts_of,
     mean_loss,
     measure_parts,
     perplexities,
     rows_without,
-    show_parts,
 )
 from benchmarks.texts.history import CPU, History, Rows, load_subject
 from reprise.cache.blocks.keys import BLOCK_TOKENS
-from reprise.cache.blocks.truncate import Range, blocks_of, merge_cuts, plan_cut, subtract
+from reprise.cache.blocks.truncate import Range, blocks_of, merge_cuts, subtract
 from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.cache.policies.keep.block_scorer import CutBlocks
 from reprise.cache.policies.keep.recall import choose
@@ -111,11 +109,7 @@ def cut(read: Read, scorer: str, newest: Sequence[int], *, reserve: int) -> list
         attention = [read.attention[start // BLOCK_TOKENS] for start in starts]
         return chosen.score(CutBlocks(tokens=tokens, newest=newest, attention=attention))
 
-    length = len(read.token_ids)
-    return plan_cut(
-        length, window=WINDOW, ratio=RATIO, reserve=reserve, keep_first=KEEP_FIRST, newest=length, starts=(), marked=(),
-        scores_of=scores_of,
-    )  # fmt: skip
+    return cuts_of(len(read.token_ids), reserve, scores_of)
 
 
 def recall(token_ids: Sequence[int], cuts: Sequence[Range], newest: Sequence[int]) -> list[Range]:
@@ -213,7 +207,4 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
     return held
 
 
-EXPERIMENT = Experiment(
-    name=lambda arguments: result_name("keeping", arguments.model), about=__doc__, measure=measure, show=show_parts,
-    options=lambda parser: cut_options(parser, ("perplexity", "names")),
-)  # fmt: skip
+EXPERIMENT = cut_experiment("keeping", __doc__, measure, ("perplexity", "names"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_day import stamp
-from benchmarks.gpu_day.merge import BEGIN, DOCUMENT, END, merge
+from benchmarks.gpu_day.merge import BEGIN, END, merge
 from benchmarks.gpu_day.report import ratios, read_lines
 
 TURNS: list[dict[str, Any]] = [
@@ -62,10 +62,6 @@ def test_a_day_is_merged_beside_what_was_there(folder: Path, tmp_path: Path) -> 
     assert "| 1 x 1024 | 6.7 | 6.5 | 0.2 |" in text
     assert "| return, DRAM all | 85.0 | 8.0 |" in text
     assert "old" not in text
-
-
-def test_the_document_has_its_markers() -> None:
-    assert [DOCUMENT.read_text(encoding="utf-8").count(mark) for mark in (BEGIN, END)] == [1, 1]
 
 
 def test_a_day_needs_a_preflight_on_its_own_sources_and_versions(

@@ -60,13 +60,6 @@ def test_the_items_after_one_that_fails_are_measured(tmp_path: Path, way: str, s
     assert len(list(tmp_path.iterdir())) <= 3, "with the report there are four files"
 
 
-def test_tests_have_a_file_of_their_own(tmp_path: Path) -> None:
-    lines, _ = ran(tmp_path, "test")
-    assert [line["item"] for line in lines] == ["a", "c"]
-    (told,) = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
-    assert (told["test"], told["outcome"]) == ("test_x", "passed")
-
-
 def test_a_section_ends_when_its_time_is_over(tmp_path: Path) -> None:
     lines, _ = ran(tmp_path, "hang", limit_s=0.6)
     assert "no time was left" in lines[-1]["error"]

@@ -2,7 +2,7 @@
 
 import random
 
-from benchmarks.harness.measures import interval, median_interval, ratio, rounded
+from benchmarks.harness.measures import interval, median_interval
 
 
 def test_the_interval_of_a_median_gets_narrow_with_many_samples() -> None:
@@ -18,8 +18,3 @@ def test_the_interval_of_a_median_gets_narrow_with_many_samples() -> None:
 def test_an_interval_leaves_out_a_fortieth_at_either_end() -> None:
     ranks = iter(random.Random(0).sample(range(1, 1001), 1000))
     assert interval(lambda rng: next(ranks), 1000) == (25, 975)
-
-
-def test_what_cannot_be_said_is_none() -> None:
-    assert (rounded(float("nan")), rounded(None), rounded(1.234)) == (None, None, 1.23)
-    assert (ratio(1.0, 0.0), ratio(None, 1.0), ratio(1.0, 3.0)) == (None, None, 0.3333)

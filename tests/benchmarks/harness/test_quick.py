@@ -46,11 +46,6 @@ def test_what_does_not_hold_is_worse_and_is_named():
     assert len(compare("stub", stub(figure(1.1), holds=False), {"ratio": 1.0}, now)) == 1
 
 
-def test_a_benchmark_that_has_no_committed_result_yet_is_not_judged():
-    (row,) = compare("stub", stub(figure(1.1)), None, {"ratio": 1.0})
-    assert (row.committed, row.verdict) == ("- (x 1.1)", UNKNOWN)
-
-
 @pytest.mark.parametrize("name", [*STANDING, *WITH_DATA])
 def test_the_figures_of_small_forms_can_be_read_from_the_committed_results(name):
     experiment = quick.importlib.import_module(f"benchmarks.{name}").EXPERIMENT

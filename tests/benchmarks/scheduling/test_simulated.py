@@ -66,13 +66,3 @@ def test_the_program_runs_and_is_drawn(tmp_path):
     draw(drawn(result["rows"]), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert any(line.startswith("- car-hidden/fcfs: mean") for line in classes_section(result, "here"))
-
-
-def test_a_window_is_held_to_its_places():
-    row = {"window": 4, "ttft_ms": {name: {"most_overtakes": 3} for name in ("car", "car-hidden", "priority")}}
-    worse = {
-        "window": 4,
-        "ttft_ms": {**row["ttft_ms"], "car": {"most_overtakes": 4}, "priority": {"most_overtakes": 9}},
-    }
-    assert list(simulated.verdicts([row]).values()) == [True, True]
-    assert list(simulated.verdicts([row, worse]).values()) == [False, True]

@@ -1,13 +1,11 @@
 """Tests what the rotation of conversations over the tiers concludes, and how results become tables."""
 
 import pytest
-from tokenizers import Tokenizer
 
 from benchmarks.figures.tiers import tier_sections
-from benchmarks.harness.make_model import BUNDLED
 from benchmarks.harness.result_files import load
 from benchmarks.speed import hierarchy, rotation
-from benchmarks.speed.hierarchy import Sample, Shape, Writer
+from benchmarks.speed.hierarchy import Sample
 from benchmarks.speed.rotation import Played
 
 
@@ -42,19 +40,6 @@ def test_new_tokens_that_happened_to_be_cached_are_no_history():
     assert hierarchy.describe(some)["reused_of_history"] == round((60 + 90) / 180, 4)
 
 
-def test_a_message_has_the_tokens_that_were_asked_for():
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    for wanted in (1, 130, 1000):
-        text = Writer(tokenizer, seed=1).message(wanted)
-        assert abs(len(tokenizer.encode(text).ids) - wanted) <= 1
-
-
-def test_the_final_length_of_a_conversation():
-    # 1000 + 3 * 140 + 4 * 100 = 1820, in blocks of 32: 57.
-    assert Shape(8, 1000, 140, 100, 4).final_tokens == 57 * 32
-    assert rotation.FINAL_TOKENS == 768
-
-
 @pytest.mark.parametrize(
     ("ms", "tier", "held"), [(11, "dram", [True, True]), (12, "dram", [True, False]), (11, "disk", [False, True])]
 )
@@ -72,16 +57,6 @@ def test_hit_rates_count_tokens_from_the_third_turn_on():
     assert (summary["hit_rate"], summary["turns"], summary["turns_hit"]) == (0.5, 2, 1)
     assert summary["hit_rate_by_turn"] == {3: 1.0, 4: round(1 / 3, 4)}
     assert summary["missed_tokens"] == {"evicted": 200}
-
-
-@pytest.mark.parametrize(("rate", "hits", "held"), [(0.61, 80, [True, True]), (0.59, 79, [False, False])])
-def test_a_tier_slightly_too_small_is_held_against_its_share(rate, hits, held):
-    arms = [
-        {"policy": "lookahead", "capacity": 6, "disk": disk, "hit_rate": rate, "turns": 80, "turns_hit": hits}
-        for disk in (False, True)
-    ]
-    arms.append({**arms[0], "policy": "lru", "hit_rate": 0.0})
-    assert list(rotation.verdicts(arms).values()) == held
 
 
 def test_committed_results_become_tables_and_figures(tmp_path):

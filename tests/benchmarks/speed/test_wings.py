@@ -44,16 +44,6 @@ def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pyt
     torch.set_num_threads(threads)
 
 
-def test_int8_pages_and_weights_are_judged() -> None:
-    assert failed(int8_pages.verdicts(0.52, {"kl": 0.0001})) == 0
-    assert failed(int8_pages.verdicts(0.53, {"kl": 1.0})) == 2
-    assert weights.ratio([(110.0, 60.0), (100.0, 50.0), (130.0, 80.0)], 100.0) == pytest.approx(1.1)  # by the link
-    assert weights.ratio([(110.0, 10.0)], 20.0) == pytest.approx(1.1)  # by computing
-    assert weights.ratio([(100.0, 50.0)], 50.0) == pytest.approx(2.0)  # nothing hidden
-    arms = {"hbm": {"bytes": 0}, "link": {"bytes": 9, "prefill": {"ratio": 1.1}, "decode": {"ratio": 1.2}}}
-    assert [*weights.verdicts(arms).values()] == [True, False]
-
-
 def served(ttft_ms: float, truncated: int = 0, shifted: int = 0, recalled: int = 0) -> StreamedAnswer:
     found = {"truncated_tokens": truncated, "shifted_tokens": shifted, "recalled_tokens": recalled}
     return StreamedAnswer(

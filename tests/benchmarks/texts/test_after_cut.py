@@ -1,4 +1,4 @@
-"""Tests the ways of going on after a cut, the windows that are cut, and which names are asked for."""
+"""Tests the ways of going on after a cut, and which names are asked for."""
 
 import math
 import random
@@ -11,7 +11,6 @@ from benchmarks.texts.after_cut import CANDIDATES, MIN_GAP, WINDOW, find_questio
 from benchmarks.texts.cuts import ARMS, Cutter, kept_rows
 from benchmarks.texts.history import History, load_subject
 from benchmarks.texts.keeping import WatchedHistory, cut, recall
-from benchmarks.texts.reading import draw_windows
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.engine.codec.quality import Subject
 from reprise.engine.model.rotations import ModelRotations
@@ -59,16 +58,6 @@ def test_a_server_drops_what_its_scorer_says_and_recalls_what_is_asked_for(subje
     back = recall(text, oldest, [text[40], 5])
     assert sum(b - a for a, b in back) == 512
     assert back[0][0] > 32, "the block of the token is there again"
-
-
-def test_windows_lie_side_by_side_and_a_short_text_is_used_again_in_another_order() -> None:
-    texts = [list(range(start, start + 40)) for start in range(0, 200, 40)]
-    assert draw_windows(texts, 64, 3, seed=0) == [list(range(start, start + 64)) for start in (0, 68, 136)]
-    again = draw_windows(texts, 64, 11, seed=0)
-    assert [len(window) for window in again] == [64] * 11
-    assert len({tuple(window) for window in again}) > 6
-    with pytest.raises(ValueError, match="too few"):
-        draw_windows(texts, 500, 1, seed=0)
 
 
 def test_perplexities_are_compared_window_by_window() -> None:

@@ -1,7 +1,5 @@
 """Tests what the benchmark of the modes concludes of `reprise load`."""
 
-import argparse
-
 import pytest
 
 from benchmarks.speed import modes
@@ -20,14 +18,6 @@ def test_what_the_modes_conclude(mine, failed, held):
         for name, s in times.items()
     }
     assert list(modes.verdicts(arms).values()) == held
-
-
-def test_every_round_is_another_workload():
-    words = argparse.Namespace(conversations=3, think_s=1.0)
-    first, second = (modes.load_run.workload(modes.options_of(words, round_)).conversations for round_ in range(2))
-    assert first != second
-    assert all(len(c.turns) <= modes.MOST_TURNS for c in first)
-    assert {turn.answer_tokens for c in first for turn in c.turns} == {32}
 
 
 def test_all_modes_have_the_same_memory():
