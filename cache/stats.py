@@ -76,6 +76,7 @@ class ResidencyValue(NamedTuple):
     lower_tokens: dict[str, int]
     bytes_to_load: int
     missing_tokens: int
+    compute_s: float
     own_tokens: int
     load_s: float
     exposed_s: float

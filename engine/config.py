@@ -48,7 +48,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    policy: str  # car | car-hidden | priority | fcfs
+    policy: str  # due | car | car-hidden | priority | fcfs
+    patience: float  # seconds of waiting that a second of work is worth to the policy `due`
     itl_target_s: float | None  # longest step with decoding sequences; 0: no target; None: best for all that wait
     max_seqs: int  # running at once
     max_queued: int  # waiting at once

@@ -1,5 +1,4 @@
-"""Starts the loads of the next requests in line in time: CaR's prefetch timer, for the read buffer of
-AttentionStore."""
+"""Starts the loads of the next requests in line while others run: the read buffer of AttentionStore."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -16,8 +15,8 @@ _FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of
 
 
 class LoadAhead:
-    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as the
-    timer says that their KV has to start coming, each as late as will do. Single-threaded, part of the Scheduler."""
+    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as their
+    pages fit. They give them back where running requests need the room. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -26,37 +25,30 @@ class LoadAhead:
         waiting: Waiting,
         batch: RunningBatch,
         early: EarlyLoads,
-        forecast: Forecast,
         limits: SchedulerLimits,
     ) -> None:
         self._cache = cache
         self._waiting = waiting
         self._batch = batch
         self._early = early
-        self._forecast = forecast
         self._limits = limits
         self._front = Standings(cache=cache, standing=standing)
-        self._opens_s: list[float] = []  # when each place is expected to be free, in seconds, ascending
-        self._loading_s = 0.0  # what is left of the loads under way
-        self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
 
     def begin_step(self, now: float) -> dict[str, float]:
         """Notice that time has passed. Return, for each running request that waits for KV, the seconds left of its
         load."""
         stalls_s = self._stalls_s()
-        self._foresee(stalls_s, now)
+        self._early.look(now)
         return stalls_s
 
     def start_loads(self, now: float) -> None:
-        """Begin the loads that are due, as far as HBM has room."""
+        """Begin loads, as far as HBM has room."""
         if not self._waiting.count:
             return
-        if self._foreseen != (self._batch.changes, self._early.changes):
-            self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
         front = self._waiting.once_loaded(_FRONT)
         known = {sequence for sequence in front if sequence in self._front}
         self._watch(front)
-        for sequence in self._due(front):
+        for sequence in self._to_start(front, now):
             wanted = len(sequence.token_ids) - self._cache.resident_tokens(sequence.request_id)
             tokens = min(wanted, self._limits.step_tokens) if self._limits.chunked_prefill else wanted
             cached = self._cache.admit(sequence.request_id, tokens)
@@ -65,11 +57,70 @@ class LoadAhead:
             sequence.computed_tokens = cached
             self._early.begin(sequence, now, had_time=sequence in known)
 
+    def _to_start(self, front: list[Sequence], now: float) -> list[Sequence]:
+        """Return the requests whose loads begin now, of those that are next in line, in order."""
+        return [sequence for sequence, load_s in self._loads(front) if load_s is not None]
+
+    def _loads(self, front: list[Sequence]) -> list[tuple[Sequence, float | None]]:
+        """Return the requests before the first that waits for a sibling, each with the seconds that its load would take
+        alone; None: there is none to begin."""
+        found: list[tuple[Sequence, float | None]] = []
+        for sequence in front:
+            if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
+                break
+            found.append((sequence, None if sequence in self._early else self._front.load_s(sequence)))
+        return found
+
     def _stalls_s(self) -> dict[str, float]:
         stalls_s = self._cache.stalls_s()
         for sequence in self._early:
             stalls_s.pop(sequence.request_id, None)
         return stalls_s
+
+    def _watch(self, front: list[Sequence]) -> None:
+        for sequence in [s for s in self._front if s not in front]:
+            self._front.forget(sequence)
+        self._front.refresh(_FRONT_TOKENS)
+        for sequence in front:
+            if sequence not in self._front:
+                self._front.watch(sequence)
+
+
+class TimedLoadAhead(LoadAhead):
+    """Begins each load as late as will do: CaR's prefetch timer."""
+
+    def __init__(
+        self,
+        *,
+        cache: CacheView,
+        waiting: Waiting,
+        batch: RunningBatch,
+        early: EarlyLoads,
+        limits: SchedulerLimits,
+        forecast: Forecast,
+    ) -> None:
+        super().__init__(cache=cache, waiting=waiting, batch=batch, early=early, limits=limits)
+        self._forecast = forecast
+        self._opens_s: list[float] = []  # when each place is expected to be free, in seconds, ascending
+        self._loading_s = 0.0  # what is left of the loads under way
+        self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
+
+    def begin_step(self, now: float) -> dict[str, float]:
+        stalls_s = self._stalls_s()
+        self._foresee(stalls_s, now)
+        return stalls_s
+
+    def start_loads(self, now: float) -> None:
+        if self._waiting.count and self._foreseen != (self._batch.changes, self._early.changes):
+            self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
+        super().start_loads(now)
+
+    def _to_start(self, front: list[Sequence], now: float) -> list[Sequence]:
+        waiting = [timer.WaitingLoad(sequence.request_id, load_s) for sequence, load_s in self._loads(front)]
+        if all(load.load_s is None for load in waiting):
+            return []
+        due = timer.due(self._opens_s, 0, self._loading_s, waiting)
+        return [sequence for sequence in front if sequence.request_id in due]
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
         """Tell the queue when places will be free, and note what is left of the loads under way."""
@@ -79,23 +130,3 @@ class LoadAhead:
             self._opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
             self._waiting.queue.foresee(self._opens_s, self._loading_s)
         self._foreseen = self._batch.changes, self._early.changes
-
-    def _due(self, front: list[Sequence]) -> list[Sequence]:
-        waiting = []
-        for sequence in front:
-            if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
-                break
-            load_s = None if sequence in self._early else self._front.load_s(sequence)
-            waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
-        if all(load.load_s is None for load in waiting):
-            return []
-        due = timer.due(self._opens_s, 0, self._loading_s, waiting)
-        return [sequence for sequence in front if sequence.request_id in due]
-
-    def _watch(self, front: list[Sequence]) -> None:
-        for sequence in [s for s in self._front if s not in front]:
-            self._front.forget(sequence)
-        self._front.refresh(_FRONT_TOKENS)
-        for sequence in front:
-            if sequence not in self._front:
-                self._front.watch(sequence)

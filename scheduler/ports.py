@@ -23,6 +23,11 @@ class Residency(Protocol):
         ...
 
     @property
+    def compute_s(self) -> float:
+        """Seconds that computing the missing tokens would take alone."""
+        ...
+
+    @property
     def own_tokens(self) -> int:
         """Count the tokens in any tier that only this session has: not those of a system prompt that many share."""
         ...

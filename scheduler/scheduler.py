@@ -1,6 +1,7 @@
 """The continuous batch: which sequences run in the next step, and how many tokens of each."""
 
 from collections import Counter
+from typing import Any
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, Pace, StepCost, StepWork
 from reprise.scheduler.budgets.step_budgets import StepBudgets
@@ -9,7 +10,7 @@ from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.giving_way import GivingWay
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.line import Line
-from reprise.scheduler.load_ahead import LoadAhead
+from reprise.scheduler.load_ahead import LoadAhead, TimedLoadAhead
 from reprise.scheduler.nearness import Nearness
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
@@ -46,8 +47,10 @@ class Scheduler:
         limits: SchedulerLimits,
         fair_places: bool,
         scores: bool,
+        timed_loads: bool,
     ) -> None:
-        """fair_places: tenants share the places. scores: the cache is told which requests need their KV soon."""
+        """fair_places: tenants share the places. scores: the cache is told which requests need their KV soon.
+        timed_loads: CaR's timer says when early loads begin; without it, as soon as their pages fit."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
@@ -65,9 +68,8 @@ class Scheduler:
         self._giving_way = GivingWay(
             cache=cache, waiting=waiting, batch=batch, tenants=tenants, budgets=self._budgets, limits=limits
         )
-        self._load_ahead = LoadAhead(
-            cache=cache, waiting=waiting, batch=batch, early=early, forecast=forecast, limits=limits
-        )
+        loads: dict[str, Any] = {"cache": cache, "waiting": waiting, "batch": batch, "early": early, "limits": limits}
+        self._load_ahead = TimedLoadAhead(**loads, forecast=forecast) if timed_loads else LoadAhead(**loads)
         self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
@@ -273,7 +275,7 @@ class Scheduler:
             if reserved == 0:
                 return has_room
             has_room = False
-            if not self._waiting.may_be_passed(sequence):
+            if not self._waiting.may_be_passed(sequence, step.now):
                 return has_room
             skipped.add(sequence)
         return has_room

@@ -43,9 +43,11 @@ class Waiting:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)
 
-    def may_be_passed(self, sequence: Sequence) -> bool:
+    def may_be_passed(self, sequence: Sequence, now: float) -> bool:
         """Whether others may start before this one while there is no room for it."""
-        return self.queue.passes_over and sequence not in self.resumed and sequence is not self.favoured
+        if sequence is self.favoured or sequence in self.resumed:
+            return False
+        return self.queue.may_be_passed(sequence, now)
 
     def start(self, sequence: Sequence) -> None:
         """It runs from now on."""

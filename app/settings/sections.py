@@ -138,10 +138,17 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
-        "car-hidden",
-        description="who starts next; car: by KV to load inside a window; car-hidden: the same, but loads that hold "
-        "nobody up count as none; priority: by KV to load; fcfs: who came first",
+    policy: Literal["due", "car", "car-hidden", "priority", "fcfs"] = Field(
+        "due",
+        description="which request starts next; due: by arrival and work; car: by KV to load inside a window; "
+        "car-hidden: the same, but loads that hold nobody up count as none; priority: by KV to load; fcfs: by arrival",
+    )
+    patience: float = Field(
+        8.0,
+        ge=0,
+        le=1000,
+        description="how many seconds of waiting a second of work is worth to `due`: larger lets short requests pass "
+        "long ones more; 0: by arrival",
     )
     itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
         "auto",

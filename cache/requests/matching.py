@@ -218,6 +218,7 @@ class Matcher:
             lower_tokens=lower,
             bytes_to_load=sum(lower.values()) * self._bytes_per_token,
             missing_tokens=missing,
+            compute_s=compute_s,
             own_tokens=own,
             load_s=load_s,
             exposed_s=first_token_s(load_s, compute_s, self._rates.num_layers) - compute_s if load_s else 0.0,

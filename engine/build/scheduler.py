@@ -6,7 +6,7 @@ from reprise.engine.config import EngineConfig
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import QuantilePredictor
-from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.queues.make_queue import FAIR, make_queue
 from reprise.scheduler.scheduler import Scheduler
 
 _LONE_STEP_FACTOR = 4  # larger products are faster, and without decoding sequences a long step delays none
@@ -38,6 +38,7 @@ def build_scheduler(
         cache=cache.view,
         predictor=predictor,
         window=config.experiment.window or _window(cache, max_context),
+        patience=config.scheduler.patience,
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
@@ -60,8 +61,9 @@ def build_scheduler(
             least_chunk_tokens=least_chunk_tokens,
             chunked_prefill=config.experiment.chunked_prefill,
         ),
-        fair_places=config.scheduler.policy in WINDOWED,
+        fair_places=config.scheduler.policy in FAIR,
         scores=config.experiment.scores,
+        timed_loads=config.scheduler.policy != "due",
     )
 
 

@@ -41,8 +41,9 @@ class SimulatedLoads:
         size = int(sum(lower.values()) * self._machine.kv_bytes_per_token)
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
         load_s = max(self._seconds(lower), self._remote_s(lower, now))
-        exposed_s = max(0.0, load_s - self._machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return ResidencyValue(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
+        compute_s = self._machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing)
+        exposed_s, own = max(0.0, load_s - compute_s), hbm + sum(lower.values())
+        return ResidencyValue(hbm, lower, size, missing, compute_s, own, load_s, exposed_s, is_loading)
 
     def begin(self, turn: LiveTurn, now: float) -> None:
         """Begin to load a turn's KV into HBM."""

@@ -84,6 +84,7 @@ class SimulatedServer:
             cache=cast(CacheView, self._view),
             predictor=MaxTokensPredictor(),
             window=config.car_window,
+            patience=config.patience,
         )
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)

@@ -32,7 +32,7 @@ from reprise.loadgen.workloads.workload import Conversation, ConversationShape, 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.queues.make_queue import FAIR, WINDOWED, make_queue
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
@@ -52,6 +52,7 @@ class VirtualServer:
     policy: str
     window: int
     max_seqs: int
+    patience: float = 8.0  # of `due`
     step_tokens: int = 512
     lone_step_tokens: int = 2048
     itl_target_s: float | None = 0.0  # None: what serves all of them best
@@ -158,6 +159,7 @@ class Simulation:
             cache=self.cache.view,
             predictor=predictor,
             window=machine.window,
+            patience=machine.patience,
         )
         self._truth = machine.step_cost(misjudged=1.0)
         self.scheduler = _make_scheduler(machine, self.cache, self._queue, predictor)
@@ -473,8 +475,9 @@ def _make_scheduler(
             least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
         ),
-        fair_places=machine.policy in WINDOWED,
+        fair_places=machine.policy in FAIR,
         scores=machine.scores,
+        timed_loads=machine.policy != "due",
     )
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.ports import CacheView
@@ -60,18 +60,29 @@ class FairShare:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, place: float | None = None) -> None:
+        """place: the requests of a tenant go in ascending order of it; None: as requests of different weights share."""
         self._arrivals += 1
         tenant = self._tenants.setdefault(sequence.tenant, _Tenant())
         if not tenant.waiting:
             tenant.served = max(tenant.served, self._now)
             tenant.last_tag = {}
         cost = max(1.0, self._cost(sequence)) / sequence.weight
-        begin = max(tenant.last_tag.get(sequence.weight, 0.0), tenant.waiting[0][0] if tenant.waiting else 0.0)
-        tenant.last_tag[sequence.weight] = begin + cost
-        entry = self._entries[sequence] = _Waiting(sequence, self._arrivals, cost, begin)
+        if place is None:
+            place = max(tenant.last_tag.get(sequence.weight, 0.0), tenant.waiting[0][0] if tenant.waiting else 0.0)
+            tenant.last_tag[sequence.weight] = place + cost
+        entry = self._entries[sequence] = _Waiting(sequence, self._arrivals, cost, place)
         insort(tenant.waiting, (entry.tag, entry.number, entry))
         tenant.starts, self._is_current = None, False
+
+    def move(self, sequence: Sequence, place: float) -> None:
+        """A waiting request has another place among those of its tenant. In a long line the merge waits a few steps."""
+        self._leave(self._entries[sequence])
+        entry = self._entries[sequence] = replace(self._entries[sequence], tag=place)
+        tenant = self._tenants[sequence.tenant]
+        insort(tenant.waiting, (entry.tag, entry.number, entry))
+        tenant.starts = None
+        self._is_current, self._outdated = self._may_wait(), max(1, self._outdated)
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting request was cancelled."""
@@ -134,6 +145,10 @@ class FairShare:
             self._outdated += 1
             if self._outdated > len(self._entries) // _PER_STEP:
                 self._is_current = False
+
+    def _may_wait(self) -> bool:
+        """Whether a line that was current passes for that although an order in it has changed."""
+        return self._is_current and len(self._entries) >= _PER_STEP
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
         """Return the virtual start time of each waiting request of a tenant."""

@@ -4,14 +4,16 @@ from functools import partial
 
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
+from reprise.scheduler.queues.due import DueQueue
 from reprise.scheduler.queues.fair_share import FairShare, cost_of
 from reprise.scheduler.queues.hidden import HiddenWindow, standing_if_exposed
 from reprise.scheduler.queues.priority import PriorityQueue, Standings, standing
 from reprise.scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
 from reprise.scheduler.queues.window import ShuffledWindow
 
-WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
-ORDERS = (*WINDOWED, "priority", "fcfs")
+WINDOWED = ("car", "car-hidden")  # by class in a window
+FAIR = ("due", *WINDOWED)  # between tenants
+ORDERS = (*FAIR, "priority", "fcfs")
 
 
 def make_queue(
@@ -20,8 +22,9 @@ def make_queue(
     cache: CacheView,
     predictor: LengthPredictor,
     window: int,
+    patience: float,
 ) -> WaitingQueue:
-    """Make the queue of a policy, one of ORDERS. window: places of the windowed ones."""
+    """Make the queue of a policy, one of ORDERS. window: places of the windowed ones; patience: of `DueQueue`."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)
@@ -30,6 +33,8 @@ def make_queue(
         return FcfsQueue()
     if policy == "priority":
         return PriorityQueue(standings=by_residency())
+    shares = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
+    if policy == "due":
+        return DueQueue(cache=cache, shares=shares, patience=patience)
     queue, standings = (ShuffledWindow, by_residency) if policy == "car" else (HiddenWindow, by_exposure)
-    entry = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
-    return queue(size=window, entry=entry, standings=standings())
+    return queue(size=window, entry=shares, standings=standings())

@@ -100,7 +100,6 @@ class PriorityQueue:
     wait for ever. A request that finds no room is not passed over."""
 
     policy = "priority"
-    passes_over = False
 
     def __init__(self, *, standings: Standings) -> None:
         self._standings = standings
@@ -123,6 +122,9 @@ class PriorityQueue:
         self._take_out(sequence, self._standings[sequence])
         del self._numbers[sequence]
         self._standings.forget(sequence)
+
+    def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        return False
 
     def waited_for(self) -> None:
         """Return None: every request may be passed any number of times."""

@@ -17,8 +17,6 @@ class WaitingQueue(Protocol):
 
     policy: str
     """Its name in the settings."""
-    passes_over: bool
-    """Whether another request may start in place of one that finds no room."""
 
     def __len__(self) -> int: ...
 
@@ -42,6 +40,11 @@ class WaitingQueue(Protocol):
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         """Return the request that starts next if those in `skipped` cannot start now. None: no other may pass them."""
+        ...
+
+    def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        """Whether another request may start in place of one that waits and finds no room. now: on the clock of
+        arrivals."""
         ...
 
     def waited_for(self) -> Sequence | None:
@@ -79,7 +82,6 @@ class FcfsQueue:
     """First come, first served. A request that finds no room is not passed over."""
 
     policy = "fcfs"
-    passes_over = False
 
     def __init__(self) -> None:
         self._waiting: dict[Sequence, None] = {}
@@ -105,6 +107,9 @@ class FcfsQueue:
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)
+
+    def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        return False
 
     def waited_for(self) -> None:
         """Return None: requests start in turn anyway."""

@@ -38,7 +38,6 @@ class ShuffledWindow:
     """
 
     policy = "car"
-    passes_over = True
 
     def __init__(self, *, size: int, entry: FairShare, standings: Standings) -> None:
         self.size = size
@@ -86,6 +85,10 @@ class ShuffledWindow:
         last_entry = self._last_entry()
         order = self.front()
         return next((s for s in order if s not in skipped and self._members[s].entered <= last_entry), None)
+
+    def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        """Return True: the window counts how often, and `best` names no other once that was too often."""
+        return True
 
     def waited_for(self) -> Sequence | None:
         return next((s for s, m in self._members.items() if m.overtaken >= self.size - 1), None)
