@@ -270,7 +270,7 @@ class CacheManager:
         return self._running.changes
 
     def is_roomy(self, num_running: int) -> bool:
-        """Whether so many sequences can decode for a step or two without anything having to leave a tier."""
+        """Return whether so many sequences can decode for a step or two without anything having to leave a tier."""
         has_room = self.tiers.pages.num_free >= 2 * num_running > 0 and not self.tiers.dram.is_pressed
         return has_room and self.parking.owner is None
 

@@ -180,14 +180,14 @@ class Rates:
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Whether to load the next block that this direction could bring, whatever it seems to cost. That is soon after
-        a single late load, which any device has now and then, and later after each further late load."""
+        """Return whether to load the next block that this direction could bring, whatever it seems to cost. That is
+        soon after a single late load, which any device has now and then, and later after each further late load."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
     def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
-        """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs no request anything while the turn
-        waits. But one that takes several times as long as computing is hardly ever in time, and delays all later
+        """Return whether to fetch so many tokens' KV for a turn that waits. A fetch costs no request anything while the
+        turn waits. But one that takes several times as long as computing is hardly ever in time, and delays all later
         fetches."""
         return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH_FACTOR * self.compute_s(tokens))
 

@@ -46,7 +46,7 @@ class SessionDeletions:
         self._max_sessions = max_sessions
 
     def is_deleting(self, name: SessionName) -> bool:
-        """Whether a session is to be deleted as soon as its copies have ended."""
+        """Return whether a session is to be deleted as soon as its copies have ended."""
         return name in self._deleting
 
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
@@ -145,7 +145,7 @@ class SessionDeletions:
         return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
 
     def _has_to_wait(self, name: SessionName) -> bool:
-        """Whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
+        """Return whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
         fetches = self._tiers.fetches
         return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
 

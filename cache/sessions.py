@@ -54,7 +54,7 @@ class SessionStore:
         )
 
     def is_running(self, name: SessionName) -> bool:
-        """Whether a request of a session runs or waits."""
+        """Return whether a request of a session runs or waits."""
         return bool(self._running.of(name))
 
     @property
@@ -311,7 +311,7 @@ class SessionStore:
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
-        """Whether a session's time to live is over and it can be deleted. One that runs waits for a later sweep."""
+        """urn whether a session's time to live is over and it can be deleted. One that runs waits for a later sweep."""
         return self._is_over(session, now) and not self.deletions.is_deleting(name) and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:

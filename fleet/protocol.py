@@ -193,7 +193,7 @@ def relay_token(key: bytes, *, path: str, request_id: str) -> str:
 
 
 def is_relay(key: bytes, value: str, *, path: str, request_id: str) -> bool:
-    """Whether a gateway of this fleet relays this request."""
+    """Return whether a gateway of this fleet relays this request."""
     return _equal(value, relay_token(key, path=path, request_id=request_id))
 
 

@@ -181,7 +181,7 @@ class FleetView:
         return self._members[name].waits_s(now)
 
     def is_open(self, name: str, now: float) -> bool:
-        """Whether it takes turns: heard lately, and not draining."""
+        """Return whether it takes turns: heard lately, and not draining."""
         member = self._members.get(name)
         return member is not None and not member.beat.draining and now - member.made_s <= STALE_S
 

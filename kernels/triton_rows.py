@@ -217,7 +217,7 @@ def _place(
 
 
 def takes_norm(columns: int) -> bool:
-    """Whether `norm` takes rows of so many columns."""
+    """Return whether `norm` takes rows of so many columns."""
     return columns <= _MOST_COLUMNS
 
 

@@ -22,7 +22,7 @@ class Breaker:
         return "open" if now < self._closed_s else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Whether a call may be made; `succeeded` or `failed` follows it, or neither, if nobody waits for it."""
+        """Return whether a call may be made; `succeeded` or `failed` follows it, or neither, if nobody waits for it."""
         state = self.state(now)
         if state != "half_open":
             return state == "closed"

@@ -220,7 +220,7 @@ class Database:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault, and not the room, the rights or the device that it needs."""
+    """Return whether the file itself is at fault, and not the room, the rights or the device that it needs."""
     damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     return isinstance(error, IsADirectoryError | UnicodeDecodeError) or _code(error) in damage
 

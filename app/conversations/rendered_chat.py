@@ -65,7 +65,7 @@ class RenderedChat:
         return content if isinstance(content, str) else ""
 
     def says_more_than_content(self, turn: int) -> bool:
-        """Whether messages[turn] has calls or reasoning beside its content."""
+        """Return whether messages[turn] has calls or reasoning beside its content."""
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def tail(self, turn: int) -> bytes:

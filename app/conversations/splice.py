@@ -106,8 +106,8 @@ def splice_of(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def _is_prompt_of(chat: RenderedChat, turn: int, answer: RecordedAnswer, head: str) -> bool:
-    """Whether the answer was generated from the first `turn` messages, and they are rendered as `head` now. A prompt
-    may end in more than the template puts before an answer: an opened or an empty thinking block."""
+    """Return whether the answer was generated from the first `turn` messages, and they are rendered as `head` now. A
+    prompt may end in more than the template puts before an answer: an opened or an empty thinking block."""
     try:
         prompt = chat.render(chat.messages[:turn])
     except TemplateError:

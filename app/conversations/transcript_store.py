@@ -456,8 +456,8 @@ def _encoded(text: str) -> bytes:
 
 
 def _is_intact(link: tuple[Any, ...]) -> bool:
-    """Whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact rows is
-    the chain that was written."""
+    """Return whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact
+    rows is the chain that was written."""
     *answer, answer_mark, chain, base_tokens, ids, starts, chars, text_digest, prompt_mark, base, base_mark = link
     prompt = (chain, base_tokens, ids, starts, chars, text_digest, base_mark or b"")
     return (

@@ -147,7 +147,7 @@ def _at(value: object, *path: str) -> object:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
+    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
     layer = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         if not layer:

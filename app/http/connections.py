@@ -109,7 +109,7 @@ def raise_file_limit(connections: int) -> None:
 
 
 def _is_among_the_last(descriptor: int) -> bool:
-    """Whether nearly all files that the process may open are in use. A new file gets the lowest free number. When none
-    is left, a connection cannot even be accepted in order to be refused."""
+    """Return whether nearly all files that the process may open are in use. A new file gets the lowest free number.
+    When none is left, a connection cannot even be accepted in order to be refused."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit != resource.RLIM_INFINITY and descriptor >= limit - min(SPARE_FILES, limit // 4)

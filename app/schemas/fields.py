@@ -63,7 +63,7 @@ def _token_bias(value: object) -> object:
 
 
 def is_finite(value: object) -> bool:
-    """Whether all numbers of a decoded JSON value are finite, and all integers lie within an i64."""
+    """Return whether all numbers of a decoded JSON value are finite, and all integers lie within an i64."""
     if isinstance(value, dict):
         return all(is_finite(item) for item in value.values())
     if isinstance(value, list):

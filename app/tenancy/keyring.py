@@ -56,18 +56,18 @@ class Keyring:
         return len(self._keys)
 
     def is_admin(self, tenant: str) -> bool:
-        """Whether a tenant may see all tenants' data. If no keys are needed, every client may."""
+        """Return whether a tenant may see all tenants' data. If no keys are needed, every client may."""
         return not self.wants_keys or (tenant in self._keys and self._keys[tenant].is_admin)
 
     def knows(self, tenant: str) -> bool:
-        """Whether what a tenant has begun may go on; its key may have been removed since."""
+        """Return whether what a tenant has begun may go on; its key may have been removed since."""
         return not self.wants_keys or tenant in self._keys
 
     def limits(self, tenant: str) -> KeyLimits:
         return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def is_exact(self, tenant: str) -> bool:
-        """Whether all requests of a tenant have `kv_quality` exact."""
+        """Return whether all requests of a tenant have `kv_quality` exact."""
         return tenant in self._keys and self._keys[tenant].is_exact
 
     def tenant(self, authorization: str | None) -> str | None:

@@ -163,8 +163,9 @@ class ChatTokenizer:
         return self._encode(text, follows=follows, marks=marks, places=places), places
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its length if
-        possible, else piece by piece. May be False for short texts and for texts only a few tokens over the limit."""
+        """Return whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its
+        length if possible, else piece by piece. May be False for short texts and for texts only a few tokens over the
+        limit."""
         shown = text.replace(SHIELD, "")
         if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
             return True

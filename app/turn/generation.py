@@ -159,7 +159,7 @@ class Generation(AsyncIterator[Delta]):
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
-        """Whether one of the answers, as far as they have come, begins with this content."""
+        """Return whether one of the answers, as far as they have come, begins with this content."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:

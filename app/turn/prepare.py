@@ -285,7 +285,7 @@ def _callable_names(request: ChatCompletionRequest) -> list[str]:
 
 
 def _ends_in_thought(tokenizer: ChatTokenizer, token_ids: list[int]) -> bool:
-    """Whether the template has begun the answer with a thought."""
+    """Return whether the template has begun the answer with a thought."""
     return tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
 
 

@@ -56,7 +56,7 @@ def salt_of(cache_salt: str, *, is_exact: bool) -> str:
 
 
 def is_exact(salt: str) -> bool:
-    """Whether the blocks under a salt are never to be coded."""
+    """Return whether the blocks under a salt are never to be coded."""
     return salt.startswith(_EXACT)
 
 

@@ -35,8 +35,8 @@ class Lineage:
         return self.keys[block - 1] if block else self.domain.root
 
     def is_moved(self, block: int) -> bool:
-        """Whether a known block has other blocks before it now than when it was computed, because a cut has dropped
-        some of them."""
+        """Return whether a known block has other blocks before it now than when it was computed, because a cut has
+        dropped some of them."""
         return self.joint is not None and self.plain <= block < self.joint
 
     def first(self, count: int) -> "Lineage":
@@ -76,8 +76,8 @@ class Lineage:
         return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
 
     def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
-        """Whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open one) may
-        use this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
+        """Return whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open
+        one) may use this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
         if self.joint is None or num_blocks > self.joint:
             return True
         if num_blocks < self.joint:

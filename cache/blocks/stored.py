@@ -53,8 +53,8 @@ class SessionRecord:
 
 
 def is_coded(extent: int | bytes) -> bool:
-    """Whether an extent's segments are coded, for a server that has a codec. The last bit of the extent's id, or of its
-    name in Redis, says so. Without a codec that bit means nothing."""
+    """Return whether an extent's segments are coded, for a server that has a codec. The last bit of the extent's id, or
+    of its name in Redis, says so. Without a codec that bit means nothing."""
     return bool((extent if isinstance(extent, int) else extent[-1]) & 1)
 
 

@@ -115,9 +115,9 @@ class Loads:
         return self._worth_waiting_s(load) - progress.silent_s
 
     def is_fetch_late(self, context: RequestContext) -> bool:
-        """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
-        It then skips the blocks on disk and in Redis. After a cut it keeps waiting, because stored blocks cannot be
-        computed again."""
+        """Return whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would
+        take. It then skips the blocks on disk and in Redis. After a cut it keeps waiting, because stored blocks cannot
+        be computed again."""
         is_fetching = self._fetches.is_fetching
         if context.waiting.block is None or not is_fetching(context.waiting.block) or context.lineage.joint is not None:
             return False
@@ -176,7 +176,7 @@ class Loads:
 
     @staticmethod
     def is_outlived(context: RequestContext) -> bool:
-        """Whether a load that was late for a request is still under way."""
+        """Return whether a load that was late for a request is still under way."""
         return context.load is not None and context.load.state is LoadState.OUTLIVED
 
     def on_loaded(self, event: Loaded) -> None:
@@ -265,8 +265,8 @@ class Loads:
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
     def frees_room(self) -> bool:
-        """Whether the end of a load will soon free pages that no request has any more. A load that was too late for its
-        request does not count: it may take long."""
+        """Return whether the end of a load will soon free pages that no request has any more. A load that was too late
+        for its request does not count: it may take long."""
         return any(load.state is LoadState.RELEASED for load in self.under_way.values())
 
     def take_failed(self) -> list[str]:

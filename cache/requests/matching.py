@@ -110,7 +110,7 @@ class Matcher:
         return self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
-        """Whether the `block`th block of a context can be used without a load."""
+        """Return whether the `block`th block of a context can be used without a load."""
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def _options(self, context: RequestContext, match: Match) -> tuple[list[LoadOption], int]:

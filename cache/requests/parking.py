@@ -48,11 +48,11 @@ class Parking:
         self._waiting: tuple[RequestContext, float] | None = None
 
     def needs(self, num_tokens: int) -> bool:
-        """Whether a context of so many tokens is too large for HBM and may be parked in part."""
+        """Return whether a context of so many tokens is too large for HBM and may be parked in part."""
         return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RequestContext, num_tokens: int) -> bool:
-        """Whether `grow`, and not the HBM pool, makes the room for so many more rows of a context with pages."""
+        """Return whether `grow`, and not the HBM pool, makes the room for so many more rows of a context with pages."""
         return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
@@ -150,7 +150,7 @@ class Parking:
                 count -= 1
 
     def _is_in_slots(self, context: RequestContext, page: int) -> bool:
-        """Whether all blocks of a context's `page`th page can be read from slots."""
+        """Return whether all blocks of a context's `page`th page can be read from slots."""
         blocks = range(page * self._per_page, (page + 1) * self._per_page)
         return all(block in context.saving.parked and block not in context.rows.moved for block in blocks)
 

@@ -69,7 +69,7 @@ def _goes_on(context: RequestContext, expired: ExpiredContext) -> bool:
 
 
 def _holds_last(context: RequestContext, table: CacheTable) -> bool:
-    """Whether the last token of a prompt is stored too, in any session. All its other tokens were found."""
+    """Return whether the last token of a prompt is stored too, in any session. All its other tokens were found."""
     if context.cuts.ranges:
         return False
     block = (context.prompt_tokens - 1) // BLOCK_TOKENS

@@ -33,7 +33,7 @@ class Requests(dict[str, RequestContext]):
         self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:
-        """Whether a request of the session has pages, so that it runs or soon will. Called often in every step."""
+        """urn whether a request of the session has pages, so that it runs or soon will. Called often in every step."""
         contexts = self._of_session.get(session)
         if contexts is not None:
             for context in contexts.values():  # a third of the time of `any`

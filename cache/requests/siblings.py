@@ -28,7 +28,7 @@ class Siblings:
             self.settle(key, context.request_id)
 
     def waits(self, context: RequestContext) -> bool:
-        """Whether the next block that a request needs is on its way, by another request or by a fetch."""
+        """Return whether the next block that a request needs is on its way, by another request or by a fetch."""
         if context.waiting.block is not None and self._is_coming(context.waiting.block, context):
             return True  # asked of every waiter in every step: do not walk the prompt again for nothing
         context.waiting.block = None

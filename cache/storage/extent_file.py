@@ -280,7 +280,7 @@ def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    """Whether direct I/O can use this memory. Read-only memory is a header, which is never aligned."""
+    """Return whether direct I/O can use this memory. Read-only memory is a header, which is never aligned."""
     return len(view) > 0 and not view.readonly and addressof(c_char.from_buffer(view)) % ALIGNMENT == 0
 
 

@@ -63,7 +63,7 @@ class ExtentHeader:
             raise ValueError(f"{len(self.checksums)} bytes are not a checksum per block and layer")
 
     def matches(self, layer: int, block: int, data: memoryview) -> bool:
-        """Whether `data` is what was stored."""
+        """Return whether `data` is what was stored."""
         return checksum(data) == self._checksum(layer, block)
 
     def checksums_of(self, block: int) -> tuple[bytes, ...]:

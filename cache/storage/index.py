@@ -76,7 +76,7 @@ class DiskIndex:
         self._load(beat)
 
     def is_there(self) -> bool:
-        """Whether the open file still exists under its name."""
+        """Return whether the open file still exists under its name."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:

@@ -146,8 +146,8 @@ class DiskLedger:
         self._read += Counter()  # forgets those at zero
 
     def _is_held(self, key: BlockKey) -> bool:
-        """Whether a block must stay, because a block of its extent is being read or is pinned: extents leave as a
-        whole."""
+        """Return whether a block must stay, because a block of its extent is being read or is pinned: extents leave as
+        a whole."""
         row = self._table.get(key)
         if row is None or "disk" not in row.copies:
             return True

@@ -157,7 +157,7 @@ class Dram:
         return self.saves.in_flight + self.encoder.in_flight
 
     def is_busy(self, name: SessionName) -> bool:
-        """Whether blocks of a session are being saved or encoded."""
+        """Return whether blocks of a session are being saved or encoded."""
         return self.encoder.concerns(name) or name in self.saves.owners()
 
     def drop(self, row: BlockRow) -> None:

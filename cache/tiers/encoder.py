@@ -44,7 +44,7 @@ class Encoder:
         return len(self._under_way)
 
     def concerns(self, name: SessionName) -> bool:
-        """Whether a block of this session is being encoded."""
+        """Return whether a block of this session is being encoded."""
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._encoding)
 
     def encode(self, rows: Iterable[BlockRow]) -> list[BlockRow]:

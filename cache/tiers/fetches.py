@@ -54,11 +54,11 @@ class Fetches:
         return self._coming.get(key)
 
     def concern(self, name: SessionName) -> bool:
-        """Whether a block of this session is being fetched."""
+        """Return whether a block of this session is being fetched."""
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._coming)
 
     def has_room(self, *, coded: bool) -> bool:
-        """Whether DRAM would keep one more block, coded or not, besides those that are being fetched."""
+        """Return whether DRAM would keep one more block, coded or not, besides those that are being fetched."""
         return self._room(coded) > 0 and self._dram.slots_for(is_coded=coded).num_free > 0
 
     def _room(self, coded: bool) -> int:

@@ -76,11 +76,11 @@ class HbmPool:
     # --- where a block can be used ------------------------------------------------------------------------------------
 
     def is_ready(self, row: BlockRow, block: int) -> bool:
-        """Whether a block is in HBM with its keys rotated for this place."""
+        """Return whether a block is in HBM with its keys rotated for this place."""
         return row.page is not None and row.position == block * BLOCK_TOKENS
 
     def can_move(self, row: BlockRow) -> bool:
-        """Whether HBM's copy may be rotated anew. It may not if the block is saved, because its saved keys,
+        """Return whether HBM's copy may be rotated anew. It may not if the block is saved, because its saved keys,
         which were never rotated, are loaded instead."""
         return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
 

@@ -161,7 +161,7 @@ class Hierarchy:
         self.dram.coded.quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
-        """Whether blocks of a session are being saved, encoded, fetched or written."""
+        """Return whether blocks of a session are being saved, encoded, fetched or written."""
         if self.redis.is_uploading(name) or self.dram.is_busy(name):
             return True
         return self.writes.is_writing(name) or self.fetches.concern(name)

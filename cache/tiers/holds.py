@@ -22,7 +22,7 @@ class PinnedSessions(set[SessionName]):
     """A set of the sessions whose saved blocks are not evicted."""
 
     def own(self, row: BlockRow) -> bool:
-        """Whether a pinned session owns this block."""
+        """Return whether a pinned session owns this block."""
         return bool(self) and any(owner in self for owner in row.owners)
 
 
@@ -55,7 +55,7 @@ class DirtyBlocks:
             self.sessions.setdefault(row.owners[0], {})[row.key] = None
 
     def hold(self, row: BlockRow) -> bool:
-        """Whether this block must stay in DRAM until it is on disk."""
+        """Return whether this block must stay in DRAM until it is on disk."""
         return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
@@ -87,10 +87,10 @@ class Holds:
         self._form = form
 
     def keep(self, row: BlockRow) -> bool:
-        """Whether a block stays in DRAM, in one of its tiers: it is not on disk yet, or pinned by an owner."""
+        """Return whether a block stays in DRAM, in one of its tiers: it is not on disk yet, or pinned by an owner."""
         return ("disk" not in row.copies and self.dirty.hold(row)) or self.pinned.own(row)
 
     def keep_rows(self, row: BlockRow) -> bool:
-        """Whether a block's rows stay in DRAM. They stay if the block has to and is in no coded slot, and until it is
-        coded if it has to be."""
+        """Return whether a block's rows stay in DRAM. They stay if the block has to and is in no coded slot, and until
+        it is coded if it has to be."""
         return "coded" not in row.copies and (self._form.awaits(row) or self.keep(row))

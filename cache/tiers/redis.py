@@ -287,7 +287,7 @@ class RedisLedger:
                 self._undeleted.add(deletion.waiter)
 
     def waits(self, waiter: str) -> bool:
-        """Whether a deletion for this request is under way."""
+        """Return whether a deletion for this request is under way."""
         return any(deletion.waiter == waiter for deletion in self._deletions.values())
 
     def take_refusal(self, waiter: str) -> bool:

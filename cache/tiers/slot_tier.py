@@ -133,7 +133,7 @@ class SlotTier:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _is_immovable(self, key: BlockKey) -> bool:
-        """Whether a block must not leave its slot now: it is being read, or it is held."""
+        """Return whether a block must not leave its slot now: it is being read, or it is held."""
         row = self._table.get(key)
         slot = None if row is None else row.copies.get(self.name)
         if row is None or slot is None or self._slots.is_pinned(slot):

@@ -106,7 +106,7 @@ class WriteBehind:
             self._record_sessions(is_running, record)
 
     def _may_write(self, now: float) -> bool:
-        """Whether there is something to be written, and nothing that forbids it."""
+        """Return whether there is something to be written, and nothing that forbids it."""
         is_open = self._disk.capacity_bytes and now >= self._retry_s and not self._disk.is_quarantined
         return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 

@@ -123,7 +123,7 @@ class LoadQueue:
         return stop - part.landed
 
     def gives_way(self, part: LoadPart) -> bool:
-        """Whether another part is more urgent to read."""
+        """Return whether another part is more urgent to read."""
         return not self._may_come(part) and any(
             p.tier == part.tier and self._may_come(p) and self._may_be_read(p) for p in self.parts
         )
@@ -133,13 +133,13 @@ class LoadQueue:
         return next((part for part in wanted if self._may_come(part)), wanted[0] if wanted else None)
 
     def _may_come(self, part: LoadPart) -> bool:
-        """Whether a part may come further than the read buffer reaches."""
+        """Return whether a part may come further than the read buffer reaches."""
         return part.load.started or bool(part.load.failed) or self.closing
 
     def _may_be_read(self, part: LoadPart) -> bool:
         return part.is_far and not part.reading and not part.load.failed and self.may_land(part) > 0
 
     def _may_be_placed(self, part: LoadPart) -> bool:
-        """Whether the thread that places may go on with a part."""
+        """Return whether the thread that places may go on with a part."""
         within = self._may_come(part) or part.placed < self._read_buffer_layers
         return not part.in_step and part.has_come and within

@@ -132,8 +132,8 @@ class Connection(asyncio.Protocol):
         return self.heard_s > self._asked_s
 
     def is_silent(self, now: float) -> bool:
-        """Whether the replica has sent nothing for longer than it may. Not while the client is what everything waits
-        for."""
+        """Return whether the replica has sent nothing for longer than it may. Not while the client is what everything
+        waits for."""
         return 0 < self.silence_s < now - self.heard_s and not self._is_paused
 
     def abort(self, problem: str) -> None:

@@ -59,7 +59,7 @@ class HeldSessions:
         }
 
     def are_begun_after(self, name: SessionName, epoch: int) -> bool:
-        """Whether a session of the same id, with any salt, was begun after the epoch."""
+        """Return whether a session of the same id, with any salt, was begun after the epoch."""
         return any(held.begun > epoch for held in self.of_id(name.tenant, name.session_id).values())
 
     def forget(self, name: SessionName) -> None:

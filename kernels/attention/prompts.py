@@ -33,7 +33,7 @@ class PromptAttention:
         self._attend = attend
 
     def takes(self, q: Tensor, kv: KvPages, params: AttentionParams) -> bool:
-        """Whether the kernel can compute a layer."""
+        """Return whether the kernel can compute a layer."""
         dim = q.shape[2]
         return (
             q.dtype in (torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Whether a sequence with so many query rows is worth the gathering and the calls."""
+        """Return whether a sequence with so many query rows is worth the gathering and the calls."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(

@@ -22,7 +22,7 @@ class RunningSoftmax:
         self._out = q.new_zeros((heads, queries, v_dim), dtype=torch.float32)
 
     def sees(self, first_row: int, last_row: int) -> bool:
-        """Whether any query sees any of these rows of the context."""
+        """Return whether any query sees any of these rows of the context."""
         queries, window = self._q.shape[1], self._params.window
         return first_row < self._first + queries and (window is None or self._first - last_row < window)
 

@@ -68,7 +68,7 @@ class Selecting:
         return None if candidates is None else StepSelection(self.selector, candidates)
 
     def takes(self, context: int) -> bool:
-        """Whether a context of so many rows is read in part."""
+        """Return whether a context of so many rows is read in part."""
         return context >= max(self.min_context, LEAST_CONTEXT)
 
 

@@ -126,7 +126,7 @@ class ExactAttention(TorchAttention):
 
 
 def fits_kernels(heads: int, kv: KvPages) -> bool:
-    """Whether the compiled kernels can attend to these pages."""
+    """Return whether the compiled kernels can attend to these pages."""
     return (
         kv.has_kernels
         and kv.k_dim % 16 == kv.v_dim % 16 == 0
@@ -136,7 +136,7 @@ def fits_kernels(heads: int, kv: KvPages) -> bool:
 
 
 def _fits_flash(kv: KvPages) -> bool:
-    """Whether the kernels for many rows can use pages that fit the kernels for single rows."""
+    """Return whether the kernels for many rows can use pages that fit the kernels for single rows."""
     return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k_dim, kv.v_dim))
 
 

@@ -49,7 +49,8 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
 
 
 def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
-    """Whether a request's next block holds activations: if not, they would fall short of the ratio of host memory."""
+    """Return whether a request's next block holds activations: if not, they would fall short of the ratio of host
+    memory."""
     return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
 
 

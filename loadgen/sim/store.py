@@ -329,7 +329,8 @@ class SimulatedStore:
         return fits
 
     def is_missing_in_dram(self, session: str) -> bool:
-        """Whether a fetch would bring anything from disk into DRAM. False for a session that is loading or running."""
+        """Return whether a fetch would bring anything from disk into DRAM. False for a session that is loading or
+        running."""
         context = self._contexts.get(session)
         if context is not None and not context.pins:
             dram, disk = self.tiers["dram"].sizes, self.tiers["disk"].sizes
