@@ -16,7 +16,8 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Intake:
-    """aker of choices: turns requests into choices and queues them. Called by `KnownRequests`, in the engine's loop."""
+    """A maker of choices: turns requests into choices and queues them. Called by `KnownRequests`, in the engine's
+    loop."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class Intake:
         return self._queue(request, None, now)
 
     def queue_compiled(self, now: float) -> list[Output]:
-        """ue the requests whose grammars are compiled by now. Returns error outputs for choices that were not taken."""
+        """Queue the requests whose grammars are compiled by now. Returns error outputs for choices that were not
+        taken."""
         outputs = []
         for request, constraints in self._grammars.take():
             if isinstance(constraints, BadGrammar):

@@ -56,7 +56,8 @@ class EarlyLoads:
         self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """ice which loads have ended. Return how many seconds the loads of the waiting sequences still take in sum."""
+        """Notice which loads have ended. Return how many seconds the loads of the waiting sequences still take in
+        sum."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
         for sequence, load in [*self.overdue.items()]:
             if not self._look(sequence, load, now):

@@ -39,7 +39,8 @@ class Forecast:
         lengths."""
 
     def started(self, sequence: Sequence) -> None:
-        """dict the length of a sequence that starts for the first time. `errors` will judge this first prediction."""
+        """Predict the length of a sequence that starts for the first time. `errors` will judge this first
+        prediction."""
         self._predicted[sequence] = self._predictor.predict(sequence)
         self._joins_with += _JOIN_WEIGHT * (sequence.pending_tokens - self._joins_with)
 
@@ -96,7 +97,8 @@ class Forecast:
         return [length - said if length > said else 1 for length in lengths]
 
     def _ask(self, sequence: Sequence, said: int) -> list[int]:
-        """dict the length of the whole answer at each of the chances in `_CHANCES`. said: tokens that it has so far."""
+        """Predict the length of the whole answer at each of the chances in `_CHANCES`. said: tokens that it has so
+        far."""
         lengths = self._predictor.lengths(sequence, _CHANCES)
         first = lengths[0] - said
         wait = max(_REPREDICT_AFTER_TOKENS, max(said, first) // _REPREDICT_AFTER_SHARE)

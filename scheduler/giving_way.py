@@ -50,7 +50,8 @@ class GivingWay:
         return self._tenants.starved(waiting.queue, waiting.resumed, self._batch.free_places > 0)
 
     def admit(self, draft: StepDraft) -> None:
-        """rt the starved request, if there is one. Later calls in this step get the budget that is left in `draft`."""
+        """Start the starved request, if there is one. Later calls in this step get the budget that is left in
+        `draft`."""
         sequence = self.starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return
@@ -94,7 +95,8 @@ class GivingWay:
         return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), draft.budget)
 
     def _give_way(self, draft: StepDraft) -> bool:
-        """empt a sequence of the tenant with the most running. Return False if no tenant has more than one running."""
+        """Preempt a sequence of the tenant with the most running. Return False if no tenant has more than one
+        running."""
         if self._tenants.most_running < 2:
             return False
         self._batch.preempt(self._tenants.to_give_way(self._batch.sequences), draft)

@@ -1,4 +1,5 @@
-"""cribes one step: how many tokens of which sequences it computes, first as a draft and then as the engine runs it."""
+"""Describes one step: how many tokens of which sequences it computes, first as a draft and then as the engine runs
+it."""
 
 from dataclasses import dataclass, field
 

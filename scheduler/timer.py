@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """aiting request and how many seconds its load would take, SIZE / bandwidth in the paper; None: nothing to load."""
+    """A waiting request and how many seconds its load would take, SIZE / bandwidth in the paper; None: nothing to
+    load."""
 
     request_id: str
     load_s: float | None

@@ -168,7 +168,8 @@ def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes:
 
 
 def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> int:
-    """urn the bytes of device memory that loads need to decode a whole window of stored rows, one layer at a time."""
+    """Return the bytes of device memory that loads need to decode a whole window of stored rows, one layer at a
+    time."""
     decodes = probed.codec.projection or probed.codec.decodes
     if decodes is None or decodes.device.type == "cpu" or not tiers.num_slots:
         return 0

@@ -190,7 +190,8 @@ def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dt
 
 
 def dram_link(config: ExperimentConfig, num_ranks: int) -> Throttle:
-    """urn a throttle that caps one direction of the link between DRAM and HBM at this rank's share of `dram_gbps`."""
+    """Return a throttle that caps one direction of the link between DRAM and HBM at this rank's share of
+    `dram_gbps`."""
     return Throttle(bytes_per_s=config.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
 
 

@@ -77,7 +77,8 @@ def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
 
 
 def _measured(subject: Subject, tokenizer: Path, path: Path | None) -> float:
-    """sure how much int8 pages change answers, in nats per token, and write the result to `path` for later starts."""
+    """Measure how much int8 pages change answers, in nats per token, and write the result to `path` for later
+    starts."""
     log.info("measuring what pages of int8 change of this model's answers, once")
     started = time.perf_counter()
     _, texts = calibration_text(tokenizer)

@@ -76,7 +76,8 @@ class Remembered:
 
 
 def key_of(*parts: object) -> str:
-    """urn a key of these parts, this machine and this code, under which the results of first steps are remembered."""
+    """Return a key of these parts, this machine and this code, under which the results of first steps are
+    remembered."""
     everything = (*parts, torch.get_num_threads(), _processor(), *map(_version_of, _LIBRARIES), _code())
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
 

@@ -112,7 +112,8 @@ def _num_pages(
 def _with_parking(
     config: EngineConfig, probed: ProbedModel, automatic: Sizes, coding: int, window: int, warnings: list[str]
 ) -> Room:
-    """urn the sizes of an engine whose contexts may be larger than HBM, up to what DRAM holds. Raises ModelRefused."""
+    """Return the sizes of an engine whose contexts may be larger than HBM, up to what DRAM holds. Raises
+    ModelRefused."""
     cache, page_size = config.cache, probed.page_size
     tokens = cache.hbm_tokens or automatic.hbm // probed.hbm_bytes_per_token
     pages, spare = tokens // page_size, page_size // BLOCK_TOKENS  # as in `_num_pages`

@@ -66,7 +66,8 @@ def build_scheduler(
 
 
 def lone_step_tokens(config: EngineConfig, step_tokens: int) -> int:
-    """urn the budget, in tokens, of a step in which no sequence decodes. step_tokens: the budget of any other step."""
+    """Return the budget, in tokens, of a step in which no sequence decodes. step_tokens: the budget of any other
+    step."""
     return step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
 
 

@@ -31,7 +31,8 @@ _PLAIN = PageFormat(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """effect of a codec on the scored tokens of some texts, per token. `added` joins the results of several texts."""
+    """The effect of a codec on the scored tokens of some texts, per token. `added` joins the results of several
+    texts."""
 
     divergence: Tensor  # nats: KL of the distribution after coded KV from that after raw KV
     same_choice: Tensor  # bool: whether the likeliest token is the same
@@ -123,7 +124,8 @@ class HistoryCoder:
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
-        """urn the log probabilities, fp32 [tokens, vocabulary], of tokens that follow a history of `start` tokens."""
+        """Return the log probabilities, fp32 [tokens, vocabulary], of tokens that follow a history of `start`
+        tokens."""
         return self._run(token_ids, start, logit_rows=len(token_ids), listens=False).float().log_softmax(-1)
 
     @torch.inference_mode()

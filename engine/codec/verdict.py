@@ -17,7 +17,8 @@ class CodecVerdict:
     The Verifier calls it, in the engine's loop."""
 
     def __init__(self, *, codec: str, budget: float) -> None:
-        """in without any check. codec: the codec's name. budget: nats per token to which the codec was calibrated."""
+        """Begin without any check. codec: the codec's name. budget: nats per token to which the codec was
+        calibrated."""
         self.codec = codec
         self.limit = TOLERATED * budget
         self.is_condemned = False

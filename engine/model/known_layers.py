@@ -106,7 +106,8 @@ def _is_gated(mlp: nn.Module, gate_up: tuple[Any, ...], linear: tuple[type[nn.Mo
 
 
 def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iterator[tuple[nn.ModuleList, int, int]]:
-    """ld (module list, index in the list, layer number) for each of a model's decoder layers. leave: layers to skip."""
+    """Yield (module list, index in the list, layer number) for each of a model's decoder layers. leave: layers to
+    skip."""
     for container in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)

@@ -1,4 +1,5 @@
-"""ds a model from disk, refuses models that cannot be served, and computes the fingerprint that tells models apart."""
+"""Loads a model from disk, refuses models that cannot be served, and computes the fingerprint that tells models
+apart."""
 
 import hashlib
 import json

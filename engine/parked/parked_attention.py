@@ -110,7 +110,8 @@ class ParkedAttention:
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
     def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
-        """ld the rows of a context that have pages in pieces as large as the ring, so that they need no more memory."""
+        """Yield the rows of a context that have pages in pieces as large as the ring, so that they need no more
+        memory."""
         size, used = self._page_size, -(-num_rows // self._page_size)
         here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):

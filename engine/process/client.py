@@ -363,7 +363,8 @@ class EngineClient:
             await asyncio.sleep(0)  # a frame that is there already is received without yielding: let the streams run
 
     def _is_another_model(self, model: ModelInfo) -> bool:
-        """urn whether a restarted engine has loaded other weights than the app has a tokenizer and transcripts for."""
+        """Return whether a restarted engine has loaded other weights than the app has a tokenizer and transcripts
+        for."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
     def _handle(self, child: EngineChild, message: Starting | Ready | Outputs | SessionReply | Head | Stats) -> None:

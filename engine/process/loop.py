@@ -89,7 +89,8 @@ class StepEngine(Protocol):
         ...
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """e over a session of another replica. Returns the answer if it exists at once; otherwise `poll` returns it."""
+        """Take over a session of another replica. Returns the answer if it exists at once; otherwise `poll` returns
+        it."""
         ...
 
     def take_heads(self) -> list[Head]:

@@ -139,7 +139,8 @@ class BatchStep:
         return None
 
     def _settle(self, computed: Computed, clock: StepClock) -> None:
-        """nt what was computed and have it saved. Choices whose KV was not loaded in time, or was wrong, start anew."""
+        """Count what was computed and have it saved. Choices whose KV was not loaded in time, or was wrong, start
+        anew."""
         void: set[str] = set()
         failed = self._moves.hear_failed(clock.called)
         if failed or computed.late:

@@ -53,7 +53,8 @@ class RunningChoice:
 
     @property
     def new_report(self) -> TokensBySource | None:
-        """report of where the prompt's KV was found, if the next output is the first to carry it; otherwise None."""
+        """The report of where the prompt's KV was found, if the next output is the first to carry it; otherwise
+        None."""
         return None if self.reported else self.report
 
     def append(self, token_id: int) -> None:

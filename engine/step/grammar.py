@@ -38,7 +38,8 @@ class Constraint:
         self._bits = np.zeros(-(-num_tokens // 32), dtype=np.int32)
 
     def allowed(self, vocab: int) -> NDArray[np.bool_]:
-        """urn a mask, bool [vocab], of the token ids that may come next. All are False once the grammar has failed."""
+        """Return a mask, bool [vocab], of the token ids that may come next. All are False once the grammar has
+        failed."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             return np.zeros(vocab, dtype=np.bool_)

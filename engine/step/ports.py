@@ -49,7 +49,8 @@ class ParkedReader(AttentionBackend, Protocol):
         ...
 
     def take_lost(self) -> dict[str, list[BlockKey]]:
-        """urn by request the blocks that were not intact in DRAM. What the step computed for that request is void."""
+        """Return by request the blocks that were not intact in DRAM. What the step computed for that request is
+        void."""
         ...
 
 

@@ -45,7 +45,8 @@ class StepWork(NamedTuple):
         return work
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
-        """urn this work plus a chunk of `num_tokens` tokens of a prompt that follow `context_len` computed tokens."""
+        """Return this work plus a chunk of `num_tokens` tokens of a prompt that follow `context_len` computed
+        tokens."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 

@@ -101,7 +101,8 @@ class FairShare:
         self._settle(sequence.tenant, -self._charged.pop(sequence))
 
     def finished(self, sequence: Sequence) -> None:
-        """lace the charge of a request that has ended by its true cost. Ignores requests that `take` never charged."""
+        """Replace the charge of a request that has ended by its true cost. Ignores requests that `take` never
+        charged."""
         charged, was_current = self._charged.pop(sequence, None), self._is_current
         if charged is not None:
             self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)

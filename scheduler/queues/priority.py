@@ -71,7 +71,8 @@ class Standings:
         return iter(self._known)
 
     def load_s(self, sequence: Sequence) -> float | None:
-        """urn the seconds that the request's load would take alone; None if it needs no load or the load has begun."""
+        """Return the seconds that the request's load would take alone; None if it needs no load or the load has
+        begun."""
         return self._known[sequence].load_s
 
     def watch(self, sequence: Sequence) -> None:

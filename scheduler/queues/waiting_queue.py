@@ -55,7 +55,8 @@ class WaitingQueue(Protocol):
         ...
 
     def finished(self, sequence: Sequence) -> None:
-        """e that a started request has ended, with its final `output_tokens`. Ignores requests that never started."""
+        """Note that a started request has ended, with its final `output_tokens`. Ignores requests that never
+        started."""
         ...
 
     def front(self) -> tuple[Sequence, ...]:

@@ -1,4 +1,5 @@
-"""s a model's last layer compute its output only for rows whose logits are wanted: of a prompt, only the last row."""
+"""Lets a model's last layer compute its output only for rows whose logits are wanted: of a prompt, only the last
+row."""
 
 import torch
 from torch import nn

@@ -160,7 +160,8 @@ class ExactLinear(nn.Module):
 
 
 class ExactGate(nn.Module):
-    """odule that computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens, out]."""
+    """A module that computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens,
+    out]."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
@@ -205,7 +206,8 @@ class SummedLinear(nn.Module):
 
 
 class Gate(nn.Module):
-    """odule that computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
+    """A module that computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix
+    products."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()

@@ -125,7 +125,8 @@ class CudaQuantisedTogether(nn.Module):
 
 
 def join_packed(layers: Sequence[CudaQuantisedLinear]) -> nn.Module:
-    """urn one layer with the outputs of all `layers`: a single product if their weights are packed in the same way."""
+    """Return one layer with the outputs of all `layers`: a single product if their weights are packed in the same
+    way."""
     first = layers[0]
     if len({(layer.packed.form, layer._kernels is None) for layer in layers}) > 1:
         return CudaQuantisedTogether(layers)
