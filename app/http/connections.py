@@ -17,8 +17,8 @@ class BoundedConnection(H11Protocol):
     """uvicorn's connection with the time limits it lacks. Runs on the event loop, like all protocols."""
 
     def __init__(self, *, most: int, header_timeout_s: float, **uvicorns: Any) -> None:
-        """most: connections allowed at once, including this one. header_timeout_s: how long a request's headers may
-        take."""
+        """Set up. most: connections allowed at once, including this one. header_timeout_s: how long a request's headers
+        may take."""
         super().__init__(**uvicorns)
         self._most = most
         self._header_timeout_s = header_timeout_s

@@ -1,4 +1,4 @@
-"""Building blocks of all bodies: strict parts, and the fields of every request that generates."""
+"""Defines the parts from which all bodies are built: strict objects, and the fields of every request that generates."""
 
 import math
 import re

@@ -38,10 +38,11 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """Checks bearer keys. The time taken depends neither on the key nor on which of ours it resembles."""
+    """A set of bearer keys and a check against it. The time taken depends neither on the key nor on which stored key it
+    resembles."""
 
     def __init__(self, keys: Iterable[Key], *, local: KeyLimits = NO_LIMITS) -> None:
-        """local: the limits of all clients, if no keys are configured. If a key is given twice, the last entry
+        """Set up. local: the limits of all clients, if no keys are configured. If a key is given twice, the last entry
         counts."""
         self.use(keys)
         self.wants_keys = bool(self._keys)  # never reset: when the last key is removed, nobody gets in
@@ -60,7 +61,7 @@ class Keyring:
         return not self.wants_keys or (tenant in self._keys and self._keys[tenant].is_admin)
 
     def knows(self, tenant: str) -> bool:
-        """Return whether what a tenant has begun may go on; its key may have been removed since."""
+        """Return whether work that a tenant has begun may continue; its key may have been removed since."""
         return not self.wants_keys or tenant in self._keys
 
     def limits(self, tenant: str) -> KeyLimits:
