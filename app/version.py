@@ -1,4 +1,4 @@
-"""Returns the version of this Reprise."""
+"""Finds the version of this Reprise."""
 
 from importlib import metadata
 

@@ -49,7 +49,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say
     resume: list[list[int] | None] = []
-    """By choice, the tokens that another engine has already generated; this engine continues after them. They are not
+    """The tokens of each choice that another engine has already generated; this engine continues after them. They are not
     sent again, and count as generated. None: the choice has ended, and nothing is sent for it. An empty list: a new
     request."""
     over: list[int] | None = None
@@ -338,7 +338,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     tier_bytes: dict[str, int] = {}  # dram, disk, redis if it is used -> bytes in use
     tier_capacity: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}  # direction (`reprise.cache.moves.Transferred`) -> bytes
-    moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
+    moved_seconds: dict[str, float] = {}  # direction -> seconds of the thread that moved the bytes
     load_wait_seconds: float = 0.0  # load time that no computation hid
     weight_bytes: int = 0  # bytes of weights that were copied from DRAM to HBM
     weight_wait_seconds: float = 0.0  # time of these copies that no computation hid

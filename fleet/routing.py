@@ -49,7 +49,7 @@ class Beat:
     redis_bytes_per_s: float = 0.0
     redis_wait_s: float = 0.0  # time until a load from Redis that is ordered now would begin
     dram_kept_s: float = 0.0  # a session that was used less long ago is expected to be in DRAM or HBM
-    disk_kept_s: float = 0.0  # the same on disk
+    disk_kept_s: float = 0.0  # seconds that the KV used last stays on disk
     busy: float = 0.0  # share of the last seconds in which it computed prompts; for `reprise.fleet.scaling`
     draining: bool = False
 

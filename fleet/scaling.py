@@ -30,7 +30,7 @@ class Signals:
     wait_p90_s: float  # predicted waits of newcomers, over replicas and time
     busy: float  # share of their time in which replicas compute prompts, in the mean
     dram_share: float = 1.0  # share of history tokens that were found in DRAM or HBM
-    usual_dram_share: float = 0.0  # the same over the last hour
+    usual_dram_share: float = 0.0  # share of DRAM hits over the last hour
     exposed_share: float = 0.0  # share of turns that waited for their loads
     redis_free_bytes: float = math.inf
     least_held_bytes: float = 0.0  # KV of the replica that would leave, which is not in Redis yet

@@ -9,8 +9,8 @@ from reprise.scheduler.budgets.budget import Pace
 from reprise.scheduler.predictor import LengthPredictor
 from reprise.scheduler.sequence import Sequence
 
-_REPREDICT_AFTER_TOKENS = 16  # the rest of an answer is predicted anew after so many tokens, or, if that is more,
-_REPREDICT_AFTER_SHARE = 4  # after this part (1 / 4) of its length so far, or of the rest that was predicted
+_REPREDICT_AFTER_TOKENS = 16  # an answer's rest is predicted again after at least so many tokens
+_REPREDICT_AFTER_SHARE = 4  # the predicted rest lasts for this part (1 / 4) of its tokens, or of the answer's so far
 _LEAST_TOKENS_BETWEEN_PREDICTIONS = 4  # an answer that should end any moment is not predicted at each token
 _UNASKED: tuple[int, list[int]] = 0, []
 _CHANCES = (0.125, 0.375, 0.625, 0.875)  # an answer stands for a quarter of an end at each of these quantiles

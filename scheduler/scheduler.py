@@ -72,9 +72,11 @@ class Scheduler:
         self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
-        self._sat_out: frozenset[Sequence] = frozenset()  # sequences that sat out that step: see `StepDraft.sits_out`
-        self._began_s = 0.0  # start of that step
-        self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
+        self._sat_out: frozenset[Sequence] = (
+            frozenset()
+        )  # sequences that skipped the last step: see `StepDraft.sits_out`
+        self._began_s = 0.0  # start of the step that was scheduled last
+        self._ran: tuple[float, float] | None = None  # last step's seconds, and its waits for loads; None: learned
 
     # --- what there is ------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ class Tenants:
     def __init__(self, *, fair_places: bool) -> None:
         self._fair_places = fair_places
         self._arrivals: list[tuple[str, float]] = []  # the two tenants that came last, and when; the later one last
-        self._running: Counter[str] = Counter()  # tenant -> how many, at least one
-        self._present: Counter[str] = Counter()  # the same, waiting ones included
+        self._running: Counter[str] = Counter()  # tenant -> how many of its sequences run, at least one
+        self._present: Counter[str] = Counter()  # tenant -> how many sequences it has running or waiting
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class History:
 @dataclass(frozen=True, slots=True)
 class NewAnswer:
     chain: bytes  # digest of the prompt's chain and the answer
-    bare: bytes  # the same for a client that sends the answer back without its reasoning
+    bare: bytes  # digest of the chain when a client sends the answer back without its reasoning
     tail: bytes  # digest of the scope, the message before and the answer without its reasoning
     token_ids: "array[int]"
     text: str  # what the client saw

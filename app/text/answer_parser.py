@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MAX_HEAD_CHARS = 16_384  # after a tag, before it is clear that this is a call
-MAX_BARE_HEAD_CHARS = 512  # the same without tags, where no text is shown meanwhile
+MAX_BARE_HEAD_CHARS = 512  # longest head of a call without tags, where no text is shown meanwhile
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BARE_HEAD = re.compile(r"[\s;,\[]*" + _HEAD.pattern)
 _BARE_BEGINNING = '{"name":"'

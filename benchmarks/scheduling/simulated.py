@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {order: {"policy": order} for order in ORDERS}
     "scores": {"scores": True},
 }
 PLACES = ("hbm", "new", "dram", "disk")
-"""Where most of a turn's history is: CaR's class 1, class 2, and class 3 by tier."""
+"""The place of most of a turn's history: CaR's class 1, class 2, and class 3 by tier."""
 BASES = ("fcfs", DEFAULT)  # arms in units of which the others are told
 KINDS = {"all": PLACES, "first": ("new",), "returning": ("hbm", "dram", "disk")}
 MEASURES: dict[str, Callable[[Sequence[float]], float]] = {

@@ -20,9 +20,9 @@ from reprise.cache.storage.slab import Slab
 from reprise.cache.storage.thread_priority import lower_priority
 from reprise.kernels.attention.ragged_batch import KvPages
 
-# beyond the last slot or page used, while nothing runs; not all of it, since gigabytes may never be needed
+# Bytes touched beyond the last used slot or page while nothing runs; not all memory, since much may never be needed.
 AHEAD_BYTES = 512 << 20
-BUSY_AHEAD_BYTES = 64 << 20  # the same while something runs; more than a second of prefill fills
+BUSY_AHEAD_BYTES = 64 << 20  # bytes touched ahead while something runs; more than a second of prefill fills
 _PIECE_BYTES = 128 << 20  # most bytes touched at once, beyond those needed soon
 _CALL_BYTES = 256 << 10  # most bytes per system call, which blocks all other threads that map memory
 _LOWEST_NICENESS = 19

@@ -39,7 +39,7 @@ class Fetches:
         self._orders, self._stats = orders, stats
         self._under_way: dict[int, _Fetch] = {}  # fetches under way, by job
         self._coming: dict[BlockKey, str] = {}  # block -> the tier from which it is fetched
-        self._coming_coded: set[BlockKey] = set()  # those of them that come coded
+        self._coming_coded: set[BlockKey] = set()  # blocks being fetched that a codec has compressed
 
     @property
     def in_flight(self) -> int:

@@ -37,7 +37,7 @@ class Quality:
     divergence: Tensor  # nats: KL of the distribution after coded KV from that after raw KV
     same_choice: Tensor  # bool: whether the likeliest token is the same
     loss: Tensor  # nats: minus the log probability of the text's token, after coded KV
-    raw_loss: Tensor  # the same after raw KV
+    raw_loss: Tensor  # loss after unchanged KV
     refused: float  # share of blocks that could not be coded and stayed raw
 
     @property

@@ -28,7 +28,9 @@ _SOURCES = ("context", "prediction")
 _CLASSES = {2: 0.25, 3: 0.4, 5: 0.6, 9: 0.8}
 _EXPECTED_TOKENS = 4.0  # tokens seen that an expectation weighs as much as
 _KEPT_SHARE = 0.97  # share of the evidence that stays at every draft
-_DRIFT_SHARE = 0.995  # the same at every draft that was not worth its rows, so that it is tried again
+_DRIFT_SHARE = (
+    0.995  # share of evidence left after a draft that was not worth its rows, so that such drafts are tried again
+)
 
 _WORTH_FACTOR = 1.2  # a drafted row has to bring so many times the tokens that its time brings otherwise
 _PRIOR_ROW_SHARE = 0.1  # time of a row as a share of an empty step's, until steps were measured

@@ -43,8 +43,8 @@ from reprise.fleet.routing import NoReplica
 MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
 MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole
 MAX_REFUSAL = 1 << 16
-START_WAIT_S = 10.0  # longest wait for a replica that takes turns, from the turn's arrival: beats may be late, and when
-# a fleet is rolled, one drains while the one after it has not been heard yet
+START_WAIT_S = 10.0  # longest wait for a replica that takes turns, from the turn's arrival
+# Beats may be late; and when a fleet is rolled, one replica drains while the next one has not been heard yet.
 RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer, while there is none
 RESUME_LOOK_S = 0.25
 

@@ -10,7 +10,7 @@ class Decodes(Protocol):
     """Makes rows from stored segments. Thread-safe; the arrays may hold any bytes."""
 
     device: torch.device
-    """Where `raw` has to be. Segments are there, or on the processor."""
+    """The device on which `raw` has to be. Segments are on it or on the CPU."""
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
@@ -26,7 +26,7 @@ class Projection(Decodes, Protocol):
     widths: tuple[int, ...]
     """The elements of a token's activation, by layer."""
     row_elements: tuple[int, ...]
-    """Those of its K and V together, by layer."""
+    """The elements of a token's K and V together, by layer."""
 
 
 class Codec(Decodes, Protocol):

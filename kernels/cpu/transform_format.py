@@ -22,8 +22,8 @@ LANES = 8
 GROUPS = ROWS // LANES
 TOGETHER = 4  # blocks that are coded at the same time
 FINEST, COARSEST = 8, 24
-"""How much finer and coarser than calibrated a block's steps may be, in eighths of an octave. A block that needs even
-coarser ones is unlike anything calibrated, and is not coded."""
+"""The most that a block's quantisation steps may be finer or coarser than calibrated, in eighths of an octave. A block
+that needs even coarser steps is unlike anything calibrated, and is not compressed."""
 HEAD_WORDS = 1 + 2 * LANES
 LEAST_STATE = 1 << 15
 MASK = (1 << PROBABILITY_BITS) - 1

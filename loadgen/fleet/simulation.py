@@ -126,7 +126,7 @@ class FleetSimulation:
             if config.redis_bytes_per_s
             else None
         )
-        self.replicas: dict[str, _Replica] = {}  # also those that have left
+        self.replicas: dict[str, _Replica] = {}  # replicas that have left are among them
         self.routes: Counter[str] = Counter()  # route, and "moved: why", and "refused: why"
         self.asked_s: dict[tuple[str, int], float] = {}  # when an interrupted turn came first
         self.resumed: set[tuple[str, int]] = set()  # turns whose answers had begun when they were interrupted

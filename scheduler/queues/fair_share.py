@@ -54,8 +54,8 @@ class FairShare:
         self._entries: dict[Sequence, _Waiting] = {}
         self._charged: dict[Sequence, float] = {}  # requests that have started and have not ended
         self._line: Line[Sequence] = Line()
-        self._is_current = True  # the line, or but for clocks that were put right:
-        self._outdated = 0  # steps since the first of these; 0: there is none
+        self._is_current = True  # whether `_line` is right but for corrected clocks
+        self._outdated = 0  # steps since a clock was corrected that the line does not know of; 0: none was
 
     def __len__(self) -> int:
         return len(self._entries)

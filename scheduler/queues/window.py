@@ -51,7 +51,7 @@ class ShuffledWindow:
         self._arrived: dict[Sequence, int] = {}  # every waiting request -> the number of its arrival
         self._members: dict[Sequence, Member] = {}  # kept in order of entry
         self._order: tuple[Sequence, ...] | None = None  # order of the members; None: not yet computed
-        self._once_loaded: tuple[Sequence, ...] | None = None  # the same
+        self._once_loaded: tuple[Sequence, ...] | None = None  # order of `once_loaded`; None: not yet computed
         self._orders = 0  # counts how often these two have changed
         self._line: Line[Sequence] = Line()  # the members once loaded, and then the others
         self._made_of = 0, 0  # the order of the members, and the version of the others' line, that it was made of
