@@ -49,9 +49,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say
     resume: list[list[int] | None] = []
-    """The tokens of each choice that another engine has already generated; this engine continues after them. They are not
-    sent again, and count as generated. None: the choice has ended, and nothing is sent for it. An empty list: a new
-    request."""
+    """The tokens of each choice that another engine has generated; this engine continues after them. They are not sent
+    again, and count as generated. None: the choice has ended, and nothing is sent for it. An empty list: a new request.
+    """
     over: list[int] | None = None
     """The tokens that another engine generated for the first choice, if that has ended (its entry in `resume` is None).
     The conversation continues with them, so this engine computes their KV and sends nothing. None: nothing is computed.
