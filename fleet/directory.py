@@ -344,8 +344,9 @@ class Directory:
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
-        """Return how many sessions and bytes a tenant has, and `count` of its sessions in order of last use, from index
-        `first` on, with whether each may be deleted. longest_s: a turn that began longer ago than this has ended."""
+        """Return how many sessions and bytes of KV a tenant has, and of `count` sessions in order of last use, from
+        index `first` on, the names of those that may be deleted (see `Held`). longest_s: a turn that began longer ago
+        than this has ended."""
         answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer
