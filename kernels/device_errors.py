@@ -31,7 +31,7 @@ _STICKY = (
 
 
 MEMORY_ERRORS = (RuntimeError, MemoryError, OSError)
-"""The classes that an error has of which `lacks_memory` may be true."""
+"""The exception classes for which `lacks_memory` may be true."""
 
 
 def lacks_memory(error: BaseException) -> bool:
