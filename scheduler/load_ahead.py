@@ -1,5 +1,5 @@
-"""Starts the loads of the next requests in line in time: CaR's prefetch timer, for the read buffer of
-AttentionStore."""
+"""Starts the loads of the next waiting requests early enough: CaR's prefetch timer, which fills AttentionStore's read
+buffer."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -16,8 +16,8 @@ _FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of
 
 
 class LoadAhead:
-    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as the
-    timer says that their KV has to start coming, each as late as will do. Single-threaded, part of the Scheduler."""
+    """A starter of early loads. While running requests take all places or all of the step, it gives pages in HBM to the
+    next waiting requests, each as late as its KV can still arrive in time. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class LoadAhead:
         self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
 
     def begin_step(self, now: float) -> dict[str, float]:
-        """Notice that time has passed. Return, for each running request that waits for KV, the seconds left of its
-        load."""
+        """Note the time at the start of a step. Return, for each running request that waits for KV, the seconds its
+        load still takes."""
         stalls_s = self._stalls_s()
         self._foresee(stalls_s, now)
         return stalls_s
 
     def start_loads(self, now: float) -> None:
-        """Begin the loads that are due, as far as HBM has room."""
+        """Start the loads that are due by the prefetch timer, as far as HBM has room."""
         if not self._waiting.count:
             return
         if self._foreseen != (self._batch.changes, self._early.changes):
@@ -72,7 +72,7 @@ class LoadAhead:
         return stalls_s
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
-        """Tell the queue when places will be free, and note what is left of the loads under way."""
+        """Tell the queue when places will be free, and note how many seconds the current loads still take."""
         self._loading_s = self._early.look(now)
         if self._waiting.count:
             self._loading_s += sum(stalls_s.values())

@@ -1,4 +1,4 @@
-"""The orders in which requests may start, by the name that settings give them."""
+"""Makes the queue of waiting requests by the name that settings give its order."""
 
 from functools import partial
 
@@ -21,7 +21,8 @@ def make_queue(
     predictor: LengthPredictor,
     window: int,
 ) -> WaitingQueue:
-    """Make the queue of a policy, one of ORDERS. window: places of the windowed ones."""
+    """Return a queue of the policy with this name, one of ORDERS. window: number of places in the window, for policies
+    with one."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)
