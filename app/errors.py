@@ -1,4 +1,4 @@
-"""Exceptions -> the one error envelope: {"error": {"message", "type", "param", "code"}}."""
+"""Defines the API's errors and turns exceptions into one envelope: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or reads nothing. Nobody is left to answer."""
+    """The client closed the connection, or does not read. No answer can be sent."""
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -86,7 +86,8 @@ def model_not_found(name: str) -> ApiError:
 
 
 def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-    """`prompt_tokens` None: so many that nobody counted. `param` is where they stand."""
+    """Return the error for a prompt that exceeds the window. prompt_tokens: None if too many to be counted. param: the
+    request field that holds the prompt."""
     return ApiError(
         400,
         f"This model's context window is {window} tokens, of which at least one is the answer's; "
@@ -97,7 +98,7 @@ def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: st
 
 
 def cannot_be_shortened(window: int, what: str) -> ApiError:
-    """History is dropped where a window is full; `what` is not, and does not fit."""
+    """Return the error for a part of the request, `what`, that may not be dropped and does not fit the window."""
     return ApiError(
         400,
         f"This model's context window is {window} tokens. The earliest history would be dropped to make room, but "
@@ -108,13 +109,13 @@ def cannot_be_shortened(window: int, what: str) -> ApiError:
 
 
 def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """One tenant holds all places it may have."""
+    """Return the error for a tenant that already has as many running answers as it may."""
     message = f"You would have more answers under way than you may ({limit}); try again when one of them is done."
     return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
 
 
 def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """One tenant has used up its minute."""
+    """Return the error for a tenant whose allowance for this minute is used up."""
     message = (
         f"Your key may have {limit} {what} a minute, and has had them; try again in {max(1, round(retry_after_s))} s."
     )
@@ -162,7 +163,7 @@ def session_not_found(session_id: str) -> ApiError:
 
 
 def session_error(code: str, session_id: str) -> ApiError:
-    """Return what the engine's code for a refused question means to a client."""
+    """Return the error that a client gets for the engine's error code about a session."""
     match code:
         case "not_found":
             return session_not_found(session_id)
@@ -212,7 +213,7 @@ def internal_error() -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in OpenAI's way of naming parameters: messages[0].content."""
+    """Return an error about the first invalid field, named in OpenAI's way: messages[0].content."""
     first = _telling(error.errors(include_url=False, include_input=False))
     # A union says which of its types it tried; no client knows those.
     path = [part for part in first["loc"] if not (isinstance(part, str) and _UNION_TAG.match(part))]
@@ -232,8 +233,8 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first error; where a union has tried several types, that of the one which got furthest: [5, -1] is no text,
-    but a list of numbers with a wrong one."""
+    """Return the error to report. That is the first one; where a union has tried several types, the one of the type
+    that matched furthest: [5, -1] is not a text, but a list of numbers with a wrong one."""
     where = errors[0]["loc"]
     place = next((n for n, part in enumerate(where) if isinstance(part, str) and _UNION_TAG.match(part)), None)
     if place is None:
@@ -246,7 +247,8 @@ def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Everything that routing and handlers raise leaves in the envelope. `routes` are all that the app has."""
+    """Let everything that routing and handlers raise be answered in the error envelope. routes: all routes of the
+    app."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

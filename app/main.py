@@ -1,4 +1,4 @@
-"""create_app: settings in, the ASGI application out."""
+"""Creates the ASGI application from the settings."""
 
 import asyncio
 import logging
@@ -70,7 +70,7 @@ class Parts:
 
 
 def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastAPI:
-    """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
+    """Return the app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
     Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError, TracingUnavailable or
     RedisStoreUnavailable.
@@ -86,7 +86,7 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
 
 
 def compose(settings: Settings, engine: EnginePort | None) -> Parts:
-    """Make every part and hand each the others that it needs. Raises what `create_app` does."""
+    """Make every part and pass to each the others that it needs. Raises what `create_app` does."""
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     secret = load_tenant_secret(settings.state_dir, settings.server.tenant_secret_file)
@@ -182,7 +182,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add every endpoint, and the answers to what none of them takes."""
+    """Add every endpoint, and the answers to requests that no endpoint takes."""
     modules = (*openapi.MODULES, openapi)
     for module in modules:
         app.include_router(module.router)
@@ -190,7 +190,7 @@ def add_routes(app: FastAPI) -> None:
 
 
 def add_middleware(app: FastAPI, parts: Parts) -> None:
-    """Add what every request passes before its route: the last one added comes first."""
+    """Add the layers that every request passes before its route: the last one added comes first."""
     server = parts.settings.server
     app.add_middleware(Authentication, keyring=parts.keyring, hostnames=(server.host, *server.hostnames))
     if server.cors_origins:
@@ -200,7 +200,7 @@ def add_middleware(app: FastAPI, parts: Parts) -> None:
 
 
 def make_engine(settings: Settings, secret: bytes) -> EngineClient:
-    """The client of an engine process that `start` will start."""
+    """Return the client of an engine process, which `start` will start."""
     json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
     return EngineClient(
         config=settings.engine_config(secret),
@@ -239,7 +239,7 @@ def join_fleet(
     keyring: Keyring,
     metrics: Metrics,
 ) -> tuple[ServerHooks, Holdings]:
-    """Make this server a member of the fleet that the settings name. Returns its hooks, and what counts the sessions
+    """Make this server a member of the fleet that the settings name. Returns its hooks, and a counter of the sessions
     and the KV of each key. Raises OSError, ValueError, ImportError."""
     # Imported here, so that a server that is in no fleet loads nothing of one.
     from reprise.fleet.replica.holdings import HeldInFleet

@@ -1,4 +1,4 @@
-"""The directory of a server's state: whose it is, and in it the secret that keeps tenants' blocks apart."""
+"""Manages the directory of a server's state: its permissions, and in it the secret that keeps tenants' blocks apart."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class DamagedSecret(ValueError):
-    """The file of the tenant secret does not hold one."""
+    """The file of the tenant secret does not contain a valid secret."""
 
 
 def load_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes:
-    """The persistent secret of this installation: what stands in `file`, or else a random one that is made on first
-    use. Raises OSError, or DamagedSecret.
+    """Return the persistent secret of this installation: the content of `file`, or else a random one that is made on
+    first use. Raises OSError, or DamagedSecret.
 
-    It keys every block hash, so nobody can tell from a hash, or from a hit, what another tenant said. Servers that
-    start at once agree on one.
+    It is the key of every block hash, so that a hash, or a hit, reveals nothing of what another tenant said. Servers
+    that start at the same time agree on one secret.
     """
     if file is not None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,7 +39,7 @@ def load_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes:
 
 
 def read_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes | None:
-    """The secret that is there; None: no server has made one yet. Raises OSError, or DamagedSecret."""
+    """Return the existing secret; None if no server has made one yet. Raises OSError, or DamagedSecret."""
     if file is not None:
         return _given_secret(file.expanduser())
     path = _path(state_dir)
@@ -71,22 +71,23 @@ def _given_secret(path: Path) -> bytes:
 
 
 class SecretKeeper:
-    """Sees to it that the secret of a running server is there for the next: without it that could read nothing."""
+    """A keeper of a running server's secret: if the file is deleted, it writes it again, since without it the next
+    server could read none of the stored KV."""
 
     def __init__(self, state_dir: Path, secret: bytes | None) -> None:
-        """secret: None if it stands in a file of its own, which is left alone."""
+        """Set up. secret: None if it is in a file of its own, which is left alone."""
         self._state_dir, self._secret = state_dir, secret
         self._has_failed = False
 
     async def run(self, *, look_s: float = LOOK_S) -> None:
-        """Look again and again, until cancelled."""
+        """Call `look` every `look_s` seconds, until cancelled."""
         while True:
             # On a thread: the directory may lie on a network.
             await asyncio.to_thread(self.look)
             await asyncio.sleep(look_s)
 
     def look(self) -> None:
-        """Write the secret anew if it was deleted. What cannot be done is logged, once."""
+        """Write the secret again if its file was deleted. A failure is logged once."""
         if self._secret is None or os.path.lexists(_path(self._state_dir)):
             self._has_failed = False
             return
@@ -101,8 +102,8 @@ class SecretKeeper:
 
 
 def weakness(directory: Path) -> tuple[str, str] | None:
-    """Say who besides its owner, us, may change what is in the directory, and what to do about it. None: nobody, or
-    there is no such directory."""
+    """Return (who besides the owner may change the directory's contents, what to do about it); None if only the owner
+    may, or there is no such directory."""
     try:
         status = directory.stat()
     except OSError:
@@ -120,7 +121,8 @@ def _path(state_dir: Path) -> Path:
 
 
 def _publish(state_dir: Path, secret: bytes) -> None:
-    """Publish a file by a link from a complete temporary one; the first to link has published. Raises OSError."""
+    """Create the secret's file by a link from a complete temporary one; the first process to link has created it.
+    Raises OSError."""
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = state_dir / f".tenant_secret.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""The version of this Reprise."""
+"""Finds the version of this Reprise."""
 
 from importlib import metadata
 

@@ -1,1 +1,2 @@
-"""Keeps KV in its tiers and decides what moves between them. Only `transfer` and `storage` do I/O."""
+"""Stores KV in tiers (HBM, DRAM, disk, Redis) and decides what moves between them. Only `transfer` and `storage` do
+I/O."""

@@ -1,4 +1,4 @@
-"""Tells the eviction policies which turns come next, by the queue and the clock, and fetches their KV early."""
+"""Tells the eviction policies which turns come next, by the queue and by the clock, and fetches their KV early."""
 
 import math
 from collections import Counter
@@ -18,37 +18,36 @@ _LOOKED_UP_TOKENS = 4096  # most tokens of contexts looked up per step: well bel
 
 
 class LineChange(Protocol):
-    """The difference between a waiting line and an earlier one."""
+    """A difference between a line of waiting requests and an earlier one."""
 
     @property
     def joined(self) -> Sequence[str]:
-        """Request ids that are new in the line."""
+        """The request ids that are new in the line."""
         ...
 
     @property
     def left(self) -> Sequence[str]:
-        """Request ids that are not in the line any more."""
+        """The request ids that are not in the line any more."""
         ...
 
     def apply(self, values: list[Any], value_of: Callable[[str], Any]) -> None:
-        """Update, in place, a list that has one value per request. value_of: returns the value of a request that
+        """Update in place a list that has one value per request. value_of: returns the value of a request that
         joined."""
         ...
 
 
 class WaitingLine(Protocol):
-    """The waiting line as the scheduler hands it over: an immutable value that knows what has changed since an earlier
-    one. `reprise.scheduler.line.Line` implements it."""
+    """The line of waiting requests that the scheduler passes: an immutable value that can tell what has changed since
+    an earlier one. `reprise.scheduler.line.Line` implements it."""
 
     @property
     def version(self) -> int:
-        """The number of this order of the line. The empty line that all begin with has 0; each later order has a higher
-        one."""
+        """The number of this line. The first, empty line has 0; each later one has a higher number."""
         ...
 
     @property
     def members(self) -> Sequence[str]:
-        """The request ids in line, next first."""
+        """The waiting request ids, next first."""
         ...
 
     def since(self, before: Self | None) -> LineChange:
@@ -57,10 +56,11 @@ class WaitingLine(Protocol):
 
 
 def prefetch_window(available_bytes: int, session_bytes: float) -> int:
-    """Return L_pw = C_mem / S_kv: how many of the next turns may have their KV fetched from disk into DRAM.
+    """Return how many of the next turns may have their KV fetched from disk into DRAM: L_pw = C_mem / S_kv in the
+    paper.
 
-    available_bytes: the DRAM available for prefetching; session_bytes: the mean KV of a session in the hierarchy. While
-    nothing is stored (session_bytes 0) there is nothing to fetch, and the window is empty.
+    available_bytes: DRAM available for prefetching. session_bytes: mean KV of a session over all tiers. While nothing
+    is stored (session_bytes 0) there is nothing to fetch, and the result is 0.
     """
     if available_bytes <= 0 or session_bytes <= 0:
         return 0
@@ -69,16 +69,16 @@ def prefetch_window(available_bytes: int, session_bytes: float) -> int:
 
 @dataclass(slots=True)
 class _Errand:
-    """A session that may come, and the blocks that were fetched for it so far."""
+    """A session that is expected, and the blocks that were fetched for it so far."""
 
     name: SessionName | None = None
     brought: set[BlockKey] = field(default_factory=set)
 
 
 class LookAhead:
-    """Looks ahead for the CacheManager, which calls `plan` before every step on the engine's thread: which waiting or
-    expected session comes next, and what of its KV has to be fetched into DRAM. A step costs time by what has changed
-    in the queue, not by its length."""
+    """A planner for the CacheManager, which calls `plan` before every step on the engine's thread: it finds which
+    waiting or expected session comes next, and what of its KV has to be fetched into DRAM. A step costs time by what
+    has changed in the queue, not by its length."""
 
     def __init__(
         self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
@@ -90,7 +90,7 @@ class LookAhead:
         self._reuse = reuse
         self._line: WaitingLine | None = None  # the line seen last; None: no request has waited yet
         self.version = 0
-        """Version of the line seen last. Read only."""
+        """Version of the line that `plan` saw last. Read only."""
         self._names: list[SessionName] = []  # the session of each waiting request, in line
         self._session_of: dict[str, SessionName] = {}  # waiting request -> its session
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
@@ -105,8 +105,8 @@ class LookAhead:
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies which sessions come, and fetch for them. Nothing is
-        fetched for the first `starting` in line: they have a place in the batch and load for themselves, layer by
-        layer."""
+        fetched for the first `starting` requests in line: they get a place in the batch and load for themselves, layer
+        by layer."""
         if line.version != self.version:
             self._tell_policies(self._follow(line), now)
         has_below = self._tiers.disk.capacity_bytes or self._tiers.redis.is_on
@@ -120,8 +120,9 @@ class LookAhead:
                     self._fetch_for_successor(now)
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
-        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. Those farther back will
-        certainly come too, so they should stay rather than sessions that may never come."""
+        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. changed: sessions that
+        joined or left the queue. Those at its end will certainly come too, so they should stay rather than sessions
+        that may never come."""
         told, self._told = self._told, bool(self._sessions.mean_bytes)
         if not self._told:
             return
@@ -132,7 +133,7 @@ class LookAhead:
         self._tiers.returns.advance(now)
 
     def _follow(self, line: WaitingLine) -> set[SessionName]:
-        """Update what is known of the line. Returns the sessions that have joined or left the queue."""
+        """Update the record of the line. Returns the sessions that have joined or left the queue."""
         change, self._line, self.version = line.since(self._line), line, line.version
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
@@ -151,8 +152,9 @@ class LookAhead:
         return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
-        """Fetch from disk and Redis into DRAM for the next turns. Turns that are new in the window come first, then the
-        others in turn, because there may have been no room for all of their KV."""
+        """Fetch from disk and Redis into DRAM for the next turns, except for the first `starting` in line. Turns that
+        are new in the prefetch window come first, then the others in turn, because there may have been no room for all
+        of their KV."""
         window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
         end = min(len(waiting), starting + window + 1)  # the last gets what there is room for, from its head on
@@ -179,7 +181,7 @@ class LookAhead:
 
     def _fetch_for_regulars(self, now: float) -> None:
         """Fetch into DRAM for a session that comes at regular intervals and is due. Fetches only while no request runs:
-        beside a step, a fetch costs that step as much as it saves a later one. Fetches for one session at a time, and
+        during a step, a fetch costs that step as much as it saves a later one. Fetches for one session at a time, and
         evicts only sessions that are expected later. A session that finds no room is tried again, because the turn of
         an earlier one may make room."""
         if now < self._try_regulars_s or not self._dram.most_rows:
@@ -194,9 +196,9 @@ class LookAhead:
             self._try_regulars_s = now + _RETRY_AFTER_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """Fetch into DRAM for the session that comes next where sessions take turns. Fetches beside decoding too,
-        because the fetch takes only part of one answer's time and the next first token will be waited for. Does not
-        fetch beside a prompt, whose first token is waited for now."""
+        """Fetch into DRAM for the session that comes next where sessions take turns. Fetches during decoding too,
+        because that slows only part of one answer, and the next first token will be waited for. Does not fetch while a
+        prompt is computed, whose first token is waited for now."""
         succession = self._tiers.succession
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._dram.most_rows:
@@ -209,8 +211,8 @@ class LookAhead:
             self._try_successor_s = now + _RETRY_AFTER_S
 
     def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk or in Redis, as far as there is room. Returns False if there was no room for
-        all of it yet."""
+        """Fetch what the expected session `name` has on disk or in Redis, as far as there is room. Returns False if
+        there was no room for all of it yet."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
@@ -227,11 +229,12 @@ class LookAhead:
         return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
 
     def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
-        """Fetch those of these blocks that are only on disk or in Redis, as far as there is room, and note them in
+        """Fetch the blocks of `keys` that are only on disk or in Redis, as far as there is room, and note them in
         `brought`. Returns False if there was no room for all of them yet.
 
-        Fetches nothing once a noted block has had to leave again: DRAM is then needed for others, and the disk would be
-        read for as long as the turn waits."""
+        Fetches nothing once a block in `brought` has been evicted again: DRAM is then needed for others, and the disk
+        would be read for as long as the turn waits.
+        """
         fetches = self._fetches
         missing = [
             row
@@ -248,7 +251,7 @@ class LookAhead:
 
     def _is_worth(self, tier: str, missing: Sequence[BlockRow], name: SessionName, brought: set[BlockKey]) -> bool:
         """Return whether to fetch the missing blocks of a tier. Blocks that are not worth it are noted in `brought`.
-        Now and then the first of them is fetched all the same, to measure the tier anew."""
+        Now and then the first of them is fetched all the same, to measure the tier again."""
         rows = [row for row in missing if row.medium == tier]
         if not rows:
             return False

@@ -1,4 +1,4 @@
-"""Composes the cache, and is its face for callers: they give it events and the time, and it returns moves. It touches
+"""Composes the cache, and is what callers see of it: they pass it events and the time, and it returns moves. It touches
 no bytes.
 
 A context of 140 tokens in pages of two blocks, and which class knows what of it:
@@ -58,11 +58,11 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class CacheManager:
-    """Decides for the engine what is cached where and what moves between the tiers. Keeps one promise: a row that is
-    counted as cached holds the KV of exactly these tokens after exactly this prefix by the time it is read, and a
-    pinned page is written by one request alone. Used by the engine's thread alone.
+    """The cache as the engine uses it: decides what is cached in which tier and what moves between the tiers. It
+    guarantees that a row counted as cached, by the time it is read, holds the KV of exactly these tokens after exactly
+    this prefix, and that a pinned page is written by one request alone. Used by the engine's thread alone.
 
-    view        for the scheduler: what is there of a request, and room for it
+    view        for the scheduler: what is stored of a request, and room for it
     parking     for the engine: contexts that HBM cannot hold
     requests    for the engine: a request from its arrival to its end
     sessions    for the session directory: what turns have left
@@ -80,7 +80,8 @@ class CacheManager:
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
     ) -> None:
-        """arrived(job): the share of a load that is in HBM. progress(job): how far the disk has come with it."""
+        """Set up. arrived(job): returns the share of a load that is in HBM. progress(job): returns how much of a load
+        the disk has read."""
         if options.page_size % BLOCK_TOKENS:
             raise ValueError(f"page size {options.page_size} is not a multiple of the block, {BLOCK_TOKENS}")
         self.rates, self.stats = rates, CacheStats()
@@ -148,7 +149,7 @@ class CacheManager:
         self._ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=running, rates=rates, reuse=options.reuse)
 
     def on_event(self, event: Event, now: float) -> None:
-        """Record an event: a move that was ordered has ended, or bytes were moved or lost."""
+        """Record an event: a move has ended, or bytes were moved or lost."""
         tiers = self.tiers
         match event:
             case Saved():
@@ -185,10 +186,10 @@ class CacheManager:
         self.sessions.deletions.go_on()
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
-        """Decide what is done while the next step runs. That is: give up loads that have become dearer than computing,
-        save blocks that found no slot, fetch for waiting turns (AttentionStore §3.3), write the KV that turns have
-        left, and make room. The first `starting` in line have a place in the batch: they load for themselves, layer by
-        layer."""
+        """Decide what is done while the next step runs: give up loads that would take longer than computing, save
+        blocks that found no slot before, fetch for waiting turns (AttentionStore §3.3), write the KV that turns have
+        left, and make room. The first `starting` requests in line get a place in the batch: they load for themselves,
+        layer by layer."""
         # Each part is skipped when there is nothing to do, as in most steps.
         tiers = self.tiers
         self._loads.now = self.parking.now = now
@@ -211,8 +212,8 @@ class CacheManager:
             tiers.hbm.offload()
 
     def lost(self, request_id: str, keys: Sequence[BlockKey]) -> None:
-        """Note that a step found altered blocks of a request in DRAM. `Lifecycle.take_failed` will return the
-        request."""
+        """Note that a step found altered bytes of these blocks of a request in DRAM. `Lifecycle.take_failed` will
+        return the request."""
         self.parking.lost(self._running[request_id], keys)
         self._loads.failed[request_id] = None
 
@@ -222,13 +223,13 @@ class CacheManager:
         return orders.take() if orders.moves else []
 
     def quarantine(self, tier: str) -> None:
-        """Stop using `dram` or `disk` in this process and trust nothing in it, because wrong results came out of it
-        although the checksums were right."""
+        """Stop using `dram` or `disk` in this process, and everything in it, because it gave wrong results although the
+        checksums were right."""
         self.tiers.quarantine(tier)
 
     def condemn_codec(self) -> None:
         """Stop using the codec: find no block any more that it has changed, nor any that was computed on such a block.
-        Requests that run end on the KV they have. Later ones are served as if they had asked for exact KV."""
+        Running requests finish with the KV they have. Later ones are served as if they had asked for exact KV."""
         self.tiers.condemn_codec()
         self.sessions.codec_condemned()
 
@@ -241,11 +242,11 @@ class CacheManager:
 
     @property
     def hbm_tokens(self) -> int:
-        """The number of tokens that all pages hold together."""
+        """The number of tokens for which all pages together have room."""
         return self.tiers.pages.num_pages * self.page_size
 
     def borrow(self, num_pages: int) -> list[int] | None:
-        """Take pages for the engine's own use, until `give_back`. None if there is no room."""
+        """Return pages for the engine's own use, until `give_back`; None if there is no room."""
         return self.tiers.hbm.borrow(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -254,12 +255,13 @@ class CacheManager:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The numbers of leading (slots, pages) that may have been used; the others never were."""
+        """The numbers of DRAM slots and HBM pages, (slots, pages), counted from the first, beyond which none was ever
+        used."""
         return self.tiers.dram.rows.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:
-        """Note that so many leading pages are in memory. The others are slower when first used, so they are taken
-        last."""
+        """Note that the memory of the first `num_pages` pages has been touched. The others are slower when first used,
+        so they are taken last."""
         self.tiers.pages.ready = min(num_pages, self.tiers.pages.num_pages)  # the ring lies after these
 
     # --- gauges -------------------------------------------------------------------------------------------------------
@@ -270,22 +272,23 @@ class CacheManager:
         return self._running.changes
 
     def is_roomy(self, num_running: int) -> bool:
-        """Whether so many sequences can decode for a step or two without anything having to leave a tier."""
+        """Return whether `num_running` sequences can decode for a step or two without anything being evicted from a
+        tier."""
         has_room = self.tiers.pages.num_free >= 2 * num_running > 0 and not self.tiers.dram.is_pressed
         return has_room and self.parking.owner is None
 
     @property
     def num_leases(self) -> int:
-        """The number of pages pinned by requests and transfers; zero when nothing runs."""
+        """The number of pages pinned by requests and transfers; 0 when nothing runs."""
         return self.tiers.pages.num_pinned
 
     @property
     def in_flight(self) -> int:
-        """The number of saves, encodings, loads, fetches, writes and deletions under way; zero at idle."""
+        """The number of saves, encodings, loads, fetches, writes and deletions under way; 0 when idle."""
         return self.tiers.in_flight + len(self._loads.under_way)
 
     def gauges(self) -> CacheGauges:
-        """Return how full everything is now."""
+        """Return how full each tier is now."""
         pages, dram, disk, redis = self.tiers.pages, self.tiers.dram, self.tiers.disk, self.tiers.redis
         used = {"dram": dram.used_bytes, "disk": disk.used_bytes}
         capacity = {"dram": dram.capacity_bytes, "disk": disk.capacity_bytes}

@@ -1,5 +1,5 @@
-"""Defines the moves that the cache orders, its outbox of them, and the events that report their end. They are plain
-values: `reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
+"""Defines the moves of KV that the cache orders, the list in which they wait, and the events that report their end.
+They are plain values: `reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from reprise.cache.blocks.table import TierName, medium_of
 @dataclass(frozen=True, slots=True)
 class CopyRows:
     """Copy KV rows of all layers from one page to another. Any later move, or the step itself, may reuse a source page.
-    Where the two positions differ, as after a truncation (docs/sessions.md, "When the window is full"), keys are
+    Where the two positions differ, which a truncation causes (docs/sessions.md, "When the window is full"), keys are
     un-rotated and rotated anew on the way."""
 
     source_page: int
@@ -55,17 +55,17 @@ class BlockLoad:
 
     @property
     def address(self) -> int | tuple[int, int] | tuple[bytes, int] | None:
-        """The block's address in that tier, as in `BlockRow.copies`."""
+        """The block's address in the tier that it comes from, in the form of `BlockRow.copies`."""
         return self.extent or self.redis or self.slot
 
     @property
     def tier(self) -> str:
-        """The source as reports call it: dram, disk or redis."""
+        """The name under which reports count the tier that the block comes from: dram, disk or redis."""
         return medium_of(self.source)
 
     @property
     def is_far(self) -> bool:
-        """Whether the block has to be read first; otherwise its slot is complete."""
+        """Whether the block has to be read from disk or Redis first; otherwise its DRAM slot is complete."""
         return self.extent is not None or self.redis is not None
 
 
@@ -80,7 +80,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad:
-    """Finish a load whose request has given its pages back. The layers that the read buffer holds back come now,
+    """Finish a load whose request has given its pages back. The layers that the read buffer holds back are loaded now,
     because the pages stay pinned until the load has ended."""
 
     job_id: int
@@ -88,7 +88,7 @@ class FinishLoad:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """Give up what the disk has not yet brought of a load, because computing it has become cheaper. Answered by
+    """Give up the part of a load that the disk has not delivered, because computing it has become cheaper. Answered by
     NotTransferred and Loaded at once, even if the disk does not answer."""
 
     job_id: int
@@ -96,8 +96,8 @@ class AbandonLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1). Coded blocks go to
-    coded slots, as they are."""
+    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1). Blocks that a codec has
+    compressed go to slots for such blocks, unchanged."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, tuple[int, int], int], ...]  # key, (extent id, index), slot
@@ -105,7 +105,7 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FillFromSlot:
-    """Copy rows between DRAM slots: the first rows of a new block are those of an older one."""
+    """Copy rows between DRAM slots, where the first rows of a new block are those of an older one."""
 
     source_slot: int
     slot: int
@@ -114,7 +114,7 @@ class FillFromSlot:
 
 @dataclass(frozen=True, slots=True)
 class FillFromPage:
-    """Save rows from a pinned page whose keys were kept only rotated: un-rotate them once, in fp32."""
+    """Save rows from a pinned page when only their rotated keys exist: un-rotate the keys once, in fp32."""
 
     page: int
     page_row: int
@@ -125,9 +125,9 @@ class FillFromPage:
 
 
 class SealSlot(NamedTuple):
-    """Seal a slot, after everything that fills it was ordered. Answered by Saved, and only then may the slot be read or
-    reused. This and its answer are tuples because tuples are made four times as fast, and every block takes one of
-    each."""
+    """Mark a slot as complete (seal it), after everything that fills it was ordered. Answered by Saved, and only then
+    may the slot be read or reused. This and its answer are tuples because tuples are made four times as fast, and every
+    block takes one of each."""
 
     ticket: int
     slot: int
@@ -136,7 +136,8 @@ class SealSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodeBlocks:
-    """Encode blocks from sealed slots into coded slots. Answered by Encoded; until then neither may be changed."""
+    """Have the codec compress blocks from complete slots into slots for compressed blocks. Answered by Encoded; until
+    then neither slot may be changed."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, int, int], ...]  # key, slot, coded slot
@@ -166,7 +167,7 @@ class DeleteExtents:
 
 @dataclass(frozen=True, slots=True)
 class PutSession:
-    """Record a session on disk."""
+    """Write a session's record to disk."""
 
     record: SessionRecord
 
@@ -207,14 +208,14 @@ class RenewRemote:
 
 @dataclass(frozen=True, slots=True)
 class DropRemote:
-    """Take damaged extents out of Redis. Not answered."""
+    """Delete damaged extents from Redis. Not answered."""
 
     names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteRemote:
-    """Delete everything that Redis has of the sessions of an id, with any salt and from any server. Answered by
+    """Delete everything that Redis has of a tenant's sessions with one id, whatever their salt and server. Answered by
     RemoteDeleted."""
 
     job_id: int
@@ -243,25 +244,25 @@ Move = (
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """Reports moved bytes, and the seconds that took."""
+    """Reports how many bytes were moved, and in how many seconds."""
 
     direction: str
-    """dram_to_hbm, coded_to_hbm (out of DRAM, where it is coded), disk_to_hbm, redis_to_hbm, disk_to_dram,
-    redis_to_dram, hbm_to_dram, dram_to_disk or disk_to_redis."""
+    """The tiers between which bytes moved: dram_to_hbm, coded_to_hbm (from DRAM, compressed by a codec), disk_to_hbm,
+    redis_to_hbm, disk_to_dram, redis_to_dram, hbm_to_dram, dram_to_disk or disk_to_redis."""
     num_bytes: int
     seconds: float
 
 
 class Saved(NamedTuple):
-    """Reports that a slot is sealed."""
+    """Reports that a slot is complete (sealed)."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotTransferred:
-    """Reports bytes that did not come, because the device failed or the load was given up, and the seconds that they
-    would have taken."""
+    """Reports bytes that were not moved, because the device failed or the load was given up, and the seconds after
+    which that was known."""
 
     direction: str
     num_bytes: int
@@ -269,9 +270,9 @@ class NotTransferred:
 
 
 NOT_ITS_COPY = frozenset({"late", "deadline", "io", "memory"})
-"""Reasons for which a block did not come that prove nothing of its copy: nobody waited any longer, the device did not
-answer in time, it reported an error, or there was no memory to read or decode it. Another read may bring it. With any
-other reason the copy is bad."""
+"""Reasons for which a block was not read that do not prove its copy bad: nothing waited for it any longer, the device
+did not answer in time, it reported an error, or there was no memory to read or decode it. Another read may succeed.
+With any other reason the copy is bad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Reports the end of an encoding. taken: for each block, whether it could be encoded."""
+    """Reports the end of an encoding. taken: for each block, whether the codec could compress it."""
 
     job_id: int
     taken: tuple[bool, ...]
@@ -302,8 +303,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Reports the end of a write. extent: None if nothing was stored, for this reason. refused: blocks that the codec
-    could not encode, which were left out."""
+    """Reports the end of a write. extent: None if nothing was stored. reason: why nothing was stored. refused: blocks
+    that were left out because the codec could not compress them."""
 
     job_id: int
     extent: ExtentInfo | None
@@ -313,7 +314,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Reports the end of a deletion. problem: why bytes may still be there; None if they are gone."""
+    """Reports the end of a deletion. problem: why bytes may remain; None if they are gone."""
 
     job_id: int
     problem: str | None = None
@@ -321,14 +322,14 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Reports extents that another process has deleted."""
+    """Reports that another process has deleted extents."""
 
     extent_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """Reports the end of an upload. extent: None if nothing was stored, for this reason."""
+    """Reports the end of an upload to Redis. extent: None if nothing was stored. reason: why nothing was stored."""
 
     job_id: int
     extent: RedisExtent | None
@@ -337,7 +338,7 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Reports which of the extents that were to be kept for longer are not in Redis any more."""
+    """Reports which extents, of those that RenewRemote named, are not in Redis any more."""
 
     job_id: int
     missing: frozenset[bytes]
@@ -345,14 +346,15 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsed:
-    """Reports the bytes of all extents in Redis, of all servers."""
+    """Reports how many bytes the extents of all servers take in Redis."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeadersRead:
-    """Reports which of the requested extents are in Redis. reason: why some could not be read that may be there too."""
+    """Reports which of the requested extents are in Redis. reason: why some could not be read although they may be in
+    Redis."""
 
     job_id: int
     extents: tuple[RedisExtent, ...]
@@ -361,7 +363,7 @@ class HeadersRead:
 
 @dataclass(frozen=True, slots=True)
 class RemoteDeleted:
-    """Reports the end of a deletion in Redis. problem: why bytes may still be there; None if they are gone."""
+    """Reports the end of a deletion in Redis. problem: why bytes may remain; None if they are gone."""
 
     job_id: int
     problem: str | None = None
@@ -386,8 +388,8 @@ Event = (
 
 
 class CapturePiece(NamedTuple):
-    """An order to save some rows of a step's batch, as they were before rotation: from `batch_row` on, into the rows of
-    a DRAM slot from `slot_row` on. A tuple, because every running sequence makes one in every step."""
+    """An instruction to save some rows of a step's batch, with keys before rotation: from `batch_row` on, into the rows
+    of a DRAM slot from `slot_row` on. A tuple, because every running sequence makes one in every step."""
 
     batch_row: int
     slot: int
@@ -399,8 +401,8 @@ class CapturePiece(NamedTuple):
 
 
 class Orders:
-    """The one outbox of the cache. The parts of the CacheManager that decide on moves add them; the engine's loop takes
-    them in the order in which they were decided. Used by the engine's thread alone."""
+    """A list of the moves that the cache has decided. The parts of the CacheManager add moves; the engine's loop takes
+    them in the same order. Used by the engine's thread alone."""
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
@@ -408,12 +410,12 @@ class Orders:
         self._jobs = 0
 
     def next_job(self) -> int:
-        """Return a new number, by which the end of a move will be reported."""
+        """Return a new job number, by which the end of a move will be reported."""
         self._jobs += 1
         return self._jobs
 
     def add(self, move: Move) -> None:
-        """Order a move, to be carried out after all that were added before."""
+        """Add a move, to be carried out after all that were added before."""
         self.moves.append(move)
 
     def take(self) -> list[Move]:

@@ -1,11 +1,11 @@
-"""Defines the options of a cache as plain values. Settings that are `auto` were resolved before."""
+"""Defines the options of a cache as plain values, in which settings of `auto` are already resolved."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The server's rules for truncation (AttentionStore §3.4)."""
+    """The server's rules for dropping history when the window is full (AttentionStore §3.4)."""
 
     window: int  # tokens a context may have
     ratio: float  # share of the window that is dropped at an overflow

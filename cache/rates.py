@@ -1,5 +1,5 @@
-"""Measures while the engine runs how fast this machine computes and moves bytes, for the choice between loading a block
-and computing it."""
+"""Measures, while the engine runs, how fast this machine computes and moves bytes, for the choice between loading a
+block and computing it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -43,16 +43,17 @@ class _Duration:
         self._line = None
 
     def believe(self, units: int, seconds: float) -> None:
-        """Count only this sample. Earlier samples keep only the proportion between the line's two parts."""
+        """Count only this sample. Of earlier samples, only the proportion between fixed and per-unit seconds
+        remains."""
         self._sums, self._trust = [0.0] * 5, 0.0
         self.update(units, seconds)
 
     def expect(self, fixed_s: float, s_per_unit: float) -> None:
-        """Replace the prior by a better one."""
+        """Replace the prior by a better one, in seconds."""
         self._prior, self._line = (fixed_s, s_per_unit), None
 
     def fade(self) -> None:
-        """Let what was measured count less, as if it were older."""
+        """Give the measured samples less weight, as if they were older."""
         self._sums = [total * _KEPT_PASSED_SHARE for total in self._sums]
         self._line = None
 
@@ -61,7 +62,7 @@ class _Duration:
         return self._fitted()[1]
 
     def of(self, units: int) -> float:
-        """Return the seconds that so many units take; 0 for none."""
+        """Return the seconds that `units` units take; 0 for none."""
         if units <= 0:
             return 0.0
         fixed_s, s_per_unit = self._fitted()
@@ -98,10 +99,10 @@ class _Duration:
 
 
 class Rates:
-    """Live rates of one engine, usable before the first sample through their priors.
+    """A record of one engine's measured rates, which has priors and so answers before the first sample.
 
-    A direction is a word such as "dram_to_hbm", "disk_to_dram", "disk_to_hbm"; those without a prior are unknown
-    (KeyError). The engine's loop hands in the samples; the cache and the scheduler ask, on the same thread.
+    A direction is a word such as "dram_to_hbm", "disk_to_dram", "disk_to_hbm"; a direction without a prior is unknown
+    (KeyError). The engine's loop adds the samples; the cache and the scheduler ask, on the same thread.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Rates:
         bytes_per_s: Mapping[str, float],
         fixed_s: Mapping[str, float] | None = None,
     ) -> None:
-        """transfer_fixed_s: fixed cost of any transfer; fixed_s: fixed costs of some directions instead."""
+        """Set the priors. transfer_fixed_s: fixed seconds of any transfer. fixed_s: fixed seconds of single directions
+        instead. bytes_per_s: by direction."""
         fixed = fixed_s or {}
         if prefill_s_per_token <= 0 or any(rate <= 0 for rate in bytes_per_s.values()):
             raise ValueError("priors of rates must be positive")
@@ -140,13 +142,13 @@ class Rates:
         self._step.expect(step_fixed_s, prefill_s_per_token)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Record a step that computed so many tokens in so many seconds, without its waits for loads."""
+        """Record a step that computed `tokens` tokens in `seconds`, without its waits for loads."""
         if tokens > 0 and seconds > 0:
             self.version += 1
             self._step.update(tokens, seconds)
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer that has ended. One without bytes or duration is ignored."""
+        """Record a transfer that has ended. A transfer without bytes or duration is ignored."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -160,8 +162,8 @@ class Rates:
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Record a transfer that failed or was given up after `seconds`, so that it would have taken at least as long.
-        If that is slower than expected, it replaces the estimates of all directions out of that device. In a mean with
-        twenty transfers it would hardly show, and the next ones would be late too."""
+        If that is slower than expected, it replaces the estimates of all directions out of that device: in a mean with
+        twenty transfers it would hardly show, and the next transfers would be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -174,21 +176,21 @@ class Rates:
 
     def passed_over(self, direction: str) -> None:
         """Record that a request computes what it could have loaded. A link that is never used is never measured, and
-        would seem slow for ever. So its evidence fades, and now and then a block is loaded to measure it."""
+        would seem slow for ever; so its evidence loses weight, and now and then a block is loaded to measure it."""
         self.version += 1
         self._passes[direction] += 1
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Whether to load the next block that this direction could bring, whatever it seems to cost. That is soon after
-        a single late load, which any device has now and then, and later after each further late load."""
+        """Return whether to load the next block that this direction could bring, whatever that seems to cost. That is
+        so soon after a single late load, which any device has now and then, and later after each further late load."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
     def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
-        """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs no request anything while the turn
-        waits. But one that takes several times as long as computing is hardly ever in time, and delays all later
-        fetches."""
+        """Return whether to fetch the KV of `tokens` tokens for a turn that waits. While the turn waits, a fetch costs
+        no request anything. But a fetch that takes several times as long as computing is hardly ever in time, and
+        delays all later fetches."""
         return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH_FACTOR * self.compute_s(tokens))
 
     @property
@@ -197,43 +199,44 @@ class Rates:
         return self._step.s_per_unit
 
     def compute_s(self, tokens: int) -> float:
-        """Return the seconds of a step of so many tokens; 0 tokens need no step."""
+        """Return the seconds of a step of `tokens` tokens; 0 tokens need no step."""
         return self._step.of(tokens)
 
     def bytes_per_s(self, direction: str) -> float:
-        """Return the bytes per second of a transfer under way."""
+        """Return the bytes per second of a transfer, without its fixed seconds."""
         return 1 / self._transfers[direction].s_per_unit
 
     def load_s(self, direction: str, num_bytes: int) -> float:
-        """Return the seconds of one transfer. Its fixed cost counts once, so add up bytes, not seconds."""
+        """Return the seconds of one transfer of `num_bytes`. They include a fixed cost per transfer, so for one
+        transfer of several parts add up bytes, not seconds."""
         return self._transfers[direction].of(num_bytes)
 
 
 class LoadProgress(NamedTuple):
-    """A device's progress with a load. Time counts only while the device is being asked for bytes of it."""
+    """A device's progress with a load. Time counts only while the device is being asked for the load's bytes."""
 
     layers: int  # number that have come
     reading_s: float  # time until the last of these layers came
     silent_s: float  # time since then
 
     def left_s(self, num_layers: int) -> float:
-        """Return the least time that the rest takes: at the load's own pace, or as long again as the device has been
-        silent."""
+        """Return the least seconds that the rest of the load takes: at its pace so far, or as long again as the device
+        has been silent."""
         if self.layers >= num_layers:
             return 0.0
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s * (num_layers - self.layers), self.silent_s)
 
     def whole_s(self, num_layers: int) -> float:
-        """Return how long the whole load takes at this pace; if the device has been silent for longer than that, each
-        layer counts as taking as long as the silence."""
+        """Return the seconds of the whole load at its pace so far; if the device has been silent for longer than a
+        layer takes at this pace, each layer counts as taking as long as the silence."""
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s, self.silent_s) * num_layers
 
 
 def worth_waiting_s(new_s: float, all_s: float, num_layers: int) -> float:
-    """Return the longest that a load may take without delaying the first token, compared with computing everything.
-    all_s: time to compute everything; new_s: time to compute what comes after the load. The inverse of `first_token_s`,
-    but at least the delay that any device has now and then."""
+    """Return the longest, in seconds, that a load may take without delaying the first token, compared with computing
+    everything. all_s: time to compute everything. new_s: time to compute what comes after the load. The inverse of
+    `first_token_s`, but at least the delay that any device has now and then."""
     exposed = all_s - new_s / num_layers
     return max(_LEAST_WAIT_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))

@@ -1,4 +1,5 @@
-"""Deletes sessions: each leaves with what only it has in any tier, once no copy of that is under way."""
+"""Deletes sessions: each is removed from every tier with the blocks that only it owns, once no copy of them is under
+way."""
 
 import math
 from collections import OrderedDict
@@ -21,8 +22,8 @@ class _Wait:
 
 
 class SessionDeletions:
-    """Deletes sessions for the SessionStore, on the engine's thread: those that a client deletes and those whose time
-    to live is over. A deletion waits for the copies of its blocks that are under way."""
+    """A part that deletes sessions for the SessionStore, on the engine's thread: those that a client deletes and those
+    whose time to live is over. A deletion waits for the copies of its blocks that are under way."""
 
     def __init__(
         self,
@@ -32,28 +33,28 @@ class SessionDeletions:
         running: Requests,
         max_sessions: int,
     ) -> None:
-        """contexts: the contexts of the store; deleted sessions are taken out of them."""
+        """Set up. contexts: the contexts of the store, from which deleted sessions are removed."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
-        """Sessions that have expired, to explain misses. No more than there may be sessions."""
+        """Sessions that have expired, to explain misses. There are at most `max_sessions` of them."""
         self.waits: dict[str, _Wait] = {}
         """Requests that wait for deletions. Read only."""
         self._deleting: dict[SessionName, str | None] = {}
-        """Sessions whose deletion waits for the end of a save or write, with the request that waits for it; None: the
-        session has expired."""
+        """Sessions whose deletion waits for the end of a save or write -> the request that waits for the deletion;
+        None: the session has expired."""
         self._contexts = contexts
         self._tiers, self._table = tiers, tiers.table
         self._running = running
         self._max_sessions = max_sessions
 
     def is_deleting(self, name: SessionName) -> bool:
-        """Whether a session is to be deleted as soon as its copies have ended."""
+        """Return whether a session will be deleted as soon as the copies of its blocks have ended."""
         return name in self._deleting
 
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
         """Remove the sessions of this id, whatever their salts, from every tier, with the blocks that only they own.
-        `take_ended` names `waiter` when all of the bytes are gone. What other servers have left in Redis goes too, even
-        of a session that is not known here. Returns None, or why nothing is deleted: `not_found`, or `busy` while a
-        request of the session runs or another request waits for its deletion."""
+        `take_ended` returns `waiter` when all of the bytes are gone. The copies of other servers in Redis are deleted
+        too, even of a session that is not known here. Returns None, or why nothing is deleted: `not_found`, or `busy`
+        while a request of the session runs or another request waits for its deletion."""
 
         def named(names: Iterable[SessionName]) -> list[SessionName]:
             return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
@@ -77,8 +78,8 @@ class SessionDeletions:
         return None
 
     def take_ended(self) -> list[tuple[str, str | None]]:
-        """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted`, if
-        bytes may be left, or `not_found`."""
+        """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted` if
+        bytes may remain, or `not_found`."""
         disk, redis = self._tiers.disk, self._tiers.redis
         for waiter, is_done in disk.ended_deletions:
             wait = self.waits[waiter]
@@ -93,8 +94,8 @@ class SessionDeletions:
         ]
 
     def begin(self, name: SessionName, waiter: str | None) -> None:
-        """Delete a session, now or when its copies have ended. waiter: the request that waits for it; None if the
-        session has expired."""
+        """Delete a session, now or when the copies of its blocks have ended. waiter: the request that waits for it;
+        None if the session has expired."""
         # First fetch the blocks that others have in the same extents, so that they can be written anew.
         self._tiers.fetches.fetch(self._sharers_of(name), name)
         if self._has_to_wait(name):
@@ -110,7 +111,8 @@ class SessionDeletions:
                 self._delete_now(name, waiter)
 
     def forget(self, name: SessionName) -> None:
-        """Forget a session. Blocks on disk that only it owns are deleted; the others leave as space is needed."""
+        """Forget a session. Its open block and the blocks on disk that only it owns are deleted; the others leave as
+        space is needed."""
         session = self._contexts.pop(name)
         self._tiers.pinned.discard(name)
         if session.open_key is not None:
@@ -124,7 +126,7 @@ class SessionDeletions:
                 self._table.forget(row)
 
     def disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
-        """Take a session's name off its blocks. Returns the blocks that no other session owns."""
+        """Remove a session from the owners of its blocks. Returns the blocks that no other session owns."""
         private = []
         self._tiers.dram.saves.disown(name)
         for key in keys:
@@ -145,7 +147,7 @@ class SessionDeletions:
         return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
 
     def _has_to_wait(self, name: SessionName) -> bool:
-        """Whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
+        """Return whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
         fetches = self._tiers.fetches
         return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
 

@@ -1,4 +1,4 @@
-"""Keeps the contexts that turns have left for their time to live, and knows which session owns which block."""
+"""Keeps the contexts that turns have left, for their time to live, and records which session owns which block."""
 
 import math
 from collections import OrderedDict
@@ -22,7 +22,7 @@ _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond eac
 
 
 class SessionStore:
-    """Keeps the contexts of sessions between their turns. The Lifecycle reports ended turns, the engine's loop sweeps
+    """A store of sessions' contexts between their turns. The Lifecycle reports ended turns, the engine's loop sweeps
     and restores, and requests about sessions arrive here, all on the engine's thread."""
 
     def __init__(
@@ -54,7 +54,7 @@ class SessionStore:
         )
 
     def is_running(self, name: SessionName) -> bool:
-        """Whether a request of a session runs or waits."""
+        """Return whether a request of a session runs or waits."""
         return bool(self._running.of(name))
 
     @property
@@ -63,11 +63,11 @@ class SessionStore:
         return self.mean_bytes / self._bytes_per_token
 
     def blocks_of(self, name: SessionName) -> dict[str, int]:
-        """Return tier -> number of blocks of a session's context that are there."""
+        """Return tier -> number of blocks of a session's context that are in the tier."""
         return self._per_tier(name, lambda row, tier: 1)
 
     def bytes_of(self, name: SessionName) -> dict[str, int]:
-        """Return tier -> bytes of a session's context that are there."""
+        """Return tier -> bytes of a session's context that are in the tier."""
         return self._per_tier(name, self._bytes_in)
 
     def _bytes_in(self, row: BlockRow, tier: str) -> int:
@@ -76,7 +76,7 @@ class SessionStore:
         return self._tiers.bytes_in(row, tier)
 
     def _per_tier(self, name: SessionName, weight: Callable[[BlockRow, str], int]) -> dict[str, int]:
-        """Return tier -> total weight of the blocks of a session's context that are there."""
+        """Return tier -> sum of the weights of the blocks of a session's context that are in the tier."""
         counts = {"hbm": 0, "dram": 0, "disk": 0} | ({"redis": 0} if self._tiers.redis.is_on else {})
         session = self.contexts[name]
         for key in session.all_keys:
@@ -109,8 +109,8 @@ class SessionStore:
     # --- a turn ends --------------------------------------------------------------------------------------------------
 
     def remember(self, context: RequestContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
-        """Record that a turn has ended and that its session stands `num_tokens` into its context, with the last rows in
-        an open block."""
+        """Record that a turn has ended and that its session's context is the first `num_tokens` tokens of `context`,
+        with the last rows in an open block."""
         full = num_tokens // BLOCK_TOKENS
         name = context.session
         context.chain()
@@ -172,7 +172,7 @@ class SessionStore:
                 self._tiers.own(row, name, place)
 
     def write_behind(self, now: float) -> None:
-        """Order the writes to disk that are possible now, of blocks and of sessions."""
+        """Order the writes of blocks and session records to disk that are possible now."""
         running = self._running
         self._tiers.writes.plan(running.has_pages, running.changes, self._record, now)
 
@@ -189,9 +189,9 @@ class SessionStore:
         )
 
     def hand_over(self, context: RequestContext, open_key: BlockKey | None) -> None:
-        """Hand on the blocks of a request whose end does not become the session's context. They go to the session's
-        earlier context or another request of it. Without either, forget the blocks that no other session owns.
-        open_key: key of the open block with the request's last rows, which no request will look for."""
+        """Give the blocks of a request whose end does not become the session's context to the session's earlier context
+        or another request of it. Without either, forget the blocks that no other session owns. open_key: key of the
+        open block with the request's last rows, which no request will look for."""
         name = context.session
         session = self.contexts.get(name)
         if open_key is not None and (session is None or session.open_key != open_key):
@@ -211,7 +211,8 @@ class SessionStore:
     # --- a session goes on elsewhere, or comes from there -------------------------------------------------------------
 
     def take_heads(self) -> list[HeadToTell]:
-        """Return the heads of sessions that had a turn or an upload since the last call. Returns none without Redis."""
+        """Return the heads (records by which another server can take over a session) of sessions that had a turn or an
+        upload since the last call; none without Redis."""
         redis = self._tiers.redis
         uploaded = redis.uploaded
         if not (self._changed or uploaded):
@@ -230,8 +231,8 @@ class SessionStore:
         return heads
 
     def adopt(self, request_id: str, name: SessionName, data: bytes, now: float) -> None:
-        """Take over a session of another server from its head, once the headers of its extents have come.
-        `take_adopted` then names the request. Raises BadHead."""
+        """Take over a session of another server. data: its head (the signed record of it). When the headers of its
+        extents have come, `take_adopted` returns the request. Raises BadHead."""
         head = decode_head(data, name, self._head_key)
         try:
             SessionContext.unpack(head.context, self._domain_of(name[0], name[1]), now)
@@ -241,7 +242,8 @@ class SessionStore:
         self._adoptions[job] = request_id, name, head
 
     def on_headers(self, job: int, extents: Sequence[RedisExtent], reason: str | None, now: float) -> None:
-        """Record which blocks of a session that is taken over are in Redis. An extent that is not there is a miss."""
+        """Record which blocks of a session that is being taken over are in Redis. An extent that is not there is a
+        miss."""
         request_id, name, head = self._adoptions.pop(job)
         if self.deletions.is_deleting(name):
             self._adopted.append((request_id, "busy"))
@@ -274,16 +276,17 @@ class SessionStore:
         return row is not None and name in row.owners
 
     def take_adopted(self) -> list[tuple[str, str | None]]:
-        """Return the requests whose adoption has ended since the last call, and why it failed if it did."""
+        """Return the requests whose take-over of a session has ended since the last call, each with the reason if it
+        failed."""
         adopted, self._adopted = self._adopted, []
         return adopted
 
     # --- a session expires --------------------------------------------------------------------------------------------
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
-        """Delete sessions that were not used for their time to live, in every tier, with the blocks that only they own.
-        Forget the oldest if there are too many. Returns how many are gone. At most `most` expire; the next sweep goes
-        on."""
+        """Delete from every tier the sessions that were not used for their time to live, with the blocks that only they
+        own. Forget the oldest sessions if there are too many. Returns how many are gone. At most `most` expire; the
+        next sweep continues."""
         before = len(self.contexts)
         forgotten: list[SessionName] = []
         over: list[SessionName] = []
@@ -311,7 +314,8 @@ class SessionStore:
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
-        """Whether a session's time to live is over and it can be deleted. One that runs waits for a later sweep."""
+        """Return whether a session's time to live is over and it can be deleted. A running one waits for a later
+        sweep."""
         return self._is_over(session, now) and not self.deletions.is_deleting(name) and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
@@ -319,7 +323,7 @@ class SessionStore:
         return not session.pinned and now - session.last_used_s >= ttl_s
 
     def codec_condemned(self) -> None:
-        """Let the sessions expire whose KV may have been through the codec, or was computed on such KV."""
+        """Let the sessions expire whose KV a codec may have changed, or whose KV was computed on such KV."""
         for name, session in self.contexts.items():
             self._end_if_condemned(name, session)
 
@@ -332,7 +336,7 @@ class SessionStore:
     # --- a process begins ---------------------------------------------------------------------------------------------
 
     def restore(self, extents: Iterable[ExtentInfo], records: Iterable[SessionRecord], now: float) -> None:
-        """Bring back the blocks and sessions that a tier has kept from an earlier process."""
+        """Restore the blocks and sessions that the disk has kept from an earlier process."""
         for extent in extents:
             name = (extent.session.tenant, extent.session.salt, extent.session.session_id)
             rows = [

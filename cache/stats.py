@@ -1,4 +1,4 @@
-"""Counts where prompt tokens came from, and why others had to be computed."""
+"""Counts where the KV of prompt tokens came from, and why the others had to be computed."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,21 +20,22 @@ MissReason = Literal[
     "prompt_logprobs",
     "disabled",
 ]
-"""Why a prompt token was computed. new: never computed for this session. evicted: was, and has left. expired: the
-session's time to live was over. diverged: after the place where the prompt leaves the session's history. last_token:
-present, but its logits are needed. load_failed: its KV could not be read. load_late: the disk took longer than
-computing does. cheaper_to_recompute: than to load. lineage_reset: after a block that a truncation had kept and that is
-gone. truncated: because of a truncation. prompt_logprobs: the logits of the whole prompt are wanted. disabled: the mode
-is recompute."""
+"""Why a prompt token was computed. new: never computed for this session. evicted: computed before and evicted since.
+expired: the session's time to live was over. diverged: after the place where the prompt leaves the session's history.
+last_token: its KV is stored, but its logits are needed. load_failed: its KV could not be read. load_late: the disk took
+longer than computing does. cheaper_to_recompute: loading would take longer. lineage_reset: after a block that a
+truncation had kept and that is gone. truncated: because of a truncation. prompt_logprobs: the logits of the whole
+prompt are wanted. disabled: the mode is recompute."""
 
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
 
 class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of one prompt by where their KV came from, as the prompt stands in the context. The cache makes it,
-    the engine sends it as it is, and the app shows it to clients.
+    """The tokens of one prompt, as it is after truncation, by where their KV came from. The cache makes it, the engine
+    sends it unchanged, and the app shows it to clients.
 
-    The four tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens."""
+    The four tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens.
+    """
 
     prompt_tokens: int
     history_tokens: int  # tokens of the prompt that the session (or a sibling) had computed before
@@ -58,7 +59,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens - self.cached_tokens
 
     def by_source(self) -> dict[str, int]:
-        """Return source -> tokens of the prompt: the tiers, and `computed`."""
+        """Return source -> tokens of the prompt. A source is a tier, or `computed`."""
         return {
             "hbm": self.hbm_tokens,
             "dram": self.dram_tokens,
@@ -69,8 +70,8 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidencyValue(NamedTuple):
-    """The places of a request's tokens right now; `reprise.scheduler.ports.Residency` says what the fields mean. A
-    tuple, because tuples are made four times as fast and several are asked for in every step."""
+    """The places of a request's tokens right now; `reprise.scheduler.ports.Residency` explains the fields. A tuple,
+    because tuples are made four times as fast and several are asked for in every step."""
 
     hbm_tokens: int
     lower_tokens: dict[str, int]

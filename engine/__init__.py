@@ -1,4 +1,4 @@
-"""Turns a schedule into tokens, in a process of its own."""
+"""Runs the model: turns each step that the scheduler planned into tokens, in a process of its own."""
 
 import os
 

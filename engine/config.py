@@ -1,8 +1,8 @@
 """Defines the configuration that the engine gets at its start: the sections of the settings that it needs, under the
 settings' own names.
 
-`reprise.app.settings` makes it and has every default; there is none here. Sizes are bytes and times are seconds here,
-so those fields have other units, and names, than their settings. Zero and None mean automatic;
+`reprise.app.settings` makes it and has every default; there is none here. Sizes are in bytes and times in seconds, so
+those fields have other units, and names, than their settings. Zero and None mean automatic;
 `reprise.engine.build.engine` resolves them, once.
 """
 
@@ -21,8 +21,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 INT8_SCALE_BYTES = 2
-"""The bytes that a head of a row takes in HBM beside its numbers with `cache.hbm_dtype` int8;
-`reprise.kernels.int8_pages`, which this repeats, needs torch."""
+"""The bytes that each head of a row takes in HBM beside its numbers when `cache.hbm_dtype` is int8. Repeats a constant
+of `reprise.kernels.int8_pages`, which needs torch."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a long context that decoding reads."""
+    """The settings of the selector, which chooses the part of a long context that decoding reads."""
 
     name: str  # a key of reprise.kernels.selectors.SELECTORS
     min_context: int  # tokens; shorter contexts are read whole
@@ -65,14 +65,14 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of the model's weights."""
+    """The settings of where the model's weights lie."""
 
     offload: str  # none | dram: the layers' weights pass through HBM while the model runs
     hbm_layers: int  # layers whose weights stay in HBM all the same
 
 
 class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that benchmarks compare, and caps that stand in for slower hardware."""
+    """The settings for benchmarks: options to compare, and caps that stand in for slower hardware."""
 
     hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
     hbm_low_water: float  # share of HBM in use down to which it leaves

@@ -1,4 +1,4 @@
-"""Ends choices: words their last outputs, and keeps what they have computed."""
+"""Ends choices: makes their last outputs, and keeps in the cache what they have computed."""
 
 import time
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from reprise.scheduler.scheduler import Scheduler
 
 
 class Endings:
-    """Closes a choice in every table that knows it, and words its last output. Called by `KnownRequests` when clients
-    end a request, and by the steps when an answer is complete, in the engine's loop."""
+    """A closer of choices: removes them from every table that has them, and makes their last outputs. Called by
+    `KnownRequests` when clients end a request, and by the steps when an answer is complete, in the engine's loop."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class Endings:
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        """End a choice with a finish reason. token_ids, logprobs: the tokens that it said last."""
+        """End a choice with a finish reason. token_ids, logprobs: its last generated tokens and their log
+        probabilities."""
         timings = choice.timings(now)
         self._scheduler.completed(choice.sequence)
         self.close(choice, choice.sequence.computed_tokens)
@@ -44,20 +45,20 @@ class Endings:
         return choice.output(list(token_ids), logprobs, now, reason, timings)
 
     def cut(self, choice: RunningChoice, keep_tokens: int) -> None:
-        """End a choice where a stop string was found: after `keep_tokens` tokens of its answer."""
+        """End a choice in whose answer a stop string was found, after the first `keep_tokens` tokens of the answer."""
         sequence = choice.sequence
         self._scheduler.completed(sequence)
         self.close(choice, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def end_computed(self, choices: Iterable[RunningChoice]) -> None:
-        """End choices of which only the KV was wanted, now that it is there."""
+        """End choices whose requests wanted only the KV, now that it is computed."""
         for choice in choices:
             if choice.report is not None:
                 self._cache.stats.count_prompt(choice.report)
             self.close(choice, choice.sequence.computed_tokens)
 
     def end_unusable(self, choice: RunningChoice) -> Output:
-        """End a choice for which no token can be drawn: its grammar has failed, or its logits are not numbers."""
+        """End a choice for which no token can be sampled: its grammar has failed, or its logits are not numbers."""
         if choice.constraint is not None and choice.constraint.is_failed:
             self.close(choice, choice.sequence.computed_tokens)
             return choice.failed("it has become too costly to follow", "invalid_grammar")
@@ -76,8 +77,8 @@ class Endings:
         return outputs
 
     def close(self, choice: RunningChoice, num_tokens: int) -> None:
-        """Remove a choice from every table. If it is its request's first choice, the session's context becomes its
-        first `num_tokens` tokens, as far as they were computed."""
+        """Remove a choice from every table. If it is its request's first choice, its first `num_tokens` tokens, as far
+        as they were computed, become the session's context."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
         self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic(), goes_on=choice.is_first)

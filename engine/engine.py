@@ -42,7 +42,7 @@ class Engine:
         self._cache, self._transfer, self._first_touch = cache, transfer, first_touch
         self._requests, self._step, self._sessions = requests, step, sessions
         self.stats = stats
-        """Returns what the parts of the engine know, as of now."""
+        """Returns the current counts of all parts of the engine."""
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,8 @@ class Engine:
 
     @staticmethod
     def is_fatal(error: Exception) -> bool:
-        """Whether a device has failed for good (`reprise.kernels.device_errors`). A lack of memory is not fatal."""
+        """Return whether an error means that a device has failed for good (`reprise.kernels.device_errors`). A lack of
+        memory is not fatal."""
         return is_sticky(error)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -81,14 +82,14 @@ class Engine:
 
     @property
     def bell(self) -> int:
-        """A file descriptor that can be read when something has ended for which `poll` should be called."""
+        """A file descriptor that becomes readable when a transfer has ended and `poll` should be called."""
         return self._transfer.bell
 
     def is_moving(self) -> bool:
         return self._cache.in_flight > 0
 
     def poll(self, now: float) -> list[SessionReply]:
-        """Record what the transfers have done, and order what comes next. Called in every turn of the loop, even
+        """Record which transfers have ended, and start those that come next. Called in every turn of the loop, even
         without work. Returns answers to session requests that have become ready."""
         self._step.order_next(now)
         if not self.has_work():
@@ -105,7 +106,8 @@ class Engine:
         return refused + self._step.run(now)
 
     def idle(self, now: float) -> None:
-        """Expire sessions, touch memory that will be needed, and check that no page stays pinned when nothing runs."""
+        """Expire sessions, touch memory that will be needed for the first time, and check that no page stays pinned
+        when nothing runs."""
         choices = self._requests.choices
         self._cache.sessions.sweep(now)
         self._first_touch.go_on(*self._cache.reached, lambda: bool(choices))
@@ -133,9 +135,11 @@ class Engine:
         return self._sessions.apply(request, now)
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. `poll` answers when the headers of its extents have come."""
+        """Take over a session of another replica. `poll` returns the answer when Redis has sent the headers of the
+        session's extents."""
         return self._sessions.adopt(request, now)
 
     def take_heads(self) -> list[Head]:
-        """Return the heads of sessions that have changed since the last call."""
+        """Return the heads (records by which another replica can take over a session) that have changed since the last
+        call."""
         return self._sessions.take_heads() if self._sessions.has_heads else []

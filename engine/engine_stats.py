@@ -1,4 +1,4 @@
-"""Collects what an engine has done so far, for its reports."""
+"""Collects the counts of an engine's parts, for its reports."""
 
 import time
 from collections import Counter
@@ -21,7 +21,7 @@ from reprise.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsSources:
-    """The parts of an engine that count. drafter: None if nothing is drafted."""
+    """The parts of an engine that count something. drafter: None if nothing is drafted."""
 
     scheduler: Scheduler
     cache: CacheManager
@@ -86,7 +86,8 @@ _COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read"
 
 
 def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> SchedulerState:
-    """Look up where the KV of the next requests in line lies. Cheap enough for a heartbeat, but not for every step."""
+    """Return the state of the queue, with where the KV of the next requests lies. Cheap enough for a heartbeat, but not
+    for every step."""
     queue = scheduler.queue
     window = queue if isinstance(queue, ShuffledWindow) else None
     outlook = scheduler.outlook()

@@ -16,7 +16,8 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Intake:
-    """Makes choices of requests and queues them. Called by `KnownRequests`, in the engine's loop."""
+    """A maker of choices: turns requests into choices and queues them. Called by `KnownRequests`, in the engine's
+    loop."""
 
     def __init__(
         self,
@@ -28,7 +29,8 @@ class Intake:
         choices: RunningChoices,
         truncation: str,
     ) -> None:
-        """choices: queued choices are added to it. truncation: auto or disabled, for a request that does not say."""
+        """Set up. choices: the table to which queued choices are added. truncation: `auto` or `disabled`, for requests
+        that do not say."""
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -36,11 +38,11 @@ class Intake:
         self._truncation = truncation
         self._choices = choices
         self.held: Collection[str] = grammars.held
-        """The requests that wait for their grammars."""
+        """The ids of the requests that wait for their grammars."""
 
     def open_request(self, request: Submit, now: float) -> list[Output]:
-        """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
-        those that cannot be taken."""
+        """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns an error output
+        for each choice that cannot be taken."""
         problem = self._problem(request)
         if problem is not None:
             return _refused(request, *problem)
@@ -50,7 +52,8 @@ class Intake:
         return self._queue(request, None, now)
 
     def queue_compiled(self, now: float) -> list[Output]:
-        """Queue the requests whose grammars are compiled by now. Returns error outputs for those not taken."""
+        """Queue the requests whose grammars are compiled by now. Returns error outputs for choices that were not
+        taken."""
         outputs = []
         for request, constraints in self._grammars.take():
             if isinstance(constraints, BadGrammar):
@@ -60,7 +63,8 @@ class Intake:
         return outputs
 
     def queue_uncompiled(self, now: float) -> list[Output]:
-        """Queue requests that still wait for their grammars, without these: no further token is drawn for them."""
+        """Queue requests that still wait for their grammars, without the grammars. Only for requests of which no
+        further token will be sampled."""
         return [output for request in self._grammars.take_all() for output in self._queue(request, None, now)]
 
     def fail_uncompiled(self, message: str) -> list[Output]:
@@ -127,11 +131,12 @@ class Intake:
         return (request.truncation or self._truncation) == "auto"
 
     def _is_exact(self, sequence_id: str) -> bool:
-        """Whether a request is served exactly: because it asks for that, or because the codec was condemned."""
+        """Return whether a sequence must not use KV that a codec changed: its request asks for that, or the codec was
+        condemned."""
         return is_exact(self._cache.requests.context(sequence_id).session[1])
 
     def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:
-        """Make a choice that has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
+        """Make a choice, with a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
         sampling = request.sampling
         resumed = request.resume[index] if request.resume else []
         is_over = resumed is None

@@ -1,4 +1,4 @@
-"""Ends a process together with its parent. The parent sends on stdin what to do, and keeps stdin open as long as it
+"""Ends a process together with its parent. The parent sends commands on stdin, and keeps stdin open as long as it
 lives."""
 
 import ctypes
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_frame(fd: int) -> bytes:
-    """Read one frame, which comes after its length. Raises EOFError."""
+    """Read one frame and return its content. The length of the frame precedes it. Raises EOFError."""
     (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
     return _read_exactly(fd, length)
 
@@ -29,8 +29,8 @@ def _read_exactly(fd: int, length: int) -> bytes:
 
 
 def die_with_parent(stdin: int) -> None:
-    """Exit at once when the parent process is gone, however it ended: an orphan would keep the memory and answer no
-    request."""
+    """Start a thread that exits the process as soon as the parent is gone, however it ended. An orphan would keep the
+    memory and answer no request."""
     lifeline = os.dup(stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline

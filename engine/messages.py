@@ -16,7 +16,7 @@ from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
 WIRE_VERSION = 12
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-"""Upper bounds of the buckets in which `CodecChecks` counts divergences, nats a token."""
+"""Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
 
 
@@ -49,18 +49,18 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say
     resume: list[list[int] | None] = []
-    """Per choice, the tokens that another engine has generated, which this one goes on from as if they were its own:
-    they are not sent again, and count as generated. None: the choice is over, and nothing is sent for it. Empty: a new
-    request."""
+    """The tokens of each choice that another engine has generated; this engine continues after them. They are not sent
+    again, and count as generated. None: the choice has ended, and nothing is sent for it. An empty list: a new request.
+    """
     over: list[int] | None = None
-    """The tokens that the first choice has said on another engine, if it is over, as `resume` then says. The
-    conversation goes on with it, so its KV is computed here, and nothing is sent. None: nothing is computed of choices
-    that are over."""
+    """The tokens that another engine generated for the first choice, if that has ended (its entry in `resume` is None).
+    The conversation continues with them, so this engine computes their KV and sends nothing. None: nothing is computed.
+    """
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """A truncation that the client made itself. It sent `token_ids` of the request: the first `keep` tokens of a known
-    conversation and those from `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids`
+    """A truncation that the client made itself. The request's `token_ids` are the first `keep` tokens of a known
+    conversation and those from `resume` on. `stream` is that conversation with nothing dropped; it ends as `token_ids`
     does."""
 
     stream: list[int]
@@ -111,11 +111,12 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
-    """The data with which another replica can go on with a session: its context, and the names of its extents in Redis.
+    """The data with which another replica can continue a session: its context, and the names of its extents in Redis.
 
-    Only an engine that keeps KV in Redis sends it: before the last Output of every turn, and again whenever an upload
-    of the session has ended, because the extents of the newest turn have no names before. If a stop string ends a turn,
-    the head follows the app's Finish. A later head of a session replaces an earlier one."""
+    Only an engine that stores KV in Redis sends it: before the last Output of every turn, and again whenever an upload
+    of the session has ended, because only then do the extents of the newest turn have names. If a stop string ends a
+    turn, the head follows the app's Finish. A later head of a session replaces an earlier one.
+    """
 
     tenant: str
     salt: str
@@ -127,9 +128,9 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
 
 class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
     """Take over a session that another replica has left, so that its next turn finds its KV in Redis. Answered by one
-    SessionReply with the same request_id when the headers of its extents have come. `unavailable`: this engine keeps no
-    KV in Redis, or Redis has not answered. `bad_head`: no engine of this model and tenant secret has made the head. A
-    turn may follow after any answer: KV that was not adopted is computed."""
+    SessionReply with the same request_id when the headers of its extents have come. `unavailable`: this engine stores
+    no KV in Redis, or Redis has not answered. `bad_head`: no engine of this model and tenant secret has made the head.
+    A turn may follow after any answer: KV that was not adopted is computed."""
 
     request_id: str
     tenant: str
@@ -139,7 +140,7 @@ class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request whose client is gone. Nothing more is sent for it; finished blocks are kept."""
+    """End a request whose client is gone. Nothing more is sent for it; its full blocks stay in the cache."""
 
     request_id: str
 
@@ -250,7 +251,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
-    """Return the end of a choice, or the refusal of one that never began."""
+    """Return an output that ends a choice with an error, or refuses one that never began."""
     return Output(
         request_id=request_id,
         choice=choice,
@@ -271,7 +272,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A request whose place in line is settled."""
+    """A waiting request whose place in the queue is settled."""
 
     request_id: str
     tenant: str
@@ -305,8 +306,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the shadow check for loads that a codec had changed. Divergences are in nats a token, beyond those
-    of rounding."""
+    """The results of the shadow check for loads of KV that a codec has changed. Divergences are in nats per token,
+    without the part that rounding alone brings."""
 
     counts: list[int]  # checks by bucket (`DIVERGENCE_BOUNDS`); the last: checks above all bounds
     total: float  # divergence of all checks
@@ -337,7 +338,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     tier_bytes: dict[str, int] = {}  # dram, disk, redis if it is used -> bytes in use
     tier_capacity: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}  # direction (`reprise.cache.moves.Transferred`) -> bytes
-    moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
+    moved_seconds: dict[str, float] = {}  # direction -> seconds of the thread that moved the bytes
     load_wait_seconds: float = 0.0  # load time that no computation hid
     weight_bytes: int = 0  # bytes of weights that were copied from DRAM to HBM
     weight_wait_seconds: float = 0.0  # time of these copies that no computation hid

@@ -10,20 +10,21 @@ from reprise.engine.step.choices import RunningChoices
 
 
 class KnownRequests:
-    """Takes requests in, and ends them when clients or the server say so. A request waits for its grammar, and then is
-    one or several choices that wait or run. Called by the Engine, on its thread."""
+    """A table of the engine's requests: takes requests in, and ends them when clients or the server say so. A request
+    first waits for its grammar; then it is one or several choices that wait or run. Called by the Engine, on its
+    thread."""
 
     def __init__(self, *, intake: Intake, choices: RunningChoices, endings: Endings, cache: CacheManager) -> None:
-        """intake: adds its choices to `choices`."""
+        """Set up. intake: the part that adds new choices to `choices`."""
         self._intake, self._endings, self._cache = intake, endings, cache
         self.choices = choices
         """The choices that wait and those that run. Read only."""
         self.held: Collection[str] = intake.held
-        """The requests that wait for their grammars."""
+        """The ids of the requests that wait for their grammars."""
         self.aborted = 0
-        """Choices whose clients have gone, since the start."""
+        """Number of choices, since the start, whose clients have gone."""
         self.accept = intake.open_request
-        """The call that opens a request: `Intake.open_request`."""
+        """Opens a request; see `Intake.open_request`."""
 
     def before_step(self, now: float) -> list[Output]:
         """Queue requests whose grammars are compiled by now, and end those that can never run. Returns error
@@ -53,7 +54,7 @@ class KnownRequests:
         return refused + [self._endings.end(choice, "length", now) for choice in self.choices]
 
     def fail_all(self, message: str) -> list[Output]:
-        """End every request with an error. Nothing is kept of what was computed since the last turns ended."""
+        """End every request with an error. Nothing computed since the last turns ended stays in the cache."""
         outputs = self._intake.fail_uncompiled(message)
         for choice in self.choices:
             outputs.append(choice.failed(message))

@@ -1,4 +1,4 @@
-"""Answers requests about sessions, and reports the sessions that other servers may adopt."""
+"""Answers requests about sessions, and reports the sessions that other servers may take over."""
 
 import heapq
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, Sess
 
 
 class SessionDirectory:
-    """Answers the app's requests about sessions, and other servers' of a fleet. Called by the Engine, on its thread."""
+    """A directory of sessions, which answers requests of the app and of other servers in a fleet. Called by the Engine,
+    on its thread."""
 
     def __init__(
         self,
@@ -22,27 +23,27 @@ class SessionDirectory:
         session_ttl_s: float,
         unix_offset_s: float,
     ) -> None:
-        """has_redis: whether other servers can find KV of this one."""
+        """Set up. has_redis: whether this server stores KV in Redis, where other servers can find it."""
         self._sessions = sessions
         self.has_heads = has_redis
-        """Whether `take_heads` may have something to tell."""
+        """Whether `take_heads` may return something."""
         self.unanswered: set[str] = set()
-        """Requests that `take_replies` will answer."""
+        """The ids of the requests that `take_replies` will answer."""
         self._max_pinned_bytes = max_pinned_bytes  # per tenant
         self._session_ttl_s = session_ttl_s
         self._unix_offset_s = unix_offset_s
 
     def apply(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Carry out a request. Returns the answer, or nothing if it comes later."""
+        """Carry out a request. Returns its answer, or nothing if the answer comes later."""
         return self._now_or_later(request.request_id, self._answer(request, now))
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Begin to take over a session from another replica. Return a refusal at once, or None if the take-over has
-        begun and its result will be reported later."""
+        """Begin to take over a session from another replica. Returns a refusal at once, or nothing if the take-over has
+        begun, whose result `take_replies` will return."""
         return self._now_or_later(request.request_id, self._adopt(request, now))
 
     def take_replies(self) -> list[SessionReply]:
-        """Return answers that came later: to deletions whose bytes are gone, and to adoptions."""
+        """Return the answers that could not be given at once: to deletions whose bytes are gone, and to take-overs."""
         ended = list(self._sessions.deletions.take_ended()) if self._sessions.deletions.waits else []
         if self.has_heads:
             ended += self._sessions.take_adopted()
@@ -50,7 +51,8 @@ class SessionDirectory:
         return [SessionReply(request_id=asked, sessions=[], error_code=problem) for asked, problem in ended]
 
     def take_heads(self) -> list[Head]:
-        """Return the heads of sessions that have changed since the last call."""
+        """Return the heads (records by which another replica can take over a session) that have changed since the last
+        call."""
         if not self.has_heads:
             return []
         return [

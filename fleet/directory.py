@@ -1,12 +1,13 @@
-"""Keeps, in Redis, who is in the fleet and where each session was last committed.
+"""Keeps in Redis the members of the fleet, and the replica at which each session was last committed.
 
 A session has one record. The replica that claims it gets an epoch and may commit until another claims it: then its
 commits are refused. Everything else in the fleet is a cache of what the record names, so a stale entry costs a load and
-never an answer. Whatever has to happen at once is one script, in scripts/. One Redis, not a cluster, with `noeviction`.
+never an answer. Changes that must happen together are one script, in scripts/. One Redis, not a cluster, with
+`noeviction`.
 
-Nothing that Redis says is believed: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
+Nothing that Redis sends is trusted: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
 and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
-stopped Redis is the same as none. One that fails again and again is left alone for a second.
+stopped Redis is the same as none. After repeated failures Redis is not called for a second.
 """
 
 import logging
@@ -57,7 +58,8 @@ log = logging.getLogger(__name__)
 
 
 class DirectoryFlushed(DirectoryUnavailable):
-    """The directory has lost its data since this replica's last beat, or no beat has been answered yet."""
+    """The directory has lost its data since this replica's last beat (its report to the directory), or no beat has been
+    answered yet."""
 
 
 class Foreign(DirectoryUnavailable):
@@ -65,11 +67,12 @@ class Foreign(DirectoryUnavailable):
 
 
 class Directory:
-    """The directory of one fleet. One per process, on its event loop.
+    """The directory of one fleet. One per process, on its event loop. A beat is the report that a replica sends about
+    once a second.
 
-    Every method that asks Redis raises DirectoryUnavailable, after `deadline_s` at the latest (`beat` and `members`
-    after `UNHURRIED_S`), and at once while the breaker is open. Gateways read `members`, `look` and `find`, and call
-    `take`; replicas do the rest.
+    Every method that calls Redis raises DirectoryUnavailable, after `deadline_s` at the latest (`beat` and `members`
+    after `UNHURRIED_S`), and at once while the circuit breaker is open. Gateways use `members`, `look`, `find` and
+    `take`; replicas use the rest.
     """
 
     def __init__(
@@ -83,11 +86,10 @@ class Directory:
         max_sessions: int = 1_000_000,
         max_said_bytes: int = 1 << 30,
     ) -> None:
-        """Connects when it is first asked. secret: the tenant secret, the same on every member. replica and boot: this
-        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of
-        transcripts of one tenant; what was used longest ago leaves the directory, which costs its next turn a load or
-        a recompute. Raises ValueError for an address that is none, ImportError
-        without redis' client."""
+        """Set up; the first call connects. secret: the tenant secret, the same on every member. replica and boot: this
+        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of transcripts of
+        one tenant; what was used longest ago leaves the directory, which costs its next turn a load or a recompute.
+        Raises ValueError for an invalid address, ImportError without redis' client."""
         self.keys = Keys(secret)
         self.born = ""  # the `born` of the last answered beat
         self._replica, self._boot = replica, boot
@@ -98,7 +100,7 @@ class Directory:
 
     @property
     def state(self) -> State:
-        """Whether Redis is asked: closed, it is."""
+        """The state of the circuit breaker; Redis is called while it is closed."""
         return self._server.state
 
     @property
@@ -106,7 +108,7 @@ class Directory:
         return self._server.failures
 
     def on_answer(self, tell: Callable[[float], None]) -> None:
-        """Have a function told how many seconds each question took."""
+        """Set a function that is called with the seconds that each call to Redis took."""
         self._server.on_answer = tell
 
     async def close(self) -> None:
@@ -115,7 +117,7 @@ class Directory:
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def beat(self, beat: Heartbeat, *, since: int) -> Heard:
-        """Say that this replica lives. Returns what was deleted after the epoch `since`. Raises Foreign too."""
+        """Report that this replica lives. Returns the deletions after the epoch `since`. Raises Foreign too."""
         data = msgspec.msgpack.encode(beat)
         if len(data) > MAX_BEAT_BYTES:
             raise ValueError(f"a beat of {len(data)} bytes")
@@ -149,7 +151,7 @@ class Directory:
             await self._server.ask(pipe.execute())
 
     async def members(self) -> Roll:
-        """Return the members, draining and silent ones included. A beat that cannot be read is left out."""
+        """Return all members, including draining and silent ones. A beat that cannot be decoded is left out."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.get(keys.BORN)
             pipe.hgetall(keys.MEMBERS)
@@ -172,15 +174,16 @@ class Directory:
             return Roll((born or b"").decode("ascii"), tuple(members), names)
 
     async def drain(self, replica: str, *, on: bool) -> None:
-        """Have gateways send nothing new to a replica, or end that. Its sessions move with their next turns."""
+        """Make gateways send no new turns to a replica, or end that (`on` False). Its sessions move with their next
+        turns."""
         change = self._redis.sadd if on else self._redis.srem
         await self._server.ask(change(keys.DRAINED, replica))
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
-        """Return what is known of the session that has the first known chain, the deepest first. chains: digests of
-        `reprise.fleet.identify`. Asks twice."""
+        """Return the record of the session with the first of these chains that is known; None if none is. chains:
+        digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
@@ -195,7 +198,7 @@ class Directory:
         return None
 
     async def look(self, name: SessionName, *, fingerprint: str) -> Record | None:
-        """Return what is known of a session; None: nothing."""
+        """Return the record of a session; None if there is none."""
         return await self._record(self._keys_of(name, fingerprint).record)
 
     async def _record(self, key: str) -> Record | None:
@@ -222,7 +225,7 @@ class Directory:
             )
 
     async def begun(self, names: Sequence[SessionName], *, fingerprint: str) -> list[int | None]:
-        """Return the epoch at which each session was begun; None for those that the directory does not know."""
+        """Return the epoch at which each session was begun; None for sessions without a record."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hget(self._keys_of(name, fingerprint).record, "begun")
@@ -231,9 +234,9 @@ class Directory:
             return [None if epoch is None else int(epoch) for epoch in found]
 
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
-        """Make this replica the home of a session, new or not. ttl_s: of a new one, after its last use. begun: the
-        epoch of this replica's first claim of it, if it has a copy; only heeded after a flush. Raises DirectoryFlushed
-        too."""
+        """Make this replica the home of a session, new or not. ttl_s: time to live of a new session after its last use.
+        begun: the epoch of this replica's first claim of the session, if it has a copy; only used after a flush. Raises
+        DirectoryFlushed too."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
@@ -253,7 +256,8 @@ class Directory:
             )
 
     async def commit(self, commit: Commit) -> Committed:
-        """End a turn, or bring a newer head of one. The outcome says what became of it, a flush included."""
+        """Record the end of a turn, or a newer head (the record by which another replica can take over the session).
+        The result says whether it was recorded, or that the directory was flushed."""
         names = self._keys_of(commit.name, commit.fingerprint)
         chains = [self.keys.chain(commit.name.tenant, chain) for chain in commit.chains[:MAX_CHAINS]]
         head = self.keys.seal(commit.head, key=names.record) if 0 < len(commit.head) <= MAX_HEAD_BYTES else b""
@@ -284,24 +288,25 @@ class Directory:
         return {digest: row for digest, row in rows.items() if row}
 
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
-        """Let go of a session, so that the next turn may go anywhere. Returns whether it was still claimed."""
+        """Give up the claim of a session, so that its next turn may go to any replica. Returns whether this replica had
+        the claim."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
 
     async def move(self, name: SessionName, *, fingerprint: str, replica: str) -> bool:
-        """Have gateways send a session's next turn to a replica. Returns whether there is such a session."""
+        """Make gateways send a session's next turn to a replica. Returns whether the session has a record."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run("move", names.tenant, names.member, replica)
         return bool(answer[0] == b"moved")
 
     async def forget(self, tenant: str, session_id: str) -> Forgetting:
-        """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to. They have
-        when `acknowledged` returns nobody. Raises DirectoryFlushed too."""
+        """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to do so. They
+        have done so when `unacknowledged` returns nothing. Raises DirectoryFlushed too."""
         return await self.forget_name(tenant, self.keys.name(tenant, session_id))
 
     async def forget_name(self, tenant: str, name: str) -> Forgetting:
-        """The same for a deletion by name; name: `SessionKeys.name`."""
+        """Delete sessions as `forget` does, given their hashed name. name: from `SessionKeys.name`."""
         answer = await self._server.run(
             *("forget", self.born, self._replica, self.keys.tenant(tenant), name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
             int(FORGOTTEN_S * 1e6),
@@ -312,7 +317,7 @@ class Directory:
             return Forgetting(int(epoch), tuple(other.decode() for other in waiting), int(count))
 
     async def remember(self, forgotten: Sequence[Forgotten]) -> None:
-        """Write deletions again after a flush, before anything else is. Raises DirectoryFlushed too."""
+        """Write deletions again after a flush, before anything else is written. Raises DirectoryFlushed too."""
         for start in range(0, len(forgotten), FORGOTTEN_AT_ONCE):
             values: list[str | int] = []
             for deletion in forgotten[start : start + FORGOTTEN_AT_ONCE]:
@@ -320,12 +325,12 @@ class Directory:
             self._must_be_ours(await self._server.run("remember", self.born, *values))
 
     async def acknowledge(self, epoch: int) -> None:
-        """Say that this replica has deleted what was forgotten at this epoch."""
+        """Report that this replica has deleted the sessions that were forgotten at this epoch."""
         await self._server.ask(self._redis.srem(acknowledgements(epoch), self._replica))
 
     async def unacknowledged(self, epoch: int) -> tuple[str, ...]:
-        """Return the live members that have not deleted what was forgotten at this epoch. Those that are silent hear of
-        it before they take requests. Raises DirectoryFlushed if the directory lost its data meanwhile."""
+        """Return the live members that have not deleted the sessions forgotten at this epoch. Silent members learn of
+        the deletion before they take requests. Raises DirectoryFlushed if the directory has lost its data meanwhile."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.get(keys.BORN)
             pipe.smembers(acknowledgements(epoch))
@@ -339,15 +344,16 @@ class Directory:
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
-        """Return what a tenant holds, and of so many sessions, from place `first` of those used longest ago on, which
-        may leave. longest_s: after that, a turn that was begun does not run any more."""
+        """Return how many sessions and bytes of KV a tenant has, and of `count` sessions in order of last use, from
+        index `first` on, the names of those that may be deleted (see `Held`). longest_s: a turn that began longer ago
+        than this has ended."""
         answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer
             return Held(int(sessions), int(size_bytes), tuple(name.decode("ascii") for name in names))
 
     async def keep(self, tenant: str, session_id: str, *, ttl_s: float | None) -> None:
-        """Change how long sessions of this id, with any salt, live after their last use; None: they are pinned."""
+        """Set how long sessions of this id, with any salt, live after their last use; None: they are pinned."""
         name = self.keys.name(tenant, session_id)
         await self._server.run("keep", self.keys.tenant(tenant), name, _milliseconds(ttl_s))
 
@@ -355,8 +361,8 @@ class Directory:
 
     async def take(self, tenant: str, kind: str, *, per_minute: int, amount: int, need: int) -> Taken:
         """Take from a tenant's bucket of requests (kind "r") or tokens ("k"), shared by the fleet. It fills evenly and
-        holds a minute's allowance. need: how much must be there, else nothing is taken; 0: it may be overdrawn, as by a
-        cost that is known only afterwards.
+        holds a minute's allowance. need: how much the bucket must contain, else nothing is taken; 0: it may be
+        overdrawn, for a cost that is known only afterwards.
 
         A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
         counts them, takes the tokens with need=0.
@@ -376,7 +382,7 @@ class Directory:
             return outcome == b"entered", int(in_use)
 
     async def renew(self, places: Sequence[Place], *, lease_s: float) -> None:
-        """Let leases last for longer. They are there again after a flush."""
+        """Extend the leases of places. Writes them again after a flush."""
         for start in range(0, len(places), RENEWED_AT_ONCE):
             values: list[str | int] = []
             for place in places[start : start + RENEWED_AT_ONCE]:
@@ -384,7 +390,7 @@ class Directory:
             await self._server.run("renew", _milliseconds(lease_s), *values)
 
     async def leave_places(self, place: Place) -> None:
-        """Give places back."""
+        """Free the places of an answer."""
         key = keys.places(self.keys.tenant(place.tenant))
         await self._server.ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
 
@@ -394,7 +400,7 @@ class Directory:
         return self.keys.session(name, fingerprint=fingerprint)
 
     def _unsealed(self, sealed: bytes, key: str) -> bytes:
-        """Return what was sealed, nothing if it is not what a member wrote."""
+        """Return the data that a member has sealed; empty if no member of this fleet has written it under this key."""
         try:
             return self.keys.unseal(sealed, key=key) if sealed else b""
         except BadSeal as error:
@@ -408,7 +414,7 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Turn what reading a reply of another shape raises into DirectoryUnavailable."""
+    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the block."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -1,5 +1,5 @@
-"""Asks the Redis of a fleet's directory: every call has a deadline, and Redis is left alone for a second after it has
-failed again and again, so that a stopped Redis is the same as none."""
+"""Calls the Redis of a fleet's directory. Every call has a deadline, and after repeated failures Redis is not called
+for a second, so that a stopped Redis is the same as none."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class DirectoryUnavailable(Exception):
-    """Redis does not answer in time, cannot do it, or says what no directory says. Go on without."""
+    """Redis does not answer in time, refuses, or sends an invalid reply. Go on without the directory."""
 
 
 class DirectoryFull(DirectoryUnavailable):
@@ -32,7 +32,7 @@ class DirectoryRedis:
     (`reprise.app.conversations.redis_reply`)."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
-        """Connects when it is first asked. Raises ValueError for an address that is none, ImportError without redis'
+        """Set up; the first call connects. Raises ValueError for an invalid address, ImportError without redis'
         client."""
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
@@ -69,7 +69,7 @@ class DirectoryRedis:
 
     @property
     def state(self) -> State:
-        """Whether Redis is asked: closed, it is."""
+        """The state of the circuit breaker; Redis is called while it is closed."""
         return self._breaker.state(time.monotonic())
 
     @property
@@ -81,15 +81,16 @@ class DirectoryRedis:
         await self.client.connection_pool.disconnect()
 
     async def run(self, script: str, *values: Any, deadline_s: float | None = None) -> list[Any]:
-        """Run a script of scripts/. Raises DirectoryUnavailable, for a reply that is no list too."""
+        """Run a script of scripts/ and return its reply. Raises DirectoryUnavailable, also for a reply that is not a
+        list."""
         answer = await self.ask(self._scripts[script](args=values), deadline_s=deadline_s)
         if not isinstance(answer, list) or not answer:
             raise DirectoryUnavailable(f"no reply to {script}")
         return answer
 
     async def ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
-        """Await an answer of Redis. deadline_s: of what no request waits for, which alone finds out whether Redis is
-        back. Raises DirectoryUnavailable."""
+        """Await an answer of Redis. deadline_s: given for calls that no request waits for; only these find out whether
+        Redis is back. Raises DirectoryUnavailable."""
         may_ask = self.state == "closed" if deadline_s is None else self._breaker.allows(time.monotonic())
         if not may_ask:
             if asyncio.iscoroutine(call):

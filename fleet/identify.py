@@ -1,4 +1,4 @@
-"""Tells which conversation a turn goes on with, from its request alone: no template, no tokenizer, no transcript.
+"""Finds which conversation a turn continues, from its request alone: no template, no tokenizer, no transcript.
 
 A client names its conversation, or it sends all messages again. Then a chain of digests names it: each message is
 linked to the digest of those before it, and the digest up to an answer finds the session that gave the answer.
@@ -40,7 +40,7 @@ _CALLS = frozenset(("tool_use", "function_call", "custom_tool_call"))
 
 
 class TurnBody(msgspec.Struct):
-    """The fields of a turn's body that tell where it belongs. Values are the client's, of any type."""
+    """The fields of a turn's body that show which conversation it belongs to. Values are the client's, of any type."""
 
     model: Any = None
     stream: Any = None
@@ -59,7 +59,7 @@ class TurnBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The marks by which a request's messages tell the conversation that they go on with."""
+    """Digests of a request's messages, by which the conversation that they continue is found."""
 
     chain: bytes  # digest of all messages; the replica links its answer to it
     opening: bytes  # digest up to the first message of a user, which stays the same in all turns
@@ -79,7 +79,8 @@ _decode_body = msgspec.json.Decoder(TurnBody).decode
 
 
 def read_body(body: bytes) -> TurnBody | None:
-    """Return what a body says, or None where it is no JSON object: the replica says what is wrong with it."""
+    """Return the fields of a body, or None if it is not a JSON object: the replica then tells the client what is
+    wrong."""
     try:
         return _decode_body(body)
     except (ValueError, RecursionError):
@@ -87,14 +88,14 @@ def read_body(body: bytes) -> TurnBody | None:
 
 
 def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:
-    """Return what narrows the domain of a turn's KV. is_exact: its key wants that of all turns."""
+    """Return the salt of a turn's KV domain. is_exact: whether its key demands exact KV for all turns."""
     salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
     return salt_of(salt, is_exact=is_exact or body.kv_quality == "exact")
 
 
 def conversation_of(body: TurnBody) -> Conversation:
-    """Digest the messages of a chat (OpenAI's or Anthropic's) or the input of a response. Takes a few microseconds a
-    message, and a second for a gigabyte of text."""
+    """Return digests of the messages of a chat (OpenAI's or Anthropic's) or of the input of a response. Takes a few
+    microseconds a message, and a second for a gigabyte of text."""
     # A client with another salt must not learn that somebody had the same conversation.
     salt = salt_in(body)
     chain, opening, answers, history_chars, chars = digest("conversation", salt), b"", list[bytes](), 0, 0
@@ -122,8 +123,8 @@ def conversation_of(body: TurnBody) -> Conversation:
 
 
 def session_id_of(body: TurnBody, header: str | None) -> str | None:
-    """Return the client's name for its conversation, if it gives one, by the rules of `reprise.app.turn.prepare`. What
-    the replica will refuse may be returned too. header: of `SESSION_HEADERS`, the first that was sent."""
+    """Return the client's name for its conversation, if it gives one, by the rules of `reprise.app.turn.prepare`; a
+    name that the replica will refuse may be returned too. header: the first of `SESSION_HEADERS` that was sent."""
     conversation = body.conversation.get("id") if isinstance(body.conversation, dict) else body.conversation
     for given in (body.session_id, header, conversation):
         if isinstance(given, str) and given:
@@ -135,26 +136,27 @@ def session_id_of(body: TurnBody, header: str | None) -> str | None:
 
 
 def choices_of(body: TurnBody) -> int:
-    """Return how many answers a body asks for: `n` for each of its prompts. What the replica will refuse counts as it
-    stands."""
+    """Return how many answers a body asks for: `n` for each of its prompts, even if the replica will refuse that
+    number."""
     n = body.n if isinstance(body.n, int) and body.n > 0 else 1
     several = isinstance(body.prompt, list) and not all(isinstance(token, int) for token in body.prompt)
     return n * len(body.prompt) if several else n
 
 
 def response_digest(response_id: str) -> bytes:
-    """Return the digest under which a request finds the session of the response that it names as its previous one."""
+    """Return the digest by which a request finds the session of the response that it names as its previous one."""
     return digest("response", response_id)
 
 
 def background_id(response_id: str, replica: str) -> str:
-    """Return the id of a response that runs in the background. It tells gateways where: until it has ended, only that
-    replica knows how far it is and can cancel it. response_id: of any other response, "resp_" and hex digits."""
+    """Return the id of a response that runs in the background. It tells gateways at which replica: until it has ended,
+    only that replica knows its state and can cancel it. response_id: the id that another response would have, "resp_"
+    and hex digits."""
     return f"{_RESPONSE}{_mark(replica)}{response_id[len(_RESPONSE) + _MARK_DIGITS :]}"
 
 
 def runs_at(response_id: str, replicas: Iterable[str]) -> str | None:
-    """Return the replica at which a response may run in the background. One that never did may seem to."""
+    """Return the replica at which a response may run in the background. A name may match by chance."""
     given = response_id[len(_RESPONSE) :][:_MARK_DIGITS]
     return next((replica for replica in replicas if _mark(replica) == given), None)
 
@@ -164,7 +166,7 @@ def _mark(replica: str) -> str:
 
 
 def link_answer(chain: bytes, text: str, calls: Iterable[Call] = ()) -> bytes:
-    """Return the digest under which the conversation's next request will ask for its session. chain: of the request's
+    """Return the digest by which the conversation's next request will find its session. chain: digest of the request's
     messages. text: the answer without its reasoning."""
     return _link(chain, "assistant", text.strip(), [(name, _arguments(given)) for name, given in calls])
 
@@ -213,7 +215,7 @@ def _said(message: Any) -> Iterator[_Said]:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """The text of a content, whatever its form; what is no text stands there in JSON."""
+    """Yield the text of a content, whatever its form; a part that is not text is given as JSON."""
     for block in content if isinstance(content, list) else [content]:
         if isinstance(block, str):
             yield block
@@ -242,7 +244,7 @@ def _word(value: dict[str, Any], field: str) -> str:
 
 
 def _arguments(given: Any) -> str:
-    """Arguments as JSON in one spelling: OpenAI's clients send a string back, Anthropic's an object."""
+    """Return a call's arguments as JSON in one spelling: OpenAI's clients send a string back, Anthropic's an object."""
     if isinstance(given, str):
         try:
             return canonical(json.loads(given))
@@ -252,7 +254,7 @@ def _arguments(given: Any) -> str:
 
 
 def _merged(messages: Iterable[_Said]) -> Iterator[_Said]:
-    """Join neighbours of one assistant turn: a response's text and calls are items of their own."""
+    """Join adjacent messages of one assistant turn: a response's text and calls are items of their own."""
     last: _Said | None = None
     for said in messages:
         if last is not None and last.role == said.role == "assistant":

@@ -1,4 +1,4 @@
-"""Names the keys of the directory in Redis, and seals what stands in them.
+"""Names the keys of the directory in Redis, and seals their values, that is, adds a keyed digest to them.
 
 Tenants and sessions appear as keyed digests, so no key holds a name and none needs escaping. Everything here is a
 function of the fleet's secret and its arguments: no I/O, no clock.
@@ -24,8 +24,8 @@ TRIMMED = PREFIX + "xl"  # the highest epoch that was trimmed from it
 
 @dataclass(frozen=True, slots=True)
 class SessionName:
-    """A session as tenant and client name it. Sessions of one id under different salts are different sessions, but are
-    deleted together."""
+    """The names of a session: its tenant, its id and its salt. Sessions of one id under different salts are different
+    sessions, but are deleted together."""
 
     tenant: str
     session_id: str
@@ -47,16 +47,17 @@ class SessionKeys:
 
     @property
     def transcript(self) -> str:
-        """Rows of its transcript. Not of one model: another one with the same template and tokenizer reads them."""
+        """The key of the rows of the session's transcript. It is not specific to a model: another one with the same
+        template and tokenizer reads the same rows."""
         return f"{PREFIX}t:{self.tenant}:{self.session}"
 
 
 class BadSeal(ValueError):
-    """The bytes are not what a member of this fleet has written under this key."""
+    """The bytes were not sealed by a member of this fleet under this key."""
 
 
 class Keys:
-    """Makes the names for one fleet, whose members share a secret."""
+    """A maker of Redis keys for one fleet, whose members share a secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = blake2b(b"fleet directory", key=secret, digest_size=32).digest()
@@ -66,7 +67,7 @@ class Keys:
         return self._digest("tenant", tenant)
 
     def session(self, name: SessionName, *, fingerprint: str) -> SessionKeys:
-        """fingerprint: hex, of the model whose KV the session has."""
+        """Return the keys of a session. fingerprint: of the model whose KV the session has, in hex."""
         session = self._digest("session", name.tenant, name.salt, name.session_id)
         return SessionKeys(
             tenant=self.tenant(name.tenant),
@@ -76,24 +77,24 @@ class Keys:
         )
 
     def name(self, tenant: str, session_id: str) -> str:
-        """Return what a deletion names: the sessions of this id, with any salt and of any model."""
+        """Return the name that a deletion uses for the sessions of this id, with any salt and of any model."""
         return f"{self.tenant(tenant)}:{self._digest('name', tenant, session_id)}"
 
     def chain(self, tenant: str, digest: bytes) -> str:
-        """Return the key under which a conversation is found that ends in a known answer. digest: of its messages, see
+        """Return the key under which a conversation is found that ends in a known answer. digest: of its messages, from
         `reprise.fleet.identify`."""
         return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
 
     def bucket(self, tenant: str, kind: str) -> str:
-        """kind: `r` for requests a minute, `k` for tokens."""
+        """Return the key of a tenant's bucket. kind: `r` for requests a minute, `k` for tokens."""
         return f"{PREFIX}q:{self.tenant(tenant)}:{kind}"
 
     def seal(self, data: bytes, *, key: str) -> bytes:
-        """Return the bytes with a keyed digest of them and of the key under which they will stand."""
+        """Return the bytes with a keyed digest of them and of the Redis key under which they will be stored."""
         return self._mac(data, key) + data
 
     def unseal(self, sealed: bytes, *, key: str) -> bytes:
-        """Return what was sealed. Raises BadSeal."""
+        """Return the bytes that were sealed. Raises BadSeal."""
         mac, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data, key)):
             raise BadSeal(f"{len(sealed)} bytes under {key!r:.80}")
@@ -106,7 +107,7 @@ class Keys:
         ).digest()
 
     def _digest(self, kind: str, *fields: str | bytes) -> str:
-        """Digest length-prefixed fields, so that no two lists of fields read the same."""
+        """Return a digest of length-prefixed fields, so that no two different lists of fields have the same."""
         mac = blake2b(key=self._key, digest_size=DIGEST_BYTES, person=kind.encode())
         for field in fields:
             data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
@@ -115,7 +116,7 @@ class Keys:
 
 
 def places(tenant: str) -> str:
-    """Return the key of a tenant's answers under way. tenant: its digest."""
+    """Return the key of a tenant's running answers. tenant: its digest."""
     return f"{PREFIX}p:{tenant}"
 
 
@@ -126,5 +127,5 @@ def record(tenant: str, member: str) -> str:
 
 
 def acknowledgements(epoch: int) -> str:
-    """Return the key of the members that have not yet deleted what was forgotten at this epoch."""
+    """Return the key of the members that have not yet deleted the sessions forgotten at this epoch."""
     return f"{PREFIX}d:{epoch}"

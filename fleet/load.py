@@ -1,4 +1,4 @@
-"""Tells in one beat how busy a replica is, from what its engine counts. Pure: no clock and no I/O."""
+"""Computes from an engine's counts how busy a replica is, for its beat. Pure: no clock and no I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ROOMY_S = 1e9  # how long a session stays in a tier that is not full
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The engine's counts when the beat before was made."""
+    """The engine's counts at the previous beat."""
 
     at_s: float  # monotonic clock
     step_seconds: float
@@ -24,7 +24,8 @@ def counted(stats: Stats, at_s: float) -> Before:
 
 
 def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *, draining: bool) -> Beat:
-    """Return what routing is told. before: None at the first beat, when nothing is known of the rates of change."""
+    """Return the load that routing learns of a replica. before: None at the first beat, when no rates of change are
+    known."""
     state = stats.scheduler
     cost = state.step_cost if state is not None else {}
     starts = [info.expected_start_s or 0.0 for info in state.front] if state is not None else []
@@ -56,8 +57,8 @@ def _rate(stats: Stats, direction: str) -> float:
 
 
 def _kept_s(stats: Stats, tier: str, direction: str, before: Before | None, elapsed_s: float) -> float:
-    """Return how long what was used last stays in a tier: for ever while there is room, else until as much has come as
-    fits; 0 without the tier."""
+    """Return how many seconds KV stays in a tier after its use: infinite while there is room, else the time in which as
+    much arrives as the tier holds; 0 without the tier."""
     capacity = stats.tier_capacity.get(tier, 0)
     if not capacity:
         return 0.0

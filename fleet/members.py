@@ -1,4 +1,4 @@
-"""A gateway's table of the replicas, read from the directory once a second."""
+"""Keeps a gateway's table of the replicas, read from the directory once a second."""
 
 import asyncio
 import logging
@@ -17,10 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Members:
-    """Keeps a `FleetView` up to date, and knows the replicas' addresses. One per gateway, on its event loop.
+    """A table that keeps a `FleetView` up to date, with the replicas' addresses. One per gateway, on its event loop.
 
-    While Redis cannot be asked, the table stays as it was: what a gateway finds dead itself, it reports with `lost`.
-    When Redis is back, has lost its data, or takes no beats, those who were alive have `STALE_S` to beat again.
+    While Redis cannot be reached, the table stays as it was; replicas that a gateway itself finds dead are reported
+    with `lost`. When Redis is back, has lost its data, or takes no beats, those that were alive have `STALE_S` to beat
+    again.
     """
 
     def __init__(self, *, directory: Directory, view: FleetView, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,8 +40,8 @@ class Members:
 
     @property
     def beats(self) -> Mapping[str, Heartbeat]:
-        """The last beats, by name, of all replicas that the directory knows: loading, draining and silent ones too. Not
-        to be changed."""
+        """The last beats, by name, of all replicas that the directory lists, including loading, draining and silent
+        ones. Not to be changed."""
         return self._beats
 
     def url(self, replica: str) -> str | None:
@@ -49,15 +50,15 @@ class Members:
         return None if beat is None else beat.url
 
     def made_s(self, replica: str) -> float:
-        """Return when a replica's last beat was made, by this table's clock."""
+        """Return the time of a replica's last beat, by this table's clock."""
         return self._made_s[replica]
 
     def silent(self) -> list[str]:
-        """Return those whose last beat was old when the directory was read: stopped, or cut off from it."""
+        """Return the replicas whose last beat was old when the directory was read: stopped, or cut off from it."""
         return [name for name, made_s in self._made_s.items() if self.refreshed_s - made_s > STALE_S]
 
     def lost(self, replica: str) -> None:
-        """Take a replica out until it beats again: it refused a connection, or broke one."""
+        """Exclude a replica until its next beat, because it refused a connection, or broke one."""
         self._lost_s[replica] = self._clock()
         self.view.lost(replica)
 
@@ -79,7 +80,7 @@ class Members:
         return True
 
     def take(self, roll: Roll) -> None:
-        """Take a table that was read just now."""
+        """Replace the table by one that was read just now."""
         now, alive = self._clock(), self._alive()
         beats = {member.beat.replica: member.beat for member in roll.members}
         read_s = {member.beat.replica: now - member.age_s for member in roll.members}
@@ -106,11 +107,11 @@ class Members:
         self.view.expire(now)
 
     def _alive(self) -> set[str]:
-        """Return those who were not silent when Redis was last read, and were not found dead since."""
+        """Return the replicas that were not silent when Redis was last read, and were not found dead since."""
         return self._made_s.keys() - self._lost_s.keys() - set(self.silent())
 
     def _hold(self) -> None:
-        """Let those who were alive when Redis was last read pass for alive."""
+        """Treat the replicas that were alive when Redis was last read as alive."""
         now = self._clock()
         for name in self._alive():
             self._tell(name, now)
@@ -124,5 +125,5 @@ class Members:
 
 
 def _load(beat: Heartbeat) -> Beat | None:
-    """Return what routing is told of a replica; None for one that has never been ready or is gone."""
+    """Return the part of a beat that routing uses; None for a replica that has never been ready or is gone."""
     return beat.load if beat.state in ("ready", "draining") else None

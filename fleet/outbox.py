@@ -1,6 +1,6 @@
-"""Remembers, on disk, which sessions the directory has not heard of, until it has.
+"""Stores on disk which sessions the directory has not been told of, until it has.
 
-An entry says who the session is and what was known of it when its turn began; what was said is in the transcripts, and
+An entry has the session's name and what was known of it when its turn began; what was said is in the transcripts, and
 is read when the entry is sent. A later turn of the session replaces its entry.
 """
 
@@ -34,10 +34,12 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outbox:
-    """Used from one thread at a time. What its file cannot do, it does in memory or not at all; nothing raises."""
+    """A queue of unsent sessions, used from one thread at a time. If its file fails, it works in memory or not at all;
+    nothing raises."""
 
     def __init__(self, *, path: Path | None, max_bytes: int) -> None:
-        """path: None keeps it in memory. max_bytes: of the file; the oldest entries leave when it is full."""
+        """Open the file. path: None keeps the queue in memory. max_bytes: of the file; the oldest entries leave when it
+        is full."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
@@ -45,7 +47,7 @@ class Outbox:
         self._count()
 
     def put(self, entry: Unsent) -> None:
-        """Keep an entry in place of the session's last one, at the end of the line."""
+        """Add an entry at the end, instead of the session's earlier one."""
         name = _name(entry.tenant, entry.session_id, entry.salt)
         try:
             with self._db.transaction():
@@ -66,7 +68,7 @@ class Outbox:
         self._count()
 
     def first(self, count: int) -> list[Unsent]:
-        """Return the entries that have waited for longest. One that cannot be read is removed."""
+        """Return the `count` entries that have waited longest. One that cannot be decoded is removed."""
         try:
             rows = self._db.execute("SELECT name, entry FROM waiting ORDER BY place LIMIT ?", (count,)).fetchall()
             entries = []
@@ -110,7 +112,7 @@ class Outbox:
 
 
 def _name(tenant: str, session_id: str, salt: str) -> bytes:
-    """Join the three so that the first two are the beginning, and no two sessions share a name."""
+    """Return a key of the three names, which begins with the first two, and which no other session has."""
     fields = (tenant, session_id, salt)
     return b"".join(
         len(data := field.encode("utf-8", "surrogatepass")).to_bytes(4, "big") + data for field in fields[:2]

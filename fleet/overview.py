@@ -1,4 +1,4 @@
-"""Tells operators what is known of the fleet: `GET /v1/fleet` of a gateway or of a replica."""
+"""Describes the fleet for operators: `GET /v1/fleet` of a gateway or of a replica."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,9 +21,9 @@ def overview(
     under_way: Callable[[str], int] | None = None,
     gateway: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Describe the fleet as the table of members has it. now: by its clock. limit: of the replicas, which come by name.
-    under_way: how many requests the gateway that is asked waits for at a replica. gateway: what that gateway has
-    counted since its start; None where a replica is asked."""
+    """Return a description of the fleet from the table of members. now: by its clock. limit: number of replicas, in
+    order of name. under_way: returns how many requests of the gateway a replica has not answered. gateway: counts of
+    that gateway since its start; None on a replica."""
     silent, beats = set(members.silent()), members.beats
     states: dict[str, int] = {}
     for name, beat in beats.items():
@@ -48,8 +48,7 @@ def overview(
 
 
 def state_of(beat: Heartbeat, *, is_silent: bool, is_drained: bool) -> str:
-    """Return the state of a replica as an operator sees it: what it says of itself, unless it says nothing any more, or
-    is told to take nothing new."""
+    """Return the state of a replica for operators: the one that it reports, unless it is silent or is being drained."""
     if is_silent:
         return SILENT
     return "draining" if is_drained and beat.state == "ready" else beat.state
@@ -78,7 +77,7 @@ def _describe(members: Members, name: str, now: float, *, is_silent: bool) -> di
 
 
 def _kv(members: Members) -> dict[str, int] | None:
-    """Return the bytes of KV that all replicas keep in Redis, as the one that beat last knows; None: none keeps any."""
+    """Return the bytes of KV that all replicas store in Redis, from the latest beat; None if none stores any."""
     known = [name for name, beat in members.beats.items() if _REDIS in beat.tiers]
     if not known:
         return None

@@ -1,5 +1,4 @@
-"""Defines what gateway and replica say to each other about a streamed answer, so that another replica can go on with
-it.
+"""Defines how gateway and replicas exchange a streamed answer, so that another replica can continue it.
 
 The gateway adds `X-Reprise-Relay` to a request. A streamed answer then comes in frames, and says so by the same header.
 A frame is one line, which is a comment to readers of server-sent events, and as many bytes of events as the line says:
@@ -14,9 +13,9 @@ has, and goes on in frames. The journal goes on too, so an answer survives any n
 
 What a gateway does:
 
-1. It drops `X-Reprise-*` of clients, gives the request an `X-Request-ID` and keeps both it and the body.
-2. `headers[RELAY_HEADER] = relay_token(key, path=..., request_id=...)`. Every try of a request has the same id.
-3. If the answer's own `RELAY_HEADER` is absent, the body is plain and passed on as it is. Else it feeds the body to a
+1. It drops `X-Reprise-*` of clients, gives the request an `X-Request-ID` and keeps both it and the body. 2.
+`headers[RELAY_HEADER] = relay_token(key, path=..., request_id=...)`. Every try of a request has the same id. 3. If the
+answer's own `RELAY_HEADER` is absent, the body is plain and passed on as it is. Else it feeds the body to a
    `FrameReader` and, of each frame: `Kind.BROKEN`: see 4; else send `frame.events`, then `journal.add(frame)`.
 4. The body ends or its connection breaks. With `journal.is_over` that is the end. With `journal.can_resume` it sends
    the request with the value and the body that `seal` returns, and goes on with 3. The client has had status and
@@ -61,11 +60,12 @@ class Kind(StrEnum):
 
 
 class BadFrame(Exception):
-    """A relayed body does not consist of frames: its replica is not to be believed."""
+    """A relayed body does not consist of frames, so its replica is not to be trusted."""
 
 
 class Forged(Exception):
-    """An envelope was not made by a gateway of this fleet for this request."""
+    """The envelope (the journal sent to a resuming replica) was not made by a gateway of this fleet for this
+    request."""
 
 
 class BadEnvelope(Exception):
@@ -87,7 +87,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a relayed body into frames. What has not come wholly when the body ends was never said."""
+    """A parser that cuts a relayed body into frames. A frame that is incomplete when the body ends is discarded."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -128,7 +128,7 @@ def _parse_line(line: bytes) -> tuple[Kind, int, bytes]:
 
 
 class Journal:
-    """The memory that a gateway has of one streamed answer: the notes of the frames that the client has."""
+    """A gateway's record of one streamed answer: the notes of the frames that the client has received."""
 
     def __init__(self, *, max_bytes: int = MAX_JOURNAL_BYTES) -> None:
         self.is_over = False  # the last frame has come: nothing is missing
@@ -138,16 +138,17 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the client has nothing of the answer: the request can be sent anew, as if for the first time."""
+        """Whether the client has received nothing of the answer, so that the request can be sent again as a new one."""
         return not self._notes and not self._is_full
 
     @property
     def can_resume(self) -> bool:
-        """Whether another replica can go on. An answer that has become too long for the journal cannot be resumed."""
+        """Whether another replica can continue the answer. One that has become too long for the journal cannot be
+        resumed."""
         return bool(self._notes) and not self._is_full and not self.is_over
 
     def add(self, frame: Frame) -> None:
-        """Note a frame whose events were sent to the client."""
+        """Record a frame whose events were sent to the client."""
         if frame.kind in (Kind.CLOSING, Kind.FAILED):
             self.is_over = True
         elif frame.kind in (Kind.OPENING, Kind.DELTA) and not self._is_full:
@@ -157,14 +158,14 @@ class Journal:
                 self._notes.clear()
 
     def envelope(self, *, elapsed_s: float) -> bytes:
-        """Return the journal as it precedes the body of a request that resumes. elapsed_s: since the client's request
-        arrived at the gateway; deadlines and timings go on from there."""
+        """Return the journal in the form that precedes the body of a resuming request. elapsed_s: since the client's
+        request arrived at the gateway; deadlines and timings continue from it."""
         return _encode(_Head(elapsed_s=elapsed_s)) + b"\n" + self._notes
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """An answer that another replica began, as this one is told of it."""
+    """The state of an answer that another replica began, decoded from an envelope."""
 
     elapsed_s: float  # since the client's request arrived
     opening: bytes  # the notes, oldest first; the replica's own code knows their form
@@ -193,12 +194,12 @@ def relay_token(key: bytes, *, path: str, request_id: str) -> str:
 
 
 def is_relay(key: bytes, value: str, *, path: str, request_id: str) -> bool:
-    """Whether a gateway of this fleet relays this request."""
+    """Return whether a gateway of this fleet relays this request."""
     return _equal(value, relay_token(key, path=path, request_id=request_id))
 
 
 def seal(key: bytes, *, path: str, request_id: str, envelope: bytes, body: bytes) -> tuple[str, bytes]:
-    """Return the value of RESUME_HEADER and the body of a request that resumes. body: as the client sent it."""
+    """Return the value of RESUME_HEADER and the body of a resuming request. body: as the client sent it."""
     tag = _tag(key, b"resume", path.encode(), request_id.encode(), envelope, body)
     return f"{len(envelope)}:{tag}", envelope + body
 

@@ -3,8 +3,8 @@
     reprise fleet up --replicas 2
     serve run reprise.fleet.ray_app:app replicas=2 --route-prefix ''
 
-Ray is not on the way of a request: Serve's proxy is off, gateways find the servers in the fleet's Redis. What clients
-send never gets to Ray, so nothing of it is pickled. The servers read their settings from the environment of the machine
+Requests do not pass through Ray: Serve's proxy is off, and gateways find the servers in the fleet's Redis. Clients'
+data never reaches Ray, so none of it is pickled. The servers read their settings from the environment of the machine
 that they run on.
 """
 
@@ -48,11 +48,11 @@ class Options(BaseModel, frozen=True, extra="forbid"):
 
 
 class Replica:
-    """Serve makes one in a process of its own for each replica, and calls its methods."""
+    """The class that Serve instantiates in a process of its own for each replica, and whose methods it calls."""
 
     async def __init__(self, config: str | None, version: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Return when the server takes requests. version: changes nothing here; Serve replaces replicas whose
-        arguments have changed."""
+        """Start a server and return when it takes requests. version: not used; Serve replaces replicas whose arguments
+        have changed."""
         self._server = OwnedServer(
             settings_of(config), config=Path(config) if config else None, node_ip=ray.util.get_node_ip_address()
         )
@@ -66,7 +66,8 @@ class Replica:
         return await self._server.load()
 
     def __del__(self) -> None:
-        """Serve calls this once the replica is to end, and waits for `graceful_shutdown_timeout_s`."""
+        """Drain the server. Serve calls this when the replica is to end, and waits for
+        `graceful_shutdown_timeout_s`."""
         if (server := getattr(self, "_server", None)) is not None:
             server.drain()
 

@@ -1,4 +1,4 @@
-"""The values that go to and come from the directory."""
+"""Defines the values that are sent to and received from the directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The beat of a replica: what it says of itself, about once a second."""
+    """The beat of a replica: what it reports about itself, about once a second."""
 
     replica: str  # its name, the same after a restart
     boot: str  # another one after every start
@@ -41,7 +41,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica as the directory knows it."""
+    """A replica, as the directory lists it."""
 
     beat: Heartbeat
     age_s: float  # age of its beat, by Redis' clock
@@ -58,7 +58,7 @@ class Roll:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A deleted session, by its name's digests."""
+    """A deleted session, given by digests of its names."""
 
     name: str  # `SessionKeys.name`
     epoch: int  # epoch of its deletion; what was claimed at a later one is a new session of that name
@@ -93,7 +93,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A session that this replica may commit to until somebody else claims it."""
+    """A session to which this replica may commit until another replica claims it."""
 
     epoch: int
     turn: int  # 0: nothing was committed, so there is nothing to adopt
@@ -106,7 +106,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The end of a turn, or a newer head of one that has ended."""
+    """The end of a turn, or a newer head of an ended one (the record by which another replica can take over the
+    session)."""
 
     name: SessionName
     fingerprint: str
@@ -125,7 +126,7 @@ class Commit:
 
 
 class Outcome(StrEnum):
-    """The outcome of a commit. Only the first changes the record of the session."""
+    """The outcome of a commit. Only the first one changes the session's record."""
 
     COMMITTED = "committed"
     FENCED = "fenced"  # another replica has claimed it since; the transcript rows are kept as a branch
@@ -135,7 +136,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """`turn`, `sessions` and `size_bytes` are 0 unless it was committed."""
+    """The result of a commit. `turn`, `sessions` and `size_bytes` are 0 unless it was committed."""
 
     outcome: Outcome
     epoch: int = 0
@@ -146,7 +147,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """A deletion that is under way."""
+    """A deletion in progress."""
 
     epoch: int
     waiting: tuple[str, ...]  # live members that have not acknowledged
@@ -155,7 +156,7 @@ class Forgetting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The sessions and KV that a tenant holds in the whole fleet."""
+    """The sessions and KV that a tenant has in the whole fleet."""
 
     sessions: int
     size_bytes: int  # size of their KV, counted once however many replicas and tiers have it
@@ -164,7 +165,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Places that one answer takes of its tenant's, until they are given back or the lease ends."""
+    """The places that one answer takes of its tenant's, until they are freed or the lease ends."""
 
     tenant: str
     lease: str
@@ -173,7 +174,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The answer of a bucket."""
+    """The answer of a bucket to a request for tokens or requests."""
 
     wait_s: float  # 0: it was taken; else nothing was, and this long it takes until there is enough
     level: float  # what is left; negative while overdrawn

@@ -2,7 +2,7 @@
 
 A session stays at its home, where its KV lies. It moves only if waiting dominates there, and if the move saves four
 times the work that it adds to the fleet. A policy that always takes the cheapest replica is worse than none when Redis
-is slow: its moves end in recomputing, that work makes everybody wait, and waiting causes more moves.
+is slow: its moves end in recomputing, that work makes all turns wait, and waiting causes more moves.
 
 Pure: no clock and no I/O. `now` is in seconds of the caller's monotonic clock, the same for all methods of one view.
 """
@@ -32,12 +32,12 @@ MOST_ASSIGNMENTS = 2 + int(
 
 
 class NoReplica(Exception):
-    """No replica may be chosen: none has been heard, all are draining, or all were tried."""
+    """No replica may be chosen: none has sent a beat, all are draining, or all were tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The state of a replica, which it tells about once a second. Rates are measured, 0 if nothing was measured or
+    """The state of a replica, which it reports about once a second. Rates are measured, 0 if nothing was measured or
     there is no such tier."""
 
     wait_s: float  # time until the prompt of a request that comes now would be started
@@ -49,7 +49,7 @@ class Beat:
     redis_bytes_per_s: float = 0.0
     redis_wait_s: float = 0.0  # time until a load from Redis that is ordered now would begin
     dram_kept_s: float = 0.0  # a session that was used less long ago is expected to be in DRAM or HBM
-    disk_kept_s: float = 0.0  # the same on disk
+    disk_kept_s: float = 0.0  # seconds that the KV used last stays on disk
     busy: float = 0.0  # share of the last seconds in which it computed prompts; for `reprise.fleet.scaling`
     draining: bool = False
 
@@ -96,7 +96,7 @@ class Cost:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time."""
+        """Seconds of the replica's time that the turn takes."""
         return self.compute_s + _OCCUPIES * self.load_s
 
 
@@ -116,7 +116,7 @@ class _Member:
 
 
 class FleetView:
-    """The replicas as one gateway knows them: their last beats, and what it has assigned to them since.
+    """The replicas as one gateway knows them: their last beats, and the work it has assigned to them since.
 
     Single-threaded. Holds one beat of each replica, and at most `MOST_ASSIGNMENTS` sums of what it was assigned since.
     """
@@ -127,7 +127,7 @@ class FleetView:
         self._place: dict[str, int] = {}  # name -> its place in `_names`
 
     def heard(self, name: str, beat: Beat, made_s: float) -> None:
-        """Take a replica's beat, made at `made_s`. One that is not newer than the last changes nothing."""
+        """Store a replica's beat, made at `made_s`. One that is not newer than the last changes nothing."""
         before = self._members.pop(name, None)
         if before is not None and before.made_s >= made_s:
             self._members[name] = before
@@ -145,21 +145,21 @@ class FleetView:
         self._members[name] = member
 
     def lost(self, name: str) -> None:
-        """Forget a replica, until it is heard again: it refused a connection, or its beat was removed."""
+        """Forget a replica until its next beat: it refused a connection, or its beat was removed."""
         if self._members.pop(name, None) is not None:
             place, last = self._place.pop(name), self._names.pop()
             if last != name:
                 self._names[place], self._place[last] = last, place
 
     def expire(self, now: float) -> list[str]:
-        """Forget the replicas that have not been heard for `STALE_S`. Returns their names."""
+        """Forget the replicas whose last beat is older than `STALE_S`. Returns their names."""
         stale = [name for name, member in self._members.items() if now - member.made_s > STALE_S]
         for name in stale:
             self.lost(name)
         return stale
 
     def assign(self, name: str, seconds: float, now: float) -> None:
-        """Count work that was given to a replica, until a beat that was made later knows of it."""
+        """Count work that was given to a replica, until a beat made later includes it."""
         member = self._members[name]
         member.add(seconds, now)
         if member.assigned and int(member.assigned[-1][0] / _SLICE_S) == int(now / _SLICE_S):
@@ -169,7 +169,7 @@ class FleetView:
 
     @property
     def names(self) -> list[str]:
-        """All that were heard, in no order. Not to be changed."""
+        """All replicas that have sent a beat, in no order. Not to be changed."""
         return self._names
 
     def beat(self, name: str) -> Beat | None:
@@ -177,21 +177,21 @@ class FleetView:
         return None if member is None else member.beat
 
     def wait_s(self, name: str, now: float) -> float:
-        """Return the predicted wait of a request that is sent there now."""
+        """Return the predicted wait, in seconds, of a request that is sent to a replica now."""
         return self._members[name].waits_s(now)
 
     def is_open(self, name: str, now: float) -> bool:
-        """Whether it takes turns: heard lately, and not draining."""
+        """Return whether a replica takes turns: its last beat is recent, and it is not draining."""
         member = self._members.get(name)
         return member is not None and not member.beat.draining and now - member.made_s <= STALE_S
 
     def redis_bytes_per_s(self) -> float:
-        """Return the median rate that the replicas measured, 0 if none has."""
+        """The median of the rates from Redis that the replicas measured, 0 if none has."""
         rates = [rate for member in self._members.values() if (rate := member.beat.redis_bytes_per_s) > 0]
         return median(rates) if rates else 0.0
 
     def cost(self, name: str, question: Question, now: float) -> Cost:
-        """Predict what a turn costs on a replica that was heard."""
+        """Predict what a turn costs on a replica that has sent a beat."""
         member = self._members[name]
         beat, wait_s = member.beat, member.waits_s(now)
         new, history = question.new_tokens, question.history_tokens
@@ -217,13 +217,13 @@ class FleetView:
 
 
 class TokenBucket:
-    """Bytes that moves may load from Redis. Starts full."""
+    """A bucket of the bytes that moves may load from Redis. Starts full."""
 
     def __init__(self) -> None:
         self._rate = self._left = self._as_of_s = 0.0
 
     def set_rate(self, bytes_per_s: float, now: float) -> None:
-        """bytes_per_s: what it gains."""
+        """Set how many bytes per second the bucket gains."""
         self.fill(now)
         first = not self._rate
         self._rate = bytes_per_s
@@ -237,7 +237,8 @@ class TokenBucket:
         return self._left
 
     def take(self, num_bytes: float, now: float, *, owing: bool = False) -> bool:
-        """Take bytes if they are there. owing: take them anyway; what is missing is owed, at most one burst."""
+        """Take bytes if the bucket has them, and return whether it had. owing: take them anyway; what is missing is
+        owed, at most one burst."""
         left = self.fill(now)
         if left < num_bytes and not owing:
             return False
@@ -246,7 +247,7 @@ class TokenBucket:
 
 
 class Router:
-    """Chooses replicas and counts what it assigns. Single-threaded; draws come from `rng`."""
+    """A chooser of replicas, which counts what it assigns. Single-threaded; random draws come from `rng`."""
 
     price = 4.0  # a move must save so many times the work that it adds to the fleet
     looks = 2  # other replicas, drawn at random, that are compared
@@ -258,13 +259,13 @@ class Router:
         self._is_rate_known = False
 
     def set_redis_rate(self, bytes_per_s: float, now: float) -> None:
-        """State the rate of all of Redis, divided by the number of gateways: half of it may be used for moves. Without
+        """Set the rate of all of Redis, divided by the number of gateways: half of it may be used for moves. Without
         this call it is taken to be the median of what replicas measured of their loads, which is never more."""
         self._is_rate_known = True
         self._budget.set_rate(_REDIS_SHARE * bytes_per_s, now)
 
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
-        """Choose a replica for a turn. excluded: those that were tried for it already. Raises NoReplica."""
+        """Choose a replica for a turn. excluded: replicas that were tried for it already. Raises NoReplica."""
         home = question.home
         if home is None or not question.history_tokens:
             return self._anywhere(question, now, excluded, "new", "")
@@ -278,11 +279,11 @@ class Router:
         return self.home_or_other(question, home, at_home, now, excluded)
 
     def hardly_waits(self, at_home: Cost) -> bool:
-        """Return whether a turn stays at home without a look at others: waiting does not dominate there."""
+        """Return whether a turn stays at home without considering others: waiting does not dominate there."""
         return at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:
-        """Choose by rendezvous hashing, the same on every gateway: for when the directory cannot be asked. Raises
+        """Choose by rendezvous hashing, the same on every gateway, when the directory cannot be reached. Raises
         NoReplica."""
         names = [name for name in self.view.names if name not in excluded and self.view.is_open(name, now)]
         if not names:
@@ -290,7 +291,8 @@ class Router:
         return Choice(rendezvous(session, names), "fallback")
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
-        """Choose the cheapest of those drawn. What it must load is not refused, but the budget knows of it."""
+        """Choose the cheapest of some replicas drawn at random. What it must load is not refused, but is taken from the
+        budget."""
         found = self.cheapest_drawn(question, now, excluded)
         if found is None:
             raise NoReplica
@@ -320,8 +322,8 @@ class Router:
     def cheapest_drawn(
         self, question: Question, now: float, excluded: Container[str], home: str | None = None
     ) -> tuple[str, Cost] | None:
-        """Return the cheapest of some replicas drawn at random; equals are a matter of the draw. None if there is none
-        but `home` and `excluded`."""
+        """Return the cheapest of some replicas drawn at random, with its cost; ties are decided by the draw. None if
+        there is no replica except `home` and `excluded`."""
         best: tuple[str, Cost] | None = None
         for name in self._draw(now, excluded, home):
             cost = self.view.cost(name, question, now)
@@ -354,7 +356,7 @@ class Router:
 
 
 def rendezvous(session: str, names: list[str]) -> str:
-    """Return the name whose hash with the session is highest: when one leaves, only its sessions move. Raises
+    """Return the name whose hash with the session is highest: when a replica leaves, only its sessions move. Raises
     ValueError if there are no names."""
     key = blake2b(session.encode(), digest_size=8)
 

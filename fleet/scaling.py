@@ -1,5 +1,5 @@
-"""Says how many replicas a fleet needs, from what it measures. Ray's autoscaler, a metric and the fleet simulator ask
-this code. Pure: no clock and no I/O.
+"""Computes how many replicas a fleet needs, from what it measures. Ray's autoscaler, a metric and the fleet simulator
+use this code. Pure: no clock and no I/O.
 
 It grows when turns wait longer than half of what they may, or when replicas have grown too small for their sessions:
 DRAM hits fall and turns wait for loads. It shrinks when the fleet without one replica would still hardly wait, and
@@ -30,7 +30,7 @@ class Signals:
     wait_p90_s: float  # predicted waits of newcomers, over replicas and time
     busy: float  # share of their time in which replicas compute prompts, in the mean
     dram_share: float = 1.0  # share of history tokens that were found in DRAM or HBM
-    usual_dram_share: float = 0.0  # the same over the last hour
+    usual_dram_share: float = 0.0  # share of DRAM hits over the last hour
     exposed_share: float = 0.0  # share of turns that waited for their loads
     redis_free_bytes: float = math.inf
     least_held_bytes: float = 0.0  # KV of the replica that would leave, which is not in Redis yet
@@ -65,9 +65,9 @@ def wanted(signals: Signals, limits: Limits) -> int:
 
 
 def predicted_wait_s(signals: Signals, replicas: int) -> float:
-    """Return the wait that the same work would meet on another number of replicas. In a queue with random arrivals it
-    grows with busy / (1 - busy); a fleet that is never idle says nothing of how much more it would need, so replicas of
-    such a fleet are planned to be 70 % busy."""
+    """Return the wait, in seconds, that the same work would have on another number of replicas. In a queue with random
+    arrivals it grows with busy / (1 - busy). A fleet that is never idle does not show how much more it would need, so
+    replicas of such a fleet are planned to be 70 % busy."""
     if replicas <= 0:
         return math.inf
     busy = signals.busy * signals.replicas / replicas
@@ -92,6 +92,6 @@ class WaitWindow:
             self._samples.popleft()
 
     def p90_s(self) -> float:
-        """Return 0 if nothing was heard."""
+        """Return the 90th percentile of the waits in seconds; 0 if there are none."""
         waits_s = sorted(wait_s for _, wait_s in self._samples)
         return waits_s[min(len(waits_s) - 1, int(0.9 * len(waits_s)))] if waits_s else 0.0

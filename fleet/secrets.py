@@ -1,4 +1,5 @@
-"""Makes the files that the members of a fleet share: its secret, keys, and who may do what in the two Redis servers.
+"""Makes the files that the members of a fleet share: its secret, keys, and the users and rights of the two Redis
+servers.
 
 Each member reads what it needs and no more. Redis gets hashes of passwords. Its users:
 
@@ -25,7 +26,7 @@ TENANT_SECRET, KEYS = "tenant_secret", "keys.toml"
 CLIENT_KEY, PROMETHEUS_KEY, GRAFANA_PASSWORD = "client_key", "prometheus_key", "grafana_password"
 RAY_TOKEN, RAY_PASSWORD = "ray_token", "ray_redis_password"
 REDIS_FILES = ("directory.acl", "kv.acl", "replica.toml", "gateway.toml", "redis_passwords.json", RAY_PASSWORD)
-"""Made together, as they have passwords in common."""
+"""The files that are made together, because they have passwords in common."""
 
 # Sessions with their heads (r1:s), answers that lead to them (r1:c), allowances (r1:q) and places (r1:p) of keys. A
 # transcript is r1:t.
@@ -39,12 +40,12 @@ _NOTHING_DANGEROUS = "-@dangerous +info"  # `reprise doctor` reads how the serve
 
 
 class SecretsExist(Exception):
-    """Some of the files that belong together are there and some are not."""
+    """Some of the files that belong together exist and some do not."""
 
 
 def make_secrets(directory: Path, *, directory_host: str, kv_host: str) -> list[Path]:
-    """Make what is missing and return it. directory_host and kv_host: HOST:PORT of the two Redis servers. Raises
-    SecretsExist, OSError, KeyFileError."""
+    """Make the files that are missing and return them. directory_host and kv_host: HOST:PORT of the two Redis servers.
+    Raises SecretsExist, OSError, KeyFileError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o750)
     missing = [name for name in REDIS_FILES if not (directory / name).exists()]
     if 0 < len(missing) < len(REDIS_FILES):
@@ -111,12 +112,12 @@ def _user(name: str, password: str, keys: str, may: str) -> str:
 
 
 def _hash(password: str) -> str:
-    """Return the form in which Redis takes a password that it must not see."""
+    """Return the hash of a password in the form in which Redis takes it."""
     return f"#{sha256(password.encode()).hexdigest()}"
 
 
 def _write(path: Path, text: str, mode: int) -> Path:
-    """Write a new file, whole or not at all. Raises OSError."""
+    """Write a new file, completely or not at all, and return its path. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with os.fdopen(

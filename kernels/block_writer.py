@@ -15,8 +15,8 @@ from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """Writes blocks into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to the same
-    pages. Releases the GIL. Made by `block_writer`."""
+    """A writer of stored blocks into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to
+    the same pages. Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
     """Whether `write` can use torch's team of threads."""

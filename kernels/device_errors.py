@@ -31,12 +31,12 @@ _STICKY = (
 
 
 MEMORY_ERRORS = (RuntimeError, MemoryError, OSError)
-"""The classes that an error has of which `lacks_memory` may be true."""
+"""The exception classes for which `lacks_memory` may be true."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory, as torch, the driver, a library or Python words
-    it."""
+    """Return whether an error says that a device or the host has no memory, as torch, the driver, a library or Python
+    words it."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
@@ -45,7 +45,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether this error or its cause says that a device has failed for good: all later calls fail too."""
+    """Return whether this error or its cause says that a device has failed for good: all later calls fail too."""
     cause: BaseException | None = error
     while cause is not None:
         if _stays(cause):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 FLOORS = (math.log(1e-4), math.log(1e-6), float(torch.finfo(torch.float32).min))
-"""Log-probabilities that part the tokens of a row into levels: those at least as likely as the first, and so on."""
+"""Log-probabilities that divide the tokens of a row into levels. The first level has tokens at least as likely as the
+first floor, and so on."""
 REST = 1 << 40
-"""Beyond all ids: the first of those that stand in a race for all tokens below a floor."""
+"""The first of the ids, larger than any token's, of the rivals that stand in a race for all tokens below a floor."""
 MOST_LIKELY = 1024  # tokens above the first floor that a survey lists
 NO_KEY = (1 << 63) - 1  # stands where there is no key
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # step of SplitMix64, as signed words
@@ -23,8 +24,8 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The facts about rows of logits that a draw needs. A level has the tokens above its floor, but not above the floor
-    before."""
+    """The facts about rows of logits that a draw needs. A level has the tokens above its floor, but not above the
+    previous floor."""
 
     keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
     counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
@@ -34,8 +35,8 @@ class Survey:
 
 
 def waits(starts: Tensor, ids: Tensor) -> Tensor:
-    """Return the same as `reprise.engine.step.sampler.waits`. starts int64 [rows, 1]: the first word of Philox at the
-    position of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
+    """Return the waiting times that `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word
+    of Philox at the position of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
     words = (ids + 1) * _STEP + starts
     for shift, factor in _FACTORS:
         words = (words ^ _shifted(words, shift)) * factor
@@ -44,7 +45,7 @@ def waits(starts: Tensor, ids: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """Shift unsigned words to the right, which torch holds as signed ones."""
+    """Return unsigned words, which torch holds as signed ones, shifted to the right."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 

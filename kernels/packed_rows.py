@@ -39,7 +39,7 @@ class PackedRows:
 
     @property
     def form(self) -> tuple[int, int, bool, int]:
-        """The properties that two weights must share to be joined."""
+        """The properties in which two weights must agree to be joined."""
         return self.bits, self.group, self.lows is not None, self.inputs
 
 

@@ -1,5 +1,5 @@
-"""Does what `reprise.kernels.draws.survey` does, in one Triton kernel, which reads the logits twice and writes only
-what it returns. Importing it needs Triton. It runs on CUDA, on the current stream. With TRITON_INTERPRET=1 in the
+"""Computes the result of `reprise.kernels.draws.survey` in one Triton kernel, which reads the logits twice and writes
+only what it returns. Importing it needs Triton. It runs on CUDA, on the current stream. With TRITON_INTERPRET=1 in the
 environment before the import, it runs on CPU tensors in Triton's interpreter."""
 
 import torch
@@ -25,7 +25,7 @@ def _waits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first(time: tl.tensor, winner: tl.tensor, arrivals: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the earliest of the former winner and the tokens that arrive now: its time and its id."""
+    """Return the time and id of the earliest among the former winner and the tokens that arrive now."""
     now = tl.min(arrivals, 0)
     who = tl.min(tl.where(arrivals == now, ids, 1 << 40), 0)
     return tl.minimum(time, now), tl.where(now < time, who, winner)

@@ -201,8 +201,8 @@ def _processors(device: torch.device) -> int:
 
 
 def shares(weight: PackedRows) -> tuple[int, int]:
-    """Return how many programs share the inputs of an output, and how many groups each has. The result does not depend
-    on the number of rows."""
+    """Return how many programs share the inputs of an output, and how many groups of inputs each has. The result does
+    not depend on the number of rows."""
     groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
     wanted = -(-2 * _processors(weight.codes.device) // programs)

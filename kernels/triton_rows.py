@@ -1,6 +1,6 @@
-"""Computes the operations of a decoder layer besides products and attention: norms, the gate of an MLP, and rotation.
-Each takes one kernel, where torch's own operations launch eight. Importing it needs Triton. It runs on CUDA, on the
-current stream.
+"""Computes the operations of a decoder layer other than products and attention: norms, the gate of an MLP, and
+rotation. Each takes one kernel, where torch's own operations launch eight. Importing it needs Triton. It runs on CUDA,
+on the current stream.
 
 Every kernel rounds where transformers' and our own torch code round, so that results differ, if at all, by the order of
 a sum. With TRITON_INTERPRET=1 in the environment before the import, they run on CPU tensors in Triton's interpreter.
@@ -46,7 +46,7 @@ def _norm(
     padded: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """Normalise one row, or the sum of two rows, which is kept then."""
+    """Normalise one row, or the sum of two rows, which is then stored too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     mask = column < columns
@@ -217,7 +217,7 @@ def _place(
 
 
 def takes_norm(columns: int) -> bool:
-    """Whether `norm` takes rows of so many columns."""
+    """Return whether `norm` takes rows of so many columns."""
     return columns <= _MOST_COLUMNS
 
 
@@ -230,8 +230,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x + added, rounded to their dtype, and `norm` of that. x, added [..., columns], the last axis of x dense
-    and added contiguous; weight [columns]."""
+    """Return (sum, norm): x + added, rounded to their dtype, and `norm` of it. x, added [..., columns], the last axis
+    of x dense and added contiguous; weight [columns]."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch_norm(x, added, weight, eps, total, out)
     return total, out
@@ -270,7 +270,7 @@ def gated(both: Tensor) -> Tensor:
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the same as `reprise.engine.model.hf_model.turn_halves`, to the bit. x [tokens, heads, dims], its last
+    """Return what `reprise.engine.model.hf_model.turn_halves` returns, to the bit. x [tokens, heads, dims], its last
     axis dense; cos, sin [tokens, R], of x's dtype, their last axis dense and their strides equal."""
     tokens, heads, dims = x.shape
     half = cos.shape[1] // 2

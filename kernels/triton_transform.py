@@ -2,9 +2,9 @@
 a segment and decodes it on processors, to the same numbers.
 
 A stream can only be read from its beginning: each state says which word comes next. So a program reads some blocks'
-streams component by component, one number of each lane at a time. Most of the time each step waits for the one before,
-so more blocks at the same time cost little. With TRITON_INTERPRET=1 in the environment before the import, this runs on
-CPU tensors in Triton's interpreter.
+streams component by component, one number of each lane at a time. Most of the time each step waits for the previous
+one, so more blocks at the same time cost little. With TRITON_INTERPRET=1 in the environment before the import, this
+runs on CPU tensors in Triton's interpreter.
 """
 
 import triton

@@ -14,18 +14,18 @@ Constant = tuple[int, ...]  # zeros; kernels are compiled for their number
 
 
 def as_bits(x: Tensor) -> Bf16:
-    """View a bf16 tensor as uint16, which numpy can hold."""
+    """Return a view of a bf16 tensor as uint16, which numpy can hold."""
     return x.view(torch.uint16).numpy()
 
 
 def as_bf16(pages: Tensor) -> Tensor:
-    """View a pool as bf16, even a packed one: two bytes to each element."""
+    """Return a view of a pool as bf16, even of a packed one: two bytes to each element."""
     return pages.view(torch.bfloat16)
 
 
 def as_stream(x: Tensor) -> np.ndarray:
-    """View the memory of a tensor with any strides, from its first to its last element, as one axis; uint16 if it is
-    bf16. `x.stride()` gives the positions of elements."""
+    """Return a view of the memory of a tensor with any strides, from its first to its last element, as one axis; uint16
+    if it is bf16. `x.stride()` gives the positions of elements."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     stream = x.as_strided((span,), (1,))
     return as_bits(stream) if x.dtype == torch.bfloat16 else stream.numpy()

@@ -1,1 +1,2 @@
-"""Measures any server from outside (`reprise load`: `cli.py`, `measure/`) and simulates ours (`virtual/`, `sim/`)."""
+"""Measures any server from outside (`reprise load`: `cli.py`, `measure/`) and simulates Reprise (`virtual/`,
+`sim/`)."""

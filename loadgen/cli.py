@@ -115,7 +115,7 @@ def compare(
 
 
 def _announce(workload: load_run.Workload, server: dict[str, Any]) -> None:
-    """Say what will be sent, and what of the file will not."""
+    """Print what will be sent, and which conversations of the file will not."""
     conversations = workload.conversations
     console.print(
         f"{len(conversations):,} conversations, {sum(len(c.turns) for c in conversations):,} turns -> "
@@ -133,7 +133,7 @@ def _announce(workload: load_run.Workload, server: dict[str, Any]) -> None:
 
 
 def _write(document: dict[str, Any], output: OutputOptions, *, title: str) -> bool:
-    """Write the result file and the report, as far as they are wanted. Whether all went well."""
+    """Write the result file and the report, if they are wanted. Return whether that succeeded."""
     succeeded = True
     for file, write in ((output.out, load_run.write), (output.html, partial(_write_page, title))):
         if file is not None:
@@ -165,8 +165,8 @@ def _execute(
 
 
 def _target(server: ServerOptions, fields: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
-    """Ask the server for its model and version. Returns where to send, and what the server says. Raises ValueError if
-    it cannot be asked. fields: of every request."""
+    """Ask the server for its model and version. Returns the target of requests, and the server's answers. Raises
+    ValueError if it cannot be asked. fields: of every request."""
     base = server.url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(server.url)
     shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/").removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""Models what a codec of KV does to sizes and times below DRAM, in terms of raw KV. Pure."""
+"""Models how a codec of KV changes sizes and times below DRAM, in units of raw KV. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CodedKV:
-    """The sizes and rates at which a tier holds coded blocks."""
+    """The sizes and rates at which a tier stores blocks that a codec has compressed."""
 
     ratio: float = 1.0  # how many times smaller a coded block is; 1: nothing is coded
     decode_bytes_per_s: float = math.inf  # bytes of raw KV; a layer is decoded while the next is read
 
     def check(self) -> "CodedKV":
-        """Return self if there can be such a codec. Raises ValueError."""
+        """Return self if such a codec is possible. Raises ValueError."""
         if not (1 <= self.ratio < math.inf and self.decode_bytes_per_s > 0):
             raise ValueError(f"no codec makes KV {self.ratio:g} times smaller at {self.decode_bytes_per_s:g} B/s")
         return self
 
     def room(self, num_tokens: int, *, raw_tokens: int) -> float:
-        """The room that tokens take of which `raw_tokens` are not coded, in raw tokens."""
+        """Return the room that tokens take, in raw tokens. raw_tokens: how many of them are not compressed."""
         return raw_tokens + (num_tokens - raw_tokens) / self.ratio
 
     def read_s(self, raw_bytes: float, bytes_per_s: float) -> float:
-        """Seconds to read KV of this raw size over a link and to decode it. The few raw blocks count as coded."""
+        """Return the seconds to read KV of this raw size over a link and to decode it. Its few uncompressed blocks
+        count as compressed."""
         return max(raw_bytes / self.ratio / bytes_per_s, raw_bytes / self.decode_bytes_per_s)
 
 

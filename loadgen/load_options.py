@@ -1,4 +1,4 @@
-"""The options of `reprise load`, in the groups that its help shows."""
+"""Defines the options of `reprise load`, in the groups that its help shows."""
 
 import json
 from dataclasses import dataclass

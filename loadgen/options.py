@@ -1,4 +1,4 @@
-"""Options of commands: in groups that belong together, and those that only some modes of a command use."""
+"""Handles options of commands: in groups that belong together, and options that only some modes of a command use."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator

@@ -1,4 +1,4 @@
-"""The definition of a percentile for everything that reports one. Pure."""
+"""Defines the percentile for everything that reports one. Pure."""
 
 import math
 from collections.abc import Iterable

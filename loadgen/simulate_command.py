@@ -49,7 +49,7 @@ class FullModeOptions:
     seed: Annotated[int, Option(help="Full mode: of the workload.")] = 0
 
     def refuse_unused(self, context: typer.Context) -> None:
-        """Refuse what describes another machine than the one that is simulated. Raises ValueError."""
+        """Raise ValueError for options that describe another machine than the simulated one."""
         if self.server:
             refuse_given(context, {*_OF_MODEL, "machine"}, "with --server")
         elif self.machine is not None:
@@ -58,8 +58,8 @@ class FullModeOptions:
             refuse_given(context, {"api_key"}, "without --server")
 
     def find_machine(self) -> Machine:
-        """Return the machine that a running server has measured itself to be, that of an earlier result, or that of a
-        model of the papers. Raises ValueError, OSError."""
+        """Return the machine to simulate: as measured by a running server, of an earlier result, or with a model of the
+        papers. Raises ValueError, OSError."""
         if self.server:
             return calibrate.from_server(self.server, api_key=self.api_key)
         if self.machine is not None:
@@ -127,7 +127,7 @@ def simulate(
 def _replay_blocks(
     trace: Path, capacities: list[int], policies: list[str], score_from: float, codec: CodedKV
 ) -> tuple[dict[str, Any], list[Table]]:
-    """Block mode: the hit rate of every policy at every capacity, and its table."""
+    """Run block mode. Returns the hit rate of every policy at every capacity, and its table."""
     result = hit_tables.simulate(
         trace,
         capacities=capacities,
@@ -140,7 +140,7 @@ def _replay_blocks(
 
 
 def _run_servers(full: FullModeOptions, policies: list[str], codec: CodedKV) -> tuple[dict[str, Any], list[Table]]:
-    """Full mode: a server under every policy, and their tables."""
+    """Run full mode: simulate a server under every policy. Returns the result and its tables."""
     result = arm_tables.simulate(
         machine=replace(full.find_machine(), codec=codec),
         policies=policies,

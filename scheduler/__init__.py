@@ -1,1 +1,1 @@
-"""Decides which requests run next. Pure: no torch, no files, no clock; time comes in as `now`."""
+"""Decides which requests run next. Pure: no torch, no files, no clock; each call gets the time as `now`."""

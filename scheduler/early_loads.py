@@ -1,5 +1,5 @@
-"""Early loads, of sequences that wait with their pages already given: their KV comes while others run (AttentionStore's
-read buffer, started by CaR's prefetch timer)."""
+"""Keeps early loads: loads for sequences that have pages in HBM but still wait, so that their KV arrives while others
+run (AttentionStore's read buffer, started by CaR's prefetch timer)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,20 +23,22 @@ class _EarlyLoad:
 
 
 class EarlyLoads:
-    """The sequences with early loads, in the order in which they start. Single-threaded, part of the Scheduler."""
+    """The waiting sequences whose KV is being loaded already, in the order in which their turns come. Single-threaded,
+    part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
         self._forecast = forecast
         self._loads: dict[Sequence, _EarlyLoad] = {}
         self.overdue: dict[Sequence, _EarlyLoad] = {}
-        """The sequences that run and are not loaded yet. Read only."""
+        """The sequences that run although their early load has not ended. Read only."""
         self.changes = 0
-        """How often a load has come to these or left them."""
+        """Number of times that an early load was added or removed."""
         self.outcomes: Counter[str] = Counter()
-        """on_time: a load ended within 50 ms, or a quarter of what it took, of the moment when its turn came; early,
-        late: farther before or after it; at_once: after it, but started as soon as it was known; wasted: the pages
-        were needed for others, or the request went away."""
+        """Counts early loads by outcome. on_time: the load ended close to the moment when the sequence's turn came,
+        within 50 ms or a quarter of the load's duration. early, late: it ended longer before or after that moment.
+        at_once: it ended late, but had started as soon as it was known. wasted: the pages were needed for others, or
+        the request went away."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -48,12 +50,14 @@ class EarlyLoads:
         return sequence in self._loads
 
     def begin(self, sequence: Sequence, now: float, had_time: bool) -> None:
-        """The cache has admitted it. had_time: it was known before this step that it would have to load."""
+        """Add a sequence that the cache has just admitted. had_time: whether an earlier step could have started its
+        load."""
         self.changes += 1
         self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """Notice what has arrived, and return the seconds of loading that are left for the waiting requests."""
+        """Notice which loads have ended. Return how many seconds the loads of the waiting sequences still take in
+        sum."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
         for sequence, load in [*self.overdue.items()]:
             if not self._look(sequence, load, now):
@@ -71,7 +75,7 @@ class EarlyLoads:
         return left_s
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Its turn has come."""
+        """Note that the sequence starts to run at `now`, which settles whether its load was early, on time or late."""
         self.changes += 1
         load = self._loads.pop(sequence)
         load.turn_s = now
@@ -96,23 +100,23 @@ class EarlyLoads:
             self._forecast.was_wrong(early=outcome == "early")
 
     def stopped(self, sequence: Sequence) -> None:
-        """Forget a sequence that runs no more: the rest of its load is for none."""
+        """Forget a sequence that has stopped running: it no longer matters when its load ends."""
         self.overdue.pop(sequence, None)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Its pages are given back."""
+        """Cancel a sequence's early load and give its pages back to the cache."""
         self._cache.withdraw(sequence.request_id)
         self.lose(sequence)
 
     def lose(self, sequence: Sequence) -> None:
-        """The cache has taken its pages: its load has failed."""
+        """Remove a sequence whose pages the cache has already taken back, for instance because its load failed."""
         self.changes += 1
         del self._loads[sequence]
         sequence.computed_tokens = 0
         self.outcomes["wasted"] += 1
 
     def withdraw_last(self) -> bool:
-        """Give back the pages of the one whose turn comes last. False if there is none."""
+        """Cancel the early load of the sequence whose turn comes last. Return False if there is none."""
         if not self._loads:
             return False
         self.withdraw(next(reversed(self._loads)))

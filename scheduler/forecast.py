@@ -1,4 +1,5 @@
-"""Predicts when places will be free: how many more steps each running sequence takes, and how long steps are."""
+"""Predicts when places in the batch will become free, from the steps that each running sequence still needs and the
+length of steps."""
 
 import math
 from collections import Counter
@@ -8,8 +9,8 @@ from reprise.scheduler.budgets.budget import Pace
 from reprise.scheduler.predictor import LengthPredictor
 from reprise.scheduler.sequence import Sequence
 
-_REPREDICT_AFTER_TOKENS = 16  # the rest of an answer is predicted anew after so many tokens, or, if that is more,
-_REPREDICT_AFTER_SHARE = 4  # after this part (1 / 4) of its length so far, or of the rest that was predicted
+_REPREDICT_AFTER_TOKENS = 16  # an answer's rest is predicted again after at least so many tokens
+_REPREDICT_AFTER_SHARE = 4  # the predicted rest lasts for this part (1 / 4) of its tokens, or of the answer's so far
 _LEAST_TOKENS_BETWEEN_PREDICTIONS = 4  # an answer that should end any moment is not predicted at each token
 _UNASKED: tuple[int, list[int]] = 0, []
 _CHANCES = (0.125, 0.375, 0.625, 0.875)  # an answer stands for a quarter of an end at each of these quantiles
@@ -19,11 +20,12 @@ _JOIN_WEIGHT = 0.3  # weight of a newcomer in the mean tokens that a starting re
 
 
 class Forecast:
-    """Predicted lengths of answers, times what steps of their kind take now. Learns from the loads that it
-    starts how sure it has to be. Single-threaded, part of the Scheduler.
+    """A forecast of when running sequences end: the tokens that each answer is predicted to need, times the recent
+    length of a step. How many ends must be expected before a place counts as free (`sureness`) is learned from the
+    loads that were started by the forecast. Single-threaded, part of the Scheduler.
 
-    CaR has TPOT * len - (t - timer) for the rest of a request. Where tokens took longer than TPOT says that is 0 long
-    before the end, so here it is the tokens that are left that count, and not the time that has passed.
+    CaR predicts the rest of a request as TPOT * len - (t - timer). If tokens take longer than TPOT, that reaches 0 long
+    before the end; so this class counts the tokens that are left instead of subtracting the time that has passed.
     """
 
     def __init__(self, *, predictor: LengthPredictor, pace: Pace) -> None:
@@ -33,15 +35,17 @@ class Forecast:
         self._predicted: dict[Sequence, int] = {}  # started sequence -> its predicted length
         self._expected: dict[Sequence, tuple[int, list[int]]] = {}  # tokens said when it is asked anew, and the answer
         self.errors: Counter[str] = Counter()
-        """Tokens of answers that have ended: `error`, by which the first prediction was off, and `actual`."""
+        """Sums over ended answers, in tokens: `error`, how far the first prediction was off, and `actual`, the true
+        lengths."""
 
     def started(self, sequence: Sequence) -> None:
-        """Predict the length of a sequence that starts for the first time: the prediction is judged by this one."""
+        """Predict the length of a sequence that starts for the first time. `errors` will judge this first
+        prediction."""
         self._predicted[sequence] = self._predictor.predict(sequence)
         self._joins_with += _JOIN_WEIGHT * (sequence.pending_tokens - self._joins_with)
 
     def completed(self, sequence: Sequence) -> None:
-        """Its answer has come to its own end."""
+        """Learn from a sequence whose answer has ended by itself, not by being aborted."""
         predicted = self._predicted.get(sequence)
         if predicted is not None:
             self.errors["error"] += abs(predicted - sequence.output_tokens)
@@ -53,9 +57,10 @@ class Forecast:
         self._expected.pop(sequence, None)
 
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
-        """Return when places are expected to be free, in seconds from the start of a step, ascending: the first when as
-        much as `sureness` of an end is expected among the running sequences, the second at one end more. With many of
-        them that is long before the likely end of any. No place is of use before their prompts are computed."""
+        """Return when places are expected to be free, in seconds from the start of a step, ascending. A place is taken
+        to be free once the chances of an end, summed over all running sequences, reach `sureness`; the next one at one
+        more, and so on. With many sequences that is long before any single one will probably end. No place counts as
+        free before the prompts of the running sequences are computed."""
         pace = self._pace
         if not pace.is_known:
             return [0.0] * (free_places + len(running))  # nothing is known: rather early than late
@@ -78,12 +83,13 @@ class Forecast:
         return opens_s
 
     def was_wrong(self, *, early: bool) -> None:
-        """A load that was started by this forecast has ended too early for its turn, or too late."""
+        """Adapt `sureness` after a load that this forecast started ended too early for its sequence's turn, or too
+        late."""
         self.sureness += _LESSON if early else -_LESSON
         self.sureness = min(_SURE, max(_LEAST_SURE, self.sureness))
 
     def _steps(self, sequence: Sequence) -> list[float]:
-        """Return the tokens to come, at each of the chances."""
+        """Return how many more tokens the answer takes at each of the chances in `_CHANCES`."""
         said = sequence.output_tokens
         ask_at, lengths = self._expected.get(sequence, _UNASKED)
         if said >= ask_at:
@@ -91,7 +97,8 @@ class Forecast:
         return [length - said if length > said else 1 for length in lengths]
 
     def _ask(self, sequence: Sequence, said: int) -> list[int]:
-        """Predict the lengths that the whole answer may have."""
+        """Predict the length of the whole answer at each of the chances in `_CHANCES`. said: tokens that it has so
+        far."""
         lengths = self._predictor.lengths(sequence, _CHANCES)
         first = lengths[0] - said
         wait = max(_REPREDICT_AFTER_TOKENS, max(said, first) // _REPREDICT_AFTER_SHARE)

@@ -1,4 +1,4 @@
-"""Makes room for a tenant that has nothing running: a request of a tenant with several gives way."""
+"""Makes room for a starved tenant, one that has nothing running: a tenant with several running requests loses one."""
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
 from reprise.scheduler.budgets.step_budgets import StepBudgets
@@ -14,9 +14,10 @@ _STRETCH = 1.5  # times the usual length of a step, if it ends a starved prompt:
 
 
 class GivingWay:
-    """A starved request does not wait until another tenant's requests have ended: one of these gives way, as for
-    memory, and the step is its own as far as its target of time allows. The answers of tenants with more than one
-    sit the step out if the prompt can be ended in it that way and no other. Single-threaded, part of the Scheduler."""
+    """A rule by which a starved request does not wait for another tenant's requests to end. One of the requests of the
+    tenant with the most is preempted, as when HBM is full, and the starved prompt may use all of the step's time
+    target. If the prompt can end in this step only without them, sequences of tenants with more than one in the batch
+    skip the step. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class GivingWay:
         self.preemptions = 0
 
     def starved(self) -> Sequence | None:
-        """Return the next request of a tenant that has nothing running, while another has all places, room or the
-        budget of the steps; see `Tenants.starved`."""
+        """Return the next request of a tenant that has nothing running while another tenant has all places, all room in
+        HBM, or all of the steps' budget; None if there is none. See `Tenants.starved`."""
         waiting = self._waiting
         if waiting.favoured is not None:
             return waiting.favoured
@@ -49,7 +50,8 @@ class GivingWay:
         return self._tenants.starved(waiting.queue, waiting.resumed, self._batch.free_places > 0)
 
     def admit(self, draft: StepDraft) -> None:
-        """Start the starved request, if there is one. What follows has the budget that is left in the draft."""
+        """Start the starved request, if there is one. Later calls in this step get the budget that is left in
+        `draft`."""
         sequence = self.starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return
@@ -71,12 +73,13 @@ class GivingWay:
         draft.budget.is_urgent = False
 
     def _sitting_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
-        """Choose the sequences that sit out this step so that a starved prompt can end in it, and return the budget
-        without them.
+        """Choose the sequences that skip this step so that a starved prompt can end in it, and return them with the
+        budget that the step has without them.
 
-        They are of tenants with more than one in the batch. None sits out if the prompt can be ended beside them or
-        takes another step anyway, and none twice in a row: however many tenants come, an answer goes on in every
-        other step."""
+        Only sequences of tenants with more than one in the batch are chosen. None is chosen if the prompt can end
+        beside them or needs another step anyway, and none twice in a row: however many tenants come, an answer
+        continues in every other step.
+        """
         aside = frozenset(
             chunk.sequence
             for chunk in draft.chunks
@@ -92,7 +95,8 @@ class GivingWay:
         return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), draft.budget)
 
     def _give_way(self, draft: StepDraft) -> bool:
-        """Preempt one of the tenant with the most running. False if no tenant has more than one."""
+        """Preempt a sequence of the tenant with the most running. Return False if no tenant has more than one
+        running."""
         if self._tenants.most_running < 2:
             return False
         self._batch.preempt(self._tenants.to_give_way(self._batch.sequences), draft)

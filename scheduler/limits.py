@@ -1,4 +1,4 @@
-"""Bounds of the batch, its steps and the queue."""
+"""Defines the bounds of the batch, of its steps and of the queue."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class SchedulerLimits:
     step_tokens: int  # most tokens while a sequence decodes, and so waits for the end of every step
     lone_step_tokens: int  # most tokens while none does
     itl_target_s: float | None
-    """Seconds that a step may take while a sequence decodes; 0: as long as its tokens take; None: what serves all of
-    them best."""
+    """Target in seconds for a step while a sequence decodes. 0: no target, only `step_tokens` bounds the step. None:
+    the length that serves decoding streams and waiting prompts best."""
     least_chunk_tokens: int  # least of a prompt in a step: fewer make products inefficient
     chunked_prefill: bool  # a prompt may be computed in several steps

@@ -1,4 +1,4 @@
-"""The waiting order as a value: the waiting requests, next first, and what has changed since an earlier look."""
+"""Represents the waiting order as a value, so that a caller can ask what has changed since it looked last."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ _LEFT = 8  # so many of the first members may have left since: beyond that the l
 
 
 class Change(NamedTuple, Generic[T]):
-    """A change of one line into another: `gone` leave its head, and then, from `start` on, `came` stand for `went`. A
-    member that has only moved is among both."""
+    """A difference between two lines. The members in `gone` left the head of the old line; then, from index `start` on,
+    `went` was replaced by `came`. A member that has only moved is in both `went` and `came`."""
 
     gone: tuple[T, ...]
     start: int
@@ -22,40 +22,40 @@ class Change(NamedTuple, Generic[T]):
 
     @property
     def joined(self) -> list[T]:
-        """The members that are new in the line."""
+        """The members that are in the new line and were not in the old one."""
         stood = {*self.gone, *self.went}
         return [member for member in self.came if member not in stood]
 
     @property
     def left(self) -> list[T]:
-        """The members that have left the line."""
+        """The members that were in the old line and are not in the new one."""
         stand = set(self.came)
         return [member for member in (*self.gone, *self.went) if member not in stand]
 
     def apply(self, values: list[V], value_of: Callable[[T], V]) -> None:
-        """Bring a list with one value per member up to date, in place. value_of: returns the value of a member that
-        came."""
+        """Update in place a list that has one value per member of the old line. value_of: returns the value of a new
+        member."""
         del values[: len(self.gone)]
         values[self.start : self.start + len(self.went)] = map(value_of, self.came)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line(Generic[T]):
-    """The sequences that wait, next first, each once. It never changes: after an event its owner makes another line of
-    the last one, with the next version. So lines of one owner with the same version are the same line, and a
-    caller that keeps the last one asks `since` what is new. Costs O(members) to make and to compare, at the speed of
+    """An immutable order of waiting sequences, next first, each once. After an event the owner makes the next line from
+    the last, with the next version. So two lines of one owner with the same version are equal, and a caller that keeps
+    the line it saw last asks `since` for what is new. Making and comparing lines costs O(members), at the speed of
     slices."""
 
     version: int = 0
     members: tuple[T, ...] = ()
 
     def followed_by(self, members: Sequence[T]) -> "Line[T]":
-        """The line that comes next, be it in the same order."""
+        """Return the next version of this line, with these members; their order may be the same as before."""
         return Line(self.version + 1, tuple(members))
 
     def since(self, before: "Line[T] | None") -> Change[T]:
-        """Return what has changed since an earlier line; None: since an empty one. A line changes at its head and its
-        tail, or somewhere in its middle: what is the same at both ends is not looked at one by one."""
+        """Return the change from an earlier line, `before`, to this one; None stands for an empty line. The result
+        covers one stretch: from the first member that differs to the last."""
         old, new = () if before is None else before.members, self.members
         gone = old.index(new[0], 0, _LEFT) if new and new[0] in old[:_LEFT] else 0
         stayed = old[gone:]
@@ -64,7 +64,7 @@ class Line(Generic[T]):
 
 
 def common_ends(before: Sequence[Any], after: Sequence[Any]) -> tuple[int, int]:
-    """Count the elements that two sequences share at their heads, and those of the rest at their tails."""
+    """Return how many elements two sequences share at their heads, and how many at the tails of what remains."""
     most = min(len(before), len(after))
     head = 0
     while head < most and before[head : head + _STRIDE] == after[head : head + _STRIDE]:

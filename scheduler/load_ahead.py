@@ -35,8 +35,8 @@ class LoadAhead:
         self._front = Standings(cache=cache, standing=standing)
 
     def begin_step(self, now: float) -> dict[str, float]:
-        """Notice that time has passed. Return, for each running request that waits for KV, the seconds left of its
-        load."""
+        """Note the time at the start of a step. Return, for each running request that waits for KV, the seconds its
+        load still takes."""
         stalls_s = self._stalls_s()
         self._early.look(now)
         return stalls_s
@@ -123,7 +123,7 @@ class TimedLoadAhead(LoadAhead):
         return [sequence for sequence in front if sequence.request_id in due]
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
-        """Tell the queue when places will be free, and note what is left of the loads under way."""
+        """Tell the queue when places will be free, and note how many seconds the current loads still take."""
         self._loading_s = self._early.look(now)
         if self._waiting.count:
             self._loading_s += sum(stalls_s.values())

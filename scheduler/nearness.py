@@ -7,7 +7,8 @@ from reprise.scheduler.waiting import Waiting
 
 
 class Nearness:
-    """Single-threaded, part of the Scheduler. Says nothing where the order has no window."""
+    """A reporter of scores: 1 for requests in the queue's window, 2 for running ones. It does nothing where the queue
+    has no window. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, waiting: Waiting, batch: RunningBatch) -> None:
         self._cache = cache
@@ -20,7 +21,7 @@ class Nearness:
         )  # the sequences that were close, and how often the batch had changed
 
     def tell(self) -> None:
-        """Tell the cache which requests have come nearer, and which have gone away."""
+        """Tell the cache the score of each request that is newly in the window or newly running."""
         near = self._waiting.queue.near()
         if near is None:
             return
@@ -37,5 +38,5 @@ class Nearness:
         self._scores = scores
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Forget the score of a sequence that has ended."""
         self._scores.pop(sequence, None)

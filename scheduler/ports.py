@@ -1,25 +1,25 @@
-"""Says what the scheduler asks of the cache. `reprise.cache.requests.view.SchedulerView` answers it; in tests a fake
-does."""
+"""Defines what the scheduler asks of the cache. `reprise.cache.requests.view.SchedulerView` implements it; tests use a
+fake."""
 
 from typing import Protocol
 
 
 class Residency(Protocol):
-    """The tiers that hold the KV of a request's tokens right now. Tokens are counted once, in the fastest tier that has
-    them."""
+    """A count of a request's tokens by the tier that holds their KV right now. A token counts once, for the fastest
+    tier that has it."""
 
     @property
     def hbm_tokens(self) -> int: ...
     @property
     def lower_tokens(self) -> dict[str, int]:
-        """Tier name -> tokens that would have to be loaded."""
+        """Tokens whose KV would have to be loaded into HBM, by the name of the tier that has it."""
         ...
 
     @property
     def bytes_to_load(self) -> int: ...
     @property
     def missing_tokens(self) -> int:
-        """Tokens to be computed, whatever is loaded."""
+        """Tokens whose KV is in no tier and has to be computed."""
         ...
 
     @property
@@ -29,74 +29,76 @@ class Residency(Protocol):
 
     @property
     def own_tokens(self) -> int:
-        """Count the tokens in any tier that only this session has: not those of a system prompt that many share."""
+        """Tokens in any tier that only this session has; a system prompt shared by many sessions does not count."""
         ...
 
     @property
     def load_s(self) -> float:
-        """Seconds that the bytes would take at the live rate, nothing else being loaded."""
+        """Seconds that the load would take at the current transfer rate if nothing else were being loaded."""
         ...
 
     @property
     def exposed_s(self) -> float:
-        """Return the part of `load_s` that computing the missing tokens would not hide."""
+        """Seconds of `load_s` that would remain visible after the computation of the missing tokens has hidden the
+        rest."""
         ...
 
     @property
     def is_loading(self) -> bool:
-        """Whether the bytes to load are on their way already; the seconds are what is left of them then."""
+        """Whether the load has already begun; `load_s` is then the time that is left."""
         ...
 
 
 class CacheView(Protocol):
-    """HBM room, asked for in tokens. Every method is O(blocks of the request) and answers at once."""
+    """The cache as the scheduler sees it: room in HBM, requested in tokens. Every method takes O(blocks of the request)
+    and never waits."""
 
     def residency(self, request_id: str) -> Residency:
-        """Return what would have to move or be computed for the request if it started now."""
+        """Return where the request's KV lies now: what would have to be loaded or computed if it started."""
         ...
 
     def resident_tokens(self, request_id: str) -> int:
-        """Leading tokens that `admit` would find, at most all but one."""
+        """Return how many leading tokens `admit` would find cached; at most all but one."""
         ...
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """Whether the very block this request needs next is being computed by a running one or fetched, so that waiting
-        beats computing it twice. False once that has ended, however it ended. is_due: it would start now, so a fetch is
-        waited for no longer than computing would take."""
+        """Return whether a running request is computing, or a fetch is bringing, the block that this request needs
+        next, so that waiting beats computing it twice. False once that has ended, even by failure. is_due: whether the
+        request would start now; it then waits for a fetch no longer than computing would take."""
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """Pin what is cached of the request and reserve room for `num_tokens` rows after its resident tokens.
-        Returns the number of leading rows that need no computing (`resident_tokens`; fewer where nothing else runs and
-        their copies had no room), or None when there is no room; None changes nothing."""
+        """Pin the request's cached blocks and reserve room for `num_tokens` rows after its resident tokens. Return the
+        number of leading rows that need no computing, or None, with nothing changed, when HBM has no room. It is
+        `resident_tokens`, or fewer where nothing else runs and copies of these blocks had no room."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Reserve room for `num_tokens` rows after those computed. Return for how many there is room now, which may
-        be more; 0 changes nothing."""
+        """Reserve room in HBM for `num_tokens` rows after the computed ones. Return for how many rows there is room
+        now, which may be more; 0, with nothing changed, if HBM is full."""
         ...
 
     def stall_s(self, request_id: str) -> float:
-        """Seconds that a step would wait for KV of an admitted request that is still on its way to HBM."""
+        """Return the seconds that a step would wait for KV of an admitted request that is still being loaded."""
         ...
 
     def stalls_s(self) -> dict[str, float]:
-        """Return `stall_s` of every request whose value is not 0."""
+        """Return `stall_s` by request id, for every request for which it is not 0."""
         ...
 
     def room_is_coming(self) -> bool:
-        """Whether pages that no request holds any more wait only for the end of a load into them."""
+        """Return whether pages that no request holds any more will be free as soon as a load into them ends."""
         ...
 
     def withdraw(self, request_id: str) -> None:
-        """An admitted request has not run and gives its room back, as if it had not been admitted."""
+        """Take back the room of an admitted request that has not run, as if it had not been admitted."""
         ...
 
     def expect(self, request_id: str, score: int) -> None:
-        """Tell how near the request is to needing its KV (CaR §III-B-3): 0 far, 1 in the window, 2 running. The blocks
-        with the smallest sum leave HBM first."""
+        """Note how near the request is to needing its KV (CaR §III-B-3): score 0 far, 1 in the window, 2 running. The
+        blocks whose requests have the smallest sum of scores leave HBM first."""
         ...
 
     def preempt(self, request_id: str) -> None:
-        """Give the request's room back; what it computed stays cached for as long as there is space."""
+        """Take back the room of a running request. What it computed stays cached for as long as there is space."""
         ...

@@ -15,23 +15,24 @@ _LAST_BUCKET = int(math.log(1 << 24) / _STEP)
 
 
 class LengthPredictor(Protocol):
-    """Single-threaded."""
+    """A predictor of answer lengths in tokens. Single-threaded."""
 
     def predict(self, sequence: Sequence) -> int:
-        """Predict the tokens of the whole answer: more than it has already, and no more than `max_tokens`."""
+        """Return the predicted tokens of the whole answer: more than it has already, and at most `max_tokens`."""
         ...
 
     def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
-        """The same, as the answer is with each of these chances at most that long; shares ascend."""
+        """Return a length for each share: with that chance the whole answer is at most so long. `shares` ascend."""
         ...
 
     def learn(self, sequence: Sequence) -> None:
-        """An answer has come to its own end."""
+        """Learn the length of an answer that has ended by itself."""
         ...
 
 
 class MaxTokensPredictor:
-    """Every answer is as long as it may be: true where end-of-text is ignored, a bound elsewhere."""
+    """A predictor that expects every answer to reach `max_tokens`: exact where end-of-text is ignored, otherwise a
+    bound."""
 
     def predict(self, sequence: Sequence) -> int:
         return sequence.sampling.max_tokens
@@ -44,7 +45,7 @@ class MaxTokensPredictor:
 
 
 class _Histogram:
-    """Answers by the logarithm of their length, the latest counting most."""
+    """A histogram of answer lengths with logarithmic buckets, in which older answers count exponentially less."""
 
     __slots__ = ("counts", "means")
 
@@ -62,11 +63,11 @@ class _Histogram:
 
 
 class QuantilePredictor:
-    """The `quantile` of the lengths known, given that the answer is as long as it is already.
+    """A predictor that returns the `quantile` of known answer lengths, among those longer than the answer is already.
 
-    A session speaks for itself as far as it has spoken; the rest is borrowed from its tenant, and from all tenants.
-    While nothing is known the answer is as long as it may be. CaR asks the language model itself ([40] there) and pays
-    a prefill for it; this costs microseconds.
+    It weighs the answers of the session most, then those of its tenant, then those of all tenants. While no answer is
+    known it predicts `max_tokens`. CaR asks the language model itself, by its reference [40], and pays a prefill for
+    it; this costs microseconds.
     """
 
     def __init__(self, *, quantile: float) -> None:
@@ -104,8 +105,8 @@ class QuantilePredictor:
             self._groups.popitem(last=False)
 
     def _evidence(self, sequence: Sequence, least: int) -> list[tuple[int, float, float]]:
-        """Buckets, the weight of what speaks for an answer that long, and how long, among those of at least `least`;
-        ascending, a bucket once for each group that has it."""
+        """Return (bucket, weight, mean length) of the known answers in bucket `least` and above, in ascending order. A
+        bucket appears once for each of the sequence's groups that has it."""
         evidence: list[tuple[int, float, float]] = []
         total = 0.0
         for group in reversed(_groups(sequence)):  # from all tenants to the session
@@ -130,5 +131,5 @@ def _bucket(num_tokens: int) -> int:
 
 
 def _groups(sequence: Sequence) -> tuple[tuple[str, ...], ...]:
-    """Return the groups that an answer belongs to: the session, its tenant, all tenants."""
+    """Return the groups that a sequence belongs to, narrowest first: its session, its tenant, all tenants."""
     return (sequence.tenant, sequence.session_id), (sequence.tenant,), ()

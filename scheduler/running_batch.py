@@ -1,4 +1,4 @@
-"""The running batch: how a sequence gets its room, starts, computes, gives its room back and stops."""
+"""Implements the running batch: how a sequence gets its room, starts, computes, gives its room back and stops."""
 
 from collections import Counter
 from collections.abc import Container
@@ -15,9 +15,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:
-    """The sequences that run. Where HBM is full, waiting ones with early loads give their pages back first; then the
-    running one that arrived last is preempted, and stands first in line again. Single-threaded, part of the
-    Scheduler."""
+    """The sequences that run. When HBM is full, waiting sequences with early loads give their pages back first; then
+    the running sequence that arrived last is preempted and becomes the first of the waiting ones. Single-threaded, part
+    of the Scheduler."""
 
     def __init__(
         self,
@@ -38,12 +38,13 @@ class RunningBatch:
         self._cost = cost
         self._limits = limits
         self.sequences: list[Sequence] = []
-        """In order of admission. Read only."""
+        """The running sequences in order of admission. Read only."""
         self.changes = 0
-        """Number of sequences that have joined and left."""
+        """Number of times that a sequence has joined or left."""
         self.preemptions = 0
         self.loads: Counter[str] = Counter()
-        """Loads by what had become of them at the first chunk: finished, hidden or exposed."""
+        """Counts loads by their state at the sequence's first chunk. finished: loaded by then; hidden: ended within the
+        chunk's computation or soon after it; exposed: delayed the step."""
         self._loaders: set[Sequence] = set()  # have loaded, and computed nothing yet
         self._rows: dict[Sequence, Chunk] = {}  # the one token that each decodes in nearly every step
 
@@ -52,26 +53,26 @@ class RunningBatch:
 
     @property
     def has_loads(self) -> bool:
-        """Whether one of them has loaded KV, or still does, and has computed nothing yet."""
+        """Whether a running sequence that needed a load has computed nothing yet."""
         return bool(self._loaders)
 
     @property
     def free_places(self) -> int:
-        """Number of sequences that may run beside those that do."""
+        """Number of sequences that may still join the batch."""
         return self._limits.max_seqs - len(self.sequences)
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def computed_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens of a waiting sequence that need no computing if it starts now."""
+        """Return how many leading tokens of a waiting sequence need no computing if it starts now."""
         if sequence in self._early:
             return sequence.computed_tokens
         return self._cache.resident_tokens(sequence.request_id)
 
     def place(self, sequence: Sequence, budget: StepBudget) -> int | None:
-        """Give a waiting sequence its room, or as much more as it needs if it has some. Returns how many tokens after
-        those computed it has room for; 0 if the step is full, None if HBM is: both change nothing, but that early loads
-        may have been given up."""
+        """Reserve room in HBM for a waiting sequence's first chunk, or extend the room that its early load already has.
+        Return for how many tokens after the computed ones it has room; 0 if the step is full, None if HBM is full. In
+        both cases nothing changes, except that other sequences may have lost their early loads."""
         while sequence in self._early:
             wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
             if not wanted or self._cache.grow(sequence.request_id, wanted):
@@ -90,7 +91,8 @@ class RunningBatch:
                 return None
 
     def start(self, sequence: Sequence, reserved: int, draft: StepDraft) -> None:
-        """A sequence that has room for `reserved` tokens runs from now on."""
+        """Move a waiting sequence, which has room for `reserved` tokens, into the batch, and add its first chunk to the
+        step unless it still has to wait for its load."""
         had_early_load = sequence in self._early
         if had_early_load:
             self._early.start(sequence, draft.now)
@@ -115,13 +117,13 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return the sequences with more than a token to compute, in order of admission; with fair places, tenants with
-        the least to do first."""
+        """Return the sequences with more than one token to compute or with an id in `loading`, in order of admission.
+        With fair places, those of tenants with the least work come first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
     def decode(self, draft: StepDraft) -> None:
-        """One token of each whose prompt is computed."""
+        """Add a chunk of one token to the step for each sequence whose prompt is computed."""
         decoding = [
             s for s in self.sequences if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in draft.loading
         ]
@@ -136,7 +138,7 @@ class RunningBatch:
         draft.has_decodes = bool(decoding)
 
     def prefill(self, draft: StepDraft) -> None:
-        """The prompts under way, as far as the budget goes."""
+        """Add chunks of the prompts that are already running to the step, as far as its budget goes."""
         for sequence in draft.prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue
@@ -151,7 +153,8 @@ class RunningBatch:
                 self._compute(sequence, num_tokens, left_s, draft)
 
     def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
-        """0: the step is full."""
+        """Return how many of `pending` tokens the step may compute, all or none of them without chunked prefill; 0 if
+        it is full."""
         num_tokens = budget.chunk(pending, context_len)
         return num_tokens if self._limits.chunked_prefill or not num_tokens else pending
 
@@ -162,7 +165,8 @@ class RunningBatch:
         draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
-        """Its first chunk runs in this step, which may wait for what is left of its load."""
+        """Count the outcome of the sequence's load in `loads`, as its first chunk runs in this step and waits `stall_s`
+        for it."""
         if sequence not in self._loaders:
             return
         self._loaders.remove(sequence)
@@ -177,7 +181,7 @@ class RunningBatch:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
-        """It gives its room back, and its chunk in this step with it."""
+        """Take a running sequence's room in HBM and its chunk in this step, and put it first among the waiting ones."""
         self._cache.preempt(victim.request_id)
         victim.preemptions += 1
         self.preemptions += 1
@@ -186,14 +190,14 @@ class RunningBatch:
         draft.chunks[:] = [chunk for chunk in draft.chunks if chunk.sequence is not victim]
 
     def lose_room(self, sequence: Sequence) -> None:
-        """Put a running sequence whose room in HBM is gone first in line again."""
+        """Move a running sequence, which has no room in HBM any more, to the head of the waiting ones."""
         self.stop(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = sequence.reserved_tokens = 0
         self._waiting.resume(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """It runs no more."""
+        """Remove a sequence from the batch."""
         self.sequences.remove(sequence)
         self._rows.pop(sequence, None)
         self.changes += 1
@@ -202,8 +206,8 @@ class RunningBatch:
         self._tenants.stopped(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
-        """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself. False, too, if
-        it shall sit out the step, for room that comes by itself."""
+        """Reserve rows for a running sequence, preempting the latest arrivals if need be. Return False if the sequence
+        was itself preempted, or shall skip this step because pages will be free soon."""
         while not (room := self._cache.grow(sequence.request_id, num_tokens)):
             if self._early.withdraw_last():
                 continue

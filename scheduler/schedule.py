@@ -1,4 +1,5 @@
-"""One step: how many tokens of which sequences it computes, while it is drafted and as the engine carries it out."""
+"""Describes one step: how many tokens of which sequences it computes, first as a draft and then as the engine runs
+it."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ from reprise.scheduler.sequence import Chunk, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step. Room for its chunks is reserved."""
+    """A finished step, whose chunks have room reserved in HBM."""
 
     chunks: list[Chunk]
     preempted: list[Sequence]  # gave their pages back; they wait at the head of the line
@@ -17,7 +18,7 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class StepDraft:
-    """A step while it is put together."""
+    """A step that the scheduler is still putting together."""
 
     now: float
     loading: dict[str, float]  # request id -> seconds left of the load that a running sequence waits for

@@ -1,4 +1,4 @@
-"""The continuous batch: which sequences run in the next step, and how many tokens of each."""
+"""Implements continuous batching: chooses which sequences run in the next step, and how many tokens of each."""
 
 from collections import Counter
 from typing import Any
@@ -23,17 +23,17 @@ from reprise.scheduler.waiting import Waiting
 
 
 class QueueFull(Exception):
-    """The waiting queue is at its cap; the request was not taken."""
+    """The waiting queue has reached its limit, so the request was not taken."""
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill under a budget of tokens, or of time.
+    """A scheduler with continuous batching and chunked prefill, under a budget of tokens or of time per step.
 
-    Every step decodes all running sequences, then spends what is left of the budget on prefills: of running sequences,
-    then of waiting ones, in the order of `queue`. When HBM is full the sequence that arrived last is preempted and
-    stands first in line again, before the queue; what it computed stays cached (`RunningBatch`). While all places are
-    taken, those next in line get their pages in time for their KV to come while others run (`LoadAhead`); they give way
-    to running ones that need the room. With `fair_places`, a tenant that has nothing running does not wait until
+    Every step decodes all running sequences, then spends the rest of the budget on prompts: first of running sequences,
+    then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
+    waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places are taken, the next
+    waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the pages
+    back when running sequences need them. With `fair_places`, a tenant that has nothing running does not wait until
     another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
@@ -49,13 +49,14 @@ class Scheduler:
         scores: bool,
         timed_loads: bool,
     ) -> None:
-        """fair_places: tenants share the places. scores: the cache is told which requests need their KV soon.
-        timed_loads: CaR's timer says when early loads begin; without it, as soon as their pages fit."""
+        """Set up an empty scheduler. fair_places: whether tenants share the places fairly. scores: whether to tell the
+        cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early loads begin;
+        without it they begin as soon as their pages fit."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
         self.queue = queue
-        """Read only."""
+        """The queue of requests that have not run yet. Read only."""
         self._tenants = tenants = Tenants(fair_places=fair_places)
         self._pace = pace = Pace()
         self._forecast = forecast = Forecast(predictor=predictor, pace=pace)
@@ -73,9 +74,11 @@ class Scheduler:
         self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
-        self._sat_out: frozenset[Sequence] = frozenset()  # sequences that sat out that step: see `StepDraft.sits_out`
-        self._began_s = 0.0  # start of that step
-        self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
+        self._sat_out: frozenset[Sequence] = (
+            frozenset()
+        )  # sequences that skipped the last step: see `StepDraft.sits_out`
+        self._began_s = 0.0  # start of the step that was scheduled last
+        self._ran: tuple[float, float] | None = None  # last step's seconds, and its waits for loads; None: learned
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -90,13 +93,13 @@ class Scheduler:
 
     @property
     def free_places(self) -> int:
-        """Number of sequences that may run beside those that do."""
+        """Number of sequences that may still join the batch."""
         return self._batch.free_places
 
     @property
     def num_starting(self) -> int:
-        """Number of waiting sequences that may start in the next step, and load for themselves: as many as there are
-        places, but none while HBM has no room for the first."""
+        """Number of waiting sequences that may start in the next step and load their KV then: the free places, or 0
+        while HBM has no room for the first of them."""
         return 0 if self._lacks_room else self._batch.free_places
 
     @property
@@ -105,17 +108,17 @@ class Scheduler:
 
     @property
     def fair_preemptions(self) -> int:
-        """The preemptions for the sake of another tenant."""
+        """Number of preemptions for the sake of another tenant."""
         return self._giving_way.preemptions
 
     @property
     def loads(self) -> Counter[str]:
-        """Loads by what became of them; see `RunningBatch.loads`."""
+        """Counts of loads by outcome; see `RunningBatch.loads`."""
         return self._batch.loads
 
     @property
     def timer_outcomes(self) -> Counter[str]:
-        """Early loads by when they ended; see `EarlyLoads.outcomes`."""
+        """Counts of early loads by outcome; see `EarlyLoads.outcomes`."""
         return self._early.outcomes
 
     @property
@@ -125,26 +128,27 @@ class Scheduler:
 
     @property
     def predicted_tokens(self) -> Counter[str]:
-        """Tokens by which predicted lengths were off; see `Forecast.errors`."""
+        """Sums of prediction errors and true lengths in tokens; see `Forecast.errors`."""
         return self._forecast.errors
 
     def has_work(self) -> bool:
         return bool(self._batch.sequences or self._waiting.count)
 
     def has_early_load(self, sequence: Sequence) -> bool:
-        """Whether it waits with its pages already given."""
+        """Return whether a waiting sequence already has pages in HBM and an early load."""
         return sequence in self._early
 
     def upcoming(self) -> Line[str]:
-        """Request ids in the order in which their KV is needed, next first; the cache plans by it."""
+        """Return the ids of waiting requests in the order in which they need their KV, next first. The cache plans by
+        this order."""
         waiting = self._waiting
         if not (waiting.count or waiting.seen.members):
             return waiting.seen  # none waits, and none did at the last call
         return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
-        """The sequences whose order is settled, next first, each with the seconds until its place is expected to be
-        free; None after the last of the running ones."""
+        """Return the waiting sequences whose order is settled, next first, each with the seconds until a place is
+        expected to be free for it, or None if no running sequence will make one."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
         front = self._waiting.front()
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
@@ -152,18 +156,18 @@ class Scheduler:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence that the cache has opened. Raises QueueFull."""
+        """Add a sequence that the cache has opened to the waiting ones. Raises QueueFull."""
         if self._waiting.count >= self._limits.max_queued:
             raise QueueFull(f"{self._waiting.count} requests are waiting")
         self._tenants.arrived(sequence)
         self._waiting.add(sequence)
 
     def completed(self, sequence: Sequence) -> None:
-        """Its answer has come to its own end; call it before `remove`."""
+        """Learn from a sequence whose answer has ended by itself. Call it before `remove`."""
         self._forecast.completed(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence finished or was aborted, in whatever state it was."""
+        """Remove a sequence that has finished or was aborted, whatever its state."""
         self._lacks_room = False
         if sequence.state is SequenceState.RUNNING:
             self._batch.stop(sequence)
@@ -180,27 +184,27 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def requeue(self, sequence: Sequence) -> None:
-        """A sequence has lost its room in HBM. One that ran stands first in line again; one that had it before its turn
-        keeps its place."""
+        """Move a sequence that has lost its room in HBM back to the waiting ones. If it was running it becomes the
+        first of them; if it had an early load it keeps its place."""
         if sequence in self._early:
             self._early.lose(sequence)
         else:
             self._batch.lose_room(sequence)
 
     def ran(self, seconds: float, waited_s: float) -> None:
-        """The step that was scheduled last has run. waited_s: of its seconds, those in which it waited for loads."""
+        """Note that the step scheduled last took `seconds`, of which it waited `waited_s` for loads."""
         self._ran = seconds, waited_s
         if not self.has_work():
             self._learn(seconds)
 
     def ran_before(self, work: StepWork, seconds: float) -> None:
-        """A step without decodes is known to have taken so long, waiting for loads not included, after another
-        was scheduled."""
+        """Learn that a step without decodes took `seconds`, without waiting for loads, when that becomes known only
+        after the next step was scheduled."""
         self.cost.ran(work, seconds)
 
     def halve_steps(self, schedule: Schedule) -> bool:
-        """A step has failed for want of memory: no later one has more than half of its tokens. Returns False where
-        that is of no use, because prompts are not what it consisted of or are not to be split."""
+        """Limit later steps to half the tokens of `schedule`, which failed for want of memory. Return False if that
+        cannot help, because the step had no prompts or prompts may not be split."""
         num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
         can = self._limits.chunked_prefill and schedule.work.prefill_tokens > 0 and num_tokens >= 2 * LEAST_CHUNK
         if can:
@@ -210,8 +214,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
-        """Return what runs in the next step. It is empty while a sequence runs or waits only if what it needs is on its
-        way, as long as every sequence alone fits into HBM; the engine sees to that on arrival."""
+        """Return the next step. It is empty while sequences run or wait only if they all wait for KV or room that is on
+        its way, provided that every single sequence fits into HBM; the engine checks that on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False
@@ -220,7 +224,8 @@ class Scheduler:
         return self._finish(step)
 
     def _learn(self, period_s: float) -> None:
-        """Learn from the last step: it cost the decoding sequences all the time from its start to the next one's."""
+        """Learn from the last step, which cost the decoding sequences the time from its start to the next step's,
+        `period_s`."""
         if self._ran is None:
             return
         seconds, waited_s = self._ran
@@ -231,7 +236,7 @@ class Scheduler:
             self._pace.decoded(period_s, self._work.prefill_tokens)
 
     def _decode(self, now: float) -> StepDraft:
-        """Begin a step with a token of each decoding sequence."""
+        """Begin a step: add one token of each decoding sequence."""
         if self._waiting.count or self._early.overdue:
             self.queue.refresh()
             loading = self._load_ahead.begin_step(now)
@@ -243,7 +248,8 @@ class Scheduler:
         return step
 
     def _fill(self, step: StepDraft) -> None:
-        """Give the rest of a step to prompts: of a starved request, of running sequences, and of waiting ones."""
+        """Spend the rest of a step on prompts: first of a starved request, then of running sequences, then of waiting
+        ones."""
         step.budget = self._budgets.beside(step.chunks, step.now)
         self._giving_way.admit(step)
         self._batch.prefill(step)
@@ -251,12 +257,12 @@ class Scheduler:
         self._start_loads(step)
 
     def _admit(self, step: StepDraft) -> None:
-        """Admit waiting sequences, as far as places, budget and HBM go."""
+        """Start waiting sequences as far as places, budget and HBM allow."""
         # Room that was just taken from one is not given to another.
         self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
 
     def _admit_in_order(self, step: StepDraft) -> bool:
-        """Return False if a sequence has found no room."""
+        """Start waiting sequences in order. Return False if one of them found no room in HBM."""
         skipped: set[Sequence] = set()
         has_room = True
         while self._batch.free_places:

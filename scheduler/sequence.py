@@ -8,8 +8,8 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules by which the next token is drawn. Validated by `reprise.app.schemas.chat`; here every value is taken as
-    in range."""
+    """The parameters by which the next token is sampled. `reprise.app.schemas.chat` has validated them; every value is
+    taken to be in range."""
 
     temperature: float  # 0 is greedy
     top_p: float  # 1 is off
@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceState(StrEnum):
-    """waiting -> running -> finished; running -> waiting on preemption."""
+    """The state of a sequence: waiting -> running -> finished; running -> waiting when it is preempted."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,7 +37,7 @@ class SequenceState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of one turn, from arrival to last token. Equal to itself alone, so that it can be a key."""
+    """One choice of one turn, from arrival to last token. Compared by identity, so that it can be a key of a dict."""
 
     request_id: str  # unique per sequence, "<request>/<choice>"
     tenant: str
@@ -62,17 +62,17 @@ class Sequence:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens known but not computed: the rest of the prompt, or the one token sampled last."""
+        """Number of tokens that are known but not computed: the rest of the prompt, or the one token sampled last."""
         return len(self.token_ids) - self.computed_tokens
 
 
 class Chunk(NamedTuple):
-    """`num_tokens` pending tokens of a sequence, to be computed in one step."""
+    """A part of a sequence that one step computes: its next `num_tokens` pending tokens."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def is_last(self) -> bool:
-        """Whether this chunk ends with the newest token, so that the next one can be sampled."""
+        """Whether the chunk includes the sequence's newest token, so that the next one can be sampled after it."""
         return self.num_tokens == self.sequence.pending_tokens

@@ -1,4 +1,4 @@
-"""Tenants: which of them run, wait and have come lately, and whose turn it is by that."""
+"""Counts which tenants run, wait and have sent requests lately, and decides by that whose turn it is."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -11,7 +11,7 @@ _LATELY_S = 10.0  # a tenant that came in these seconds may come again at any mo
 
 
 class _OfTenants:
-    """The sequences of some tenants, as a container."""
+    """A container of all sequences that belong to one of some tenants."""
 
     def __init__(self, tenants: Collection[str]) -> None:
         self._tenants = tenants
@@ -21,71 +21,71 @@ class _OfTenants:
 
 
 class Tenants:
-    """Counts sequences by tenant. Without fair places no tenant is starved and none comes before another: all are
-    treated as one. Pure, single-threaded."""
+    """A count of sequences by tenant. Without `fair_places` no tenant is ever starved or preferred to another. Pure,
+    single-threaded."""
 
     def __init__(self, *, fair_places: bool) -> None:
         self._fair_places = fair_places
         self._arrivals: list[tuple[str, float]] = []  # the two tenants that came last, and when; the later one last
-        self._running: Counter[str] = Counter()  # tenant -> how many, at least one
-        self._present: Counter[str] = Counter()  # the same, waiting ones included
+        self._running: Counter[str] = Counter()  # tenant -> how many of its sequences run, at least one
+        self._present: Counter[str] = Counter()  # tenant -> how many sequences it has running or waiting
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
-        """It waits."""
+        """Count a sequence that has arrived and waits."""
         others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
         self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
         self._present[sequence.tenant] += 1
 
     def started(self, sequence: Sequence) -> None:
-        """It runs."""
+        """Count a sequence that starts to run."""
         self._running[sequence.tenant] += 1
 
     def stopped(self, sequence: Sequence) -> None:
-        """It runs no more."""
+        """Count a sequence that has stopped running, whether it ended or was preempted."""
         _take_one(self._running, sequence.tenant)
 
     def left(self, sequence: Sequence) -> None:
-        """It neither runs nor waits any more."""
+        """Count a sequence that has ended or was aborted."""
         _take_one(self._present, sequence.tenant)
 
     # --- whose turn it is ---------------------------------------------------------------------------------------------
 
     @property
     def most_running(self) -> int:
-        """The most sequences that one tenant has running."""
+        """The largest number of sequences that any one tenant has running."""
         return max(self._running.values(), default=0)
 
     def has_others_running(self, sequence: Sequence) -> bool:
-        """Whether more than one of its tenant's run, itself among them."""
+        """Return whether the sequence's tenant has more than one sequence running."""
         return self._running[sequence.tenant] > 1
 
     def several(self, now: float) -> bool:
-        """Whether places are shared, and a tenant has come lately beside the one that runs."""
+        """Return whether places are shared fairly and, lately or running now, more than one tenant has requests."""
         if not self._fair_places:
             return False
         lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
         return len(lately.union(self._running)) > 1
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Sort by how much their tenants have, stable among those whose tenants have equally many."""
+        """Sort by how many sequences their tenants have running, then present; the order among equals is kept."""
         if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))
 
     def to_give_way(self, running: Many[Sequence]) -> Sequence:
-        """Return the latest arrival; with fair places, of the tenants with the most running. So the earliest of all is
-        never chosen before the others, and gets on."""
+        """Return the running sequence to preempt: the latest arrival; with fair places, only among the tenants with the
+        most running. So the earliest sequence of all is chosen last and always gets on."""
         if self._fair_places:
             most = self.most_running
             running = [sequence for sequence in running if self._running[sequence.tenant] == most]
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Return the next in the queue of a tenant that has nothing running and nothing before the queue, while another
-        tenant has all that there is to give, and more than one request to spend it on. A tenant with one request keeps
-        its place, but not the steps."""
+        """Return the next queued request of a starved tenant, one that has nothing running and nothing in `before_it`,
+        while another tenant takes all there is and has more than one request. A tenant with a single request keeps its
+        place, but has to share the steps. None if no tenant is starved. has_places: whether places are free."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
             return None  # asked several times a step: no need to look at the queue
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:

@@ -1,4 +1,4 @@
-"""All waiting sequences: those in the queue, and those that go before it."""
+"""Keeps all waiting sequences: those in the queue, and those that start before it."""
 
 from collections import deque
 from collections.abc import Container
@@ -10,14 +10,14 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Waiting:
-    """Sequences that have lost their room stand before the queue, the latest of them first. One for whose sake others
-    have given way is admitted before all. Single-threaded, part of the Scheduler."""
+    """The waiting sequences. Preempted ones start before the queue, the one preempted latest first. A starved sequence
+    for which others were preempted (`favoured`) starts before all. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, queue: WaitingQueue) -> None:
         self.queue = queue
-        """Read only."""
+        """The queue of sequences that have not run yet. Read only."""
         self.count = 0
-        """How many wait. Read only, as all that follows but `favoured`."""
+        """Number of waiting sequences. Read only, as are all later attributes except `favoured`."""
         self.resumed: deque[Sequence] = deque()  # lost their room
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self.seen: Line[str] = Line()
@@ -28,29 +28,30 @@ class Waiting:
         )  # the version of the queue's line, and the sequences before it
 
     def add(self, sequence: Sequence) -> None:
-        """A request has arrived."""
+        """Add a sequence that has arrived to the queue."""
         self.queue.add(sequence)
         self.count += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """It ran, and has lost its room."""
+        """Put a sequence that was running and has lost its room before all of the queue."""
         self.resumed.appendleft(sequence)
         self.count += 1
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return the sequence that starts next if those in `skipped` cannot start now. None: no other may pass them."""
+        """Return the sequence that starts next if those in `skipped` cannot start now. None: no other may start before
+        them."""
         if self.favoured is not None and self.favoured not in skipped:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Whether others may start before this one while there is no room for it."""
+        """Return whether others may start before this sequence while there is no room for it."""
         if sequence is self.favoured or sequence in self.resumed:
             return False
         return self.queue.may_be_passed(sequence, now)
 
     def start(self, sequence: Sequence) -> None:
-        """It runs from now on."""
+        """Remove a sequence that starts to run."""
         self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
@@ -60,7 +61,7 @@ class Waiting:
             self.queue.dispatch(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It was cancelled."""
+        """Remove a sequence that was cancelled."""
         self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
@@ -70,16 +71,16 @@ class Waiting:
             self.queue.remove(sequence)
 
     def front(self) -> list[Sequence]:
-        """The sequences whose order is settled, next first."""
+        """Return the sequences whose order is settled, next first."""
         return [*self.resumed, *self.queue.front()]
 
     def once_loaded(self, count: int) -> list[Sequence]:
-        """The first so many, in the order in which they would start if their loads had ended."""
+        """Return the first `count` sequences in the order in which they would start if their loads had ended."""
         return list(islice(chain(self.resumed, self.queue.once_loaded()), count))
 
     def line(self, starved: Sequence | None) -> Line[str]:
-        """Request ids of all, next first. starved: a sequence that goes before the queue, if any does. Answers at once
-        while nothing has changed, and another version means another order."""
+        """Return the request ids of all waiting sequences, next first. starved: a sequence that goes before the queue,
+        if any. Costs little while nothing has changed; a new version means a new order."""
         queued = self.queue.upcoming()
         first = tuple(self.resumed) if starved is None else (*self.resumed, starved)
         if (made_of := (queued.version, first)) != self._made_of:

@@ -48,7 +48,7 @@ def described(
 
 
 def operations_of(router: APIRouter) -> Iterator[Operation]:
-    """Every path and method of the router that is described, in the order of the code."""
+    """Yield every described path and method of a router, in the order of the code."""
     for route in router.routes:
         if isinstance(route, APIRoute) and (found := (route.openapi_extra or {}).get(_KEY)) is not None:
             path, detail = route.path.replace(":path}", "}"), " ".join(route.description.split())

@@ -104,8 +104,8 @@ class Directory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The records of one fingerprint, that is, of one model, its precision and this format. The tier is open while its
-    store is in use."""
+    """The records (files) of one fingerprint, that is, of one model, its precision and this format. The disk tier is
+    open while its store is in use."""
 
     fingerprint: str  # hex
     tier: CheckedExtents
@@ -250,7 +250,7 @@ def _directory(context: typer.Context) -> Directory:
 
 
 def _domain(salt: str) -> str:
-    """Return what a session's name has to be followed by where it is not in the ordinary domain."""
+    """Return a note on a session's salt and exactness, to follow its name; empty if it has neither."""
     salted = f" (salt {given_salt(salt)})" if given_salt(salt) else ""
     return salted + (" (exact)" if is_exact(salt) else "")
 

@@ -43,7 +43,8 @@ class Expected:
 
 
 def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device_memory: int | None) -> Expected:
-    """device_memory: bytes of the accelerator; None: the model runs on the CPU."""
+    """Return the sizes that a server will have. device_memory: bytes of the accelerator; None: the model runs on the
+    CPU."""
     cache = settings.cache
     in_hbm, in_dram = weights_by_place(settings, shape)
     automatic = automatic_sizes(

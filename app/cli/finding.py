@@ -1,4 +1,4 @@
-"""Findings of `reprise doctor`."""
+"""Defines the findings of `reprise doctor`."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""The panel shown when a server is ready: where it listens, what it serves, and how much memory that takes."""
+"""Builds the panel shown when a server is ready: where it listens, what it serves, and how much memory that takes."""
 
 import msgspec
 from rich.console import Group
@@ -66,7 +66,7 @@ def _differing(sampling: SamplingDefaults) -> str:
 
 
 def _packed(model: ModelInfo) -> str:
-    """Say what packed pages change; nothing of others."""
+    """Return a note on how much packed pages change answers; empty where pages are not packed."""
     return "" if model.hbm_divergence is None else f" (int8: {model.hbm_divergence:.2g} nats a token)"
 
 
@@ -91,7 +91,8 @@ def _plan(model: ModelInfo) -> Table:
 
 
 def _tokens(model: ModelInfo, name: str, size: int) -> int:
-    """Return how many tokens a part of the plan holds, as they lie there; 0 if it holds none."""
+    """Return how many tokens a part of the memory plan has room for; 0 if it has none. name: the part. size: its
+    bytes."""
     if name == "dram" and model.dram_tokens:
         return model.dram_tokens
     if name == "hbm":

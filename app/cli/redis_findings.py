@@ -24,7 +24,8 @@ class _Server:
 
 
 def look_at_redis(settings: Settings) -> Iterator[Finding]:
-    """Yield whether each server answers and is set up for what it is to keep. KV and the rest want different ones."""
+    """Yield for each Redis server whether it answers and is set up for what it is to store. KV and responses need
+    different settings."""
     books_url = settings.responses_redis_url
     kv_urls = [url for url in settings.cache.redis_url.split(",") if url] if settings.cache.redis_gib else []
     if not (books_url or kv_urls):

@@ -1,1 +1,1 @@
-"""Keeps what was said: transcripts and stored responses. Finds a prompt's history in them again."""
+"""Stores what was said: transcripts and stored responses. Finds a prompt's history in them again."""

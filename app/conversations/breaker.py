@@ -1,4 +1,4 @@
-"""Breaks a circuit: a service that fails again and again is left alone for a while, and then asked once."""
+"""Implements a circuit breaker: a service that fails again and again is not called for a while, and then tried once."""
 
 from typing import Literal
 
@@ -6,8 +6,8 @@ State = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """Opens after so many failures in a row. After a pause one call is let through: it closes the breaker again, or
-    opens it for another pause. Single-threaded; `now` is a monotonic clock in seconds."""
+    """A circuit breaker that opens after a number of failures in a row. After a pause one call is let through: it
+    closes the breaker again, or opens it for another pause. Single-threaded; `now` is a monotonic clock in seconds."""
 
     def __init__(self, *, failures: int, pause_s: float) -> None:
         self.failures = 0  # failures since the start
@@ -22,7 +22,8 @@ class Breaker:
         return "open" if now < self._closed_s else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Whether a call may be made; `succeeded` or `failed` follows it, or neither, if nobody waits for it."""
+        """Return whether a call may be made. The caller then reports `succeeded` or `failed`, or nothing if it was
+        cancelled."""
         state = self.state(now)
         if state != "half_open":
             return state == "closed"

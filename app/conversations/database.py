@@ -54,7 +54,7 @@ class Database:
             self._db = self._open_instead(error)
 
     def execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Execute a statement. Raises sqlite3.Error; hand it to `recover`."""
+        """Execute a statement. Raises sqlite3.Error, which the caller passes to `recover`."""
         return self._db.execute(statement, values)
 
     @contextmanager
@@ -88,7 +88,7 @@ class Database:
         return (pages - free) * self._pragma("page_size")
 
     def shrink(self, max_bytes: int) -> None:
-        """Give free pages back to the file system until the file is no larger than that."""
+        """Give free pages back to the file system until the file has at most `max_bytes`."""
         excess = self._pragma("page_count") - max_bytes // self._pragma("page_size")
         if excess > 0:
             # Each step of this statement frees one page, and `execute` would make a single one.
@@ -113,7 +113,7 @@ class Database:
         return value
 
     def _keep_file(self) -> None:
-        """Write all that is in the file to a new one if it was deleted; the open one is still whole."""
+        """Write a new file with the contents of the open one, if that was deleted."""
         if self._path is None or self._file is None:
             return
         try:
@@ -147,8 +147,8 @@ class Database:
                 copy.unlink()
 
     def _open_instead(self, error: Exception) -> sqlite3.Connection:
-        """Open what is possible after this error: a new file in place of a damaged one, the file itself for this
-        process alone, or memory."""
+        """Open what is possible after an error: a new file in place of a damaged one, the file itself without other
+        processes, or a database in memory."""
         if self._path is not None and not _is_busy(error):  # a busy file is in order, and another process uses it
             try:
                 if _is_damage(error):
@@ -220,7 +220,7 @@ class Database:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault, and not the room, the rights or the device that it needs."""
+    """Return whether the file itself is at fault, and not the room, the rights or the device that it needs."""
     damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     return isinstance(error, IsADirectoryError | UnicodeDecodeError) or _code(error) in damage
 

@@ -13,7 +13,7 @@ _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json
 
 
 def digest(*fields: bytes | str | int) -> bytes:
-    """Digest typed, length-prefixed fields, so that no two lists of fields read the same."""
+    """Return a digest of typed, length-prefixed fields, so that no two different lists of fields have the same."""
     parts: list[bytes] = []
     for value in fields:
         if isinstance(value, bytes):

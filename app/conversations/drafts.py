@@ -17,7 +17,7 @@ from reprise.app.text.tokenizer import SHIELD, PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class Draft(ABC):
-    """A prompt whose last part is still text. Call `tokenize`, and `finish` with what it returns."""
+    """A prompt whose last part, `rest`, is still text. Call `tokenize`, and then `finish` with its result."""
 
     chat: RenderedChat
     session_id: str  # the prompt's session
@@ -27,8 +27,9 @@ class Draft(ABC):
     first: int  # messages[first:] and then the answer begin in `rest`
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
-        """Return the ids of `rest`, and where in them messages[first:] and then the answer begin. bounds: where in the
-        text they begin; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
+        """Return the ids of `rest`, and the indices in them at which messages[first:] and then the answer begin.
+        bounds: the character offsets at which they begin; None: the template does not show it. Takes seconds for
+        megabytes. Raises PromptTooLong."""
         chat = self.chat
         start = len(chat.text) - len(self.rest)
         newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
@@ -48,8 +49,8 @@ class Draft(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
-    """Tokenizes the whole text and splices nothing in. If its ids begin like those of an answer that was found, that
-    answer is its base."""
+    """A draft that tokenizes the whole text. If its ids begin like those of an answer that was found, that answer is
+    its base."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 
@@ -63,7 +64,7 @@ class Whole(Draft):
 
 @dataclass(frozen=True, slots=True)
 class Continued(Draft):
-    """Goes on from a recorded answer: the stored ids up to what is kept of it, then `rest`."""
+    """A draft that continues a recorded answer: the stored ids that can be kept, then `rest`."""
 
     answer: RecordedAnswer
     history: History
@@ -79,8 +80,8 @@ class Continued(Draft):
 
 @dataclass(frozen=True, slots=True)
 class ShiftedOn(Draft):
-    """Goes on from a recorded answer whose client has dropped messages: the leading `lead` system messages and those
-    from the stored message `resume_at` on, then `rest`.
+    """A draft that continues a recorded answer whose client has dropped messages: the leading `lead` system messages
+    and those from the stored message `resume_at` on, then `rest`.
 
     The ids that are left must decode to the rendered text, as those of any other prompt do.
     """

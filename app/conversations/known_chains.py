@@ -23,9 +23,9 @@ class _Known:
 
 
 class RecentChains:
-    """Maps message lists to chains of digests. For one thread. Holds the messages it is given, which nobody may change
-    afterwards; `max_bytes` bounds the memory that they take, as far as that can be told without looking at every
-    object. Only messages whose fields are all strings are known, because equal values of other kinds may digest
+    """A map from message lists to chains of digests. For one thread. Keeps the messages it is given, which must not be
+    changed afterwards; `max_bytes` bounds the memory that they take, as far as that can be told without looking at
+    every object. Only messages whose fields are all strings are stored, because equal values of other kinds may digest
     differently."""
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -44,8 +44,8 @@ class RecentChains:
         return known.chain
 
     def add(self, messages: list[Message], chain: list[bytes], checked: int) -> None:
-        """Remember a list. chain: begins with the scope. checked: number of first messages that equal those of a chain
-        that was taken."""
+        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: number of leading
+        messages that equal those of a chain returned by `take`."""
         if not all(isinstance(value, str) for message in messages[checked:] for value in message.values()):
             return
         key = _key(chain[0], messages, len(messages))
@@ -67,7 +67,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _key(scope: bytes, messages: list[Message], count: int) -> Key:
-    """Name the first `count` messages; two conversations that share it displace each other."""
+    """Return a key for the first `count` messages; two conversations with the same key displace each other."""
 
     def content(index: int) -> str:
         value = messages[index].get("content") if 0 <= index < len(messages) else None

@@ -1,4 +1,4 @@
-"""Holds a prompt with its exact ids, and what is needed to record its answers."""
+"""Defines a prompt with its exact token ids, and the data needed to record its answers."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A request's exact ids, and what is needed to record its answers."""
+    """A request's exact token ids, and the data needed to record its answers."""
 
     token_ids: list[int]
     session_id: str
@@ -49,13 +49,15 @@ class PreparedPrompt:
 
     @property
     def recorded(self) -> tuple[list[int], tuple[int, ...]]:
-        """The ids before the answer, and the starts in them, with all that the client dropped."""
+        """The token ids before the answer, and the indices in them at which messages begin, including what the client
+        dropped."""
         return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
+    """A conversation whose client dropped messages. The prompt is stream[:keep] + stream[resume:]; the whole stream is
+    recorded."""
 
     stream: list[int]
     starts: tuple[int, ...]  # starts of the messages in the stream

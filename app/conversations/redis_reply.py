@@ -1,4 +1,4 @@
-"""Replies of a Redis that may say anything: no more of one is kept than what is allowed, and nothing is nested deeply.
+"""Parses replies of a Redis that is not trusted: a reply's size and nesting are bounded.
 
 The client's own parser believes every length it is told, and follows as many levels as are sent.
 """
@@ -14,8 +14,8 @@ _ELEMENT_BYTES = 64  # what one takes here, however short it is
 
 
 class BoundedParser(_AsyncRESP2Parser):
-    """Parses replies of Redis within bounds. Raises InvalidResponse for a reply that is too large, too deeply nested or
-    malformed; the connection is closed then."""
+    """A parser of Redis replies within bounds. Raises InvalidResponse for a reply that is too large, too deeply nested
+    or malformed; the connection is closed then."""
 
     _left = _depth = 0
 

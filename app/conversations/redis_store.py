@@ -1,11 +1,12 @@
-"""Keeps responses and conversations in Redis, for several servers, as `ResponseStore` keeps them in a file.
+"""Stores responses and conversations in Redis, for several servers, as `ResponseStore` stores them in a file.
 
-A record is a hash under `reprise:KIND:TENANT:ID` that names itself, a conversation's items a list beside it; an index
-per tenant knows when each was used last, others how large each is and what a tenant holds. Whatever has to happen at
-once happens in one script. One Redis, not a cluster.
+A record is a hash under `reprise:KIND:TENANT:ID` that names itself, a conversation's items a list beside it. One index
+per tenant has the last use of each record; others have the size of each and the sum of a tenant's. Changes that must
+happen together are made by one script. One Redis, not a cluster.
 
-Nothing that Redis says is believed: replies are bounded while they are read (`redis_reply`), records are checked before
-they are used (`stored_records`), and what is neither is not stored. A Redis that fails is left alone for a while.
+Nothing that Redis sends is trusted: replies are bounded while they are read (`redis_reply`), records are checked before
+they are used (`stored_records`), and a reply or record that fails this counts as not stored. A Redis that fails is not
+called for a while.
 """
 
 import asyncio
@@ -181,10 +182,11 @@ class RedisStoreUnavailable(Exception):
 
 
 class RedisStore:
-    """Runs on the event loop. Raises NotStored and TooLong, and ApiError 503 where Redis does not answer in time."""
+    """A store of responses and conversations in Redis. Runs on the event loop. Raises NotStored and TooLong, and
+    ApiError 503 where Redis does not answer in time."""
 
     def __init__(self, *, url: str, max_bytes: int, ttl_s: float) -> None:
-        """Connects when it is first asked. Raises RedisStoreUnavailable."""
+        """Set up; the first call connects. Raises RedisStoreUnavailable."""
         try:
             from redis.asyncio import Redis
             from redis.asyncio.retry import Retry
@@ -215,7 +217,7 @@ class RedisStore:
 
     @property
     def state(self) -> State:
-        """Whether Redis is asked: closed, it is."""
+        """The state of the circuit breaker; Redis is called while it is closed."""
         return self._breaker.state(time.monotonic())
 
     @property
@@ -238,7 +240,8 @@ class RedisStore:
             return response_of(body, response_id)
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Return the items of the response itself and of all it goes on from, oldest first, without its own output."""
+        """Return the input items of a response and of all responses it continues, oldest first, without its own
+        output."""
         key = _response(tenant, response_id)
         async with self._reading(key):
             _, _, own, previous = _named(await self._run("get", key), key)
@@ -246,7 +249,7 @@ class RedisStore:
             return [*before, *items_of(own)]
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
-        """Return all that was said up to and with a response, oldest first."""
+        """Return everything that was said up to and including a response, oldest first."""
         key = _response(tenant, response_id)
         turns, name = [], response_id
         async with self._reading(key):
@@ -269,7 +272,7 @@ class RedisStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Store a conversation. Its items have ids."""
+        """Store a new conversation. items: with ids."""
         created = int(time.time())
         key = _conversation(tenant, conversation_id)
         await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *map(_encode, items))
@@ -300,7 +303,7 @@ class RedisStore:
         return await self._about("delete item", tenant, conversation_id, item_id)
 
     async def sweep(self) -> None:
-        """Delete what was not used for its time to live, a bounded number per call."""
+        """Delete records that were not used for their time to live, a bounded number per call."""
         await self._write("sweep", "", SWEEP_BATCH)
 
     async def _about(
@@ -313,7 +316,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _reading(self, key: str) -> AsyncIterator[None]:
-        """Treat a record that is not as it was stored as not stored."""
+        """Raise NotStored in the block for a record that is not as it was stored."""
         try:
             yield
         except BadRecord as error:
@@ -323,7 +326,7 @@ class RedisStore:
             raise NotStored(key) from None
 
     async def _write(self, what: str, key: str, *values: str | bytes | int) -> None:
-        """Change a record. Raises ApiError if Redis does not say that it was done."""
+        """Change a record. Raises ApiError if Redis does not confirm the change."""
         try:
             await self._run(what, key, *values)
         except BadRecord:

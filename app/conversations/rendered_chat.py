@@ -1,4 +1,4 @@
-"""Holds a chat request and the text that the template makes of it."""
+"""Defines a chat request together with the text that the template makes of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ class RenderedChat:
     max_newest_tokens: int | None = None  # the most that its last message may have
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
-        """Render other messages in the same way. Raises TemplateError."""
+        """Render other messages with the same tools and arguments. Raises TemplateError."""
         return self.tokenizer.render(
             messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
         )
 
     def around(self, turn: int) -> tuple[str, str] | None:
-        """Return the text before and after what messages[turn] says, found by rendering the placeholder in its place.
-        None if the template does not show it exactly once."""
+        """Return the text before and after the content of messages[turn], found by rendering a placeholder in its
+        place. None if the template does not show it exactly once."""
         others = {name: value for name, value in self.messages[turn].items() if name not in _GENERATED}
         marked = {**others, "content": self.placeholder}
         try:
@@ -65,7 +65,7 @@ class RenderedChat:
         return content if isinstance(content, str) else ""
 
     def says_more_than_content(self, turn: int) -> bool:
-        """Whether messages[turn] has calls or reasoning beside its content."""
+        """Return whether messages[turn] has calls or reasoning beside its content."""
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def tail(self, turn: int) -> bytes:
@@ -74,7 +74,7 @@ class RenderedChat:
 
     @property
     def answered(self) -> bytes:
-        """The chain of the messages before the last answer in the chat; empty if there is none."""
+        """The digest of the messages before the last answer in the chat; empty if there is none."""
         turns = (turn for turn, message in enumerate(self.messages) if message.get("role") == "assistant")
         last = max(turns, default=0)
         return self.chain[last] if last else b""

@@ -1,4 +1,4 @@
-"""Keeps responses and conversations that clients come back to, in one bounded SQLite file, apart for each tenant."""
+"""Stores responses and conversations that clients return to in one bounded SQLite file, separately for each tenant."""
 
 import asyncio
 import contextlib
@@ -44,11 +44,11 @@ _decode = msgspec.json.decode
 
 
 class NotStored(Exception):
-    """It is not there, or another tenant's."""
+    """The record does not exist, or belongs to another tenant."""
 
 
 class TooLong(Exception):
-    """More items than one conversation may have."""
+    """The conversation would have more items than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class StoredConversation:
 
 
 class ResponseStore:
-    """Used from the event loop; one thread does the work. If there is no room, the tenant that holds the most loses
-    what it used longest ago, so nobody can push out what others keep by keeping more. Raises NotStored and TooLong. In
-    a database that fails nothing is found."""
+    """A store of responses and conversations, used from the event loop; one thread does the work. If there is no room,
+    the tenant that stores the most loses what it used longest ago, so that no tenant can displace the records of others
+    by storing more. Raises NotStored and TooLong. While the database fails nothing is found."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float) -> None:
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
@@ -91,7 +91,8 @@ class ResponseStore:
         return body
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Return the items of the response itself and of all it goes on from, oldest first, without its own output."""
+        """Return the input items of a response and of all responses it continues, oldest first, without its own
+        output."""
 
         def read() -> list[Item]:
             _, items, previous = self._response(tenant, response_id)
@@ -100,7 +101,7 @@ class ResponseStore:
         return await self._run(read)
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
-        """Return all that was said up to and with a response, oldest first."""
+        """Return everything that was said up to and including a response, oldest first."""
         return await self._run(lambda: self._history(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
@@ -137,7 +138,7 @@ class ResponseStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Store a conversation. Its items have ids."""
+        """Store a new conversation. items: with ids."""
 
         def write() -> StoredConversation:
             now = time.time()
@@ -219,7 +220,7 @@ class ResponseStore:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Delete what was not used for its time to live, a bounded number per call."""
+        """Delete records that were not used for their time to live, a bounded number per call."""
         await self._run(lambda: self._remove_oldest(SWEEP_BATCH, before=time.time() - self._ttl_s))
 
     def _make_room(self) -> None:
@@ -263,7 +264,7 @@ class ResponseStore:
         self._db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
 
     async def _delete(self, work: Callable[[], T]) -> T:
-        """Like `_run`, but leaves nothing of what was deleted in the files."""
+        """Run `work` on the thread as `_run` does, and leave nothing of the deleted data in the files."""
         result = await self._run(work)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.scrub)
         return result

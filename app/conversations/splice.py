@@ -19,7 +19,7 @@ MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """A cut of the request's text: first that of the stored ids that are kept, then `rest`."""
+    """A division of the request's text into a first part, whose stored ids are used, and `rest`, which is tokenized."""
 
     kept_tokens: int  # number of the answer's tokens that are kept
     rest: str
@@ -27,7 +27,7 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recorded answer to the first `turn` messages of the chat; messages[turn] may be that answer."""
+    """A recorded answer to the first `turn` messages of the chat. messages[turn] may be that answer."""
 
     turn: int
     answer: RecordedAnswer
@@ -37,7 +37,7 @@ class Candidate:
 
 
 def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep all of an answer that stands after its prompt as it was generated."""
+    """Keep a whole answer that follows its prompt in the chat's text exactly as it was generated."""
     answer, start = candidate.answer, candidate.answer.prompt_chars
     if not (candidate.has_same_prompt and chat.text.startswith(answer.text, start)):
         return None
@@ -45,7 +45,8 @@ def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep an answer as far as it says the same as what the client sent back, which stands after the prompt."""
+    """Keep the part of an answer that equals what the client sent back, where that follows the answer's prompt in the
+    text."""
     answer, start, content = candidate.answer, candidate.answer.prompt_chars, chat.content(candidate.turn)
     if not (candidate.has_same_prompt and content and chat.text.startswith(content, start)):
         return None
@@ -53,8 +54,8 @@ def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep an answer that the template renders in another way than it was generated. A placeholder shows where it
-    stands."""
+    """Keep an answer that the template now renders differently from how it was generated. A placeholder shows its place
+    in the text."""
     answer, turn, text = candidate.answer, candidate.turn, chat.text
     if not candidate.is_exact and chat.says_more_than_content(turn):
         return None
@@ -86,8 +87,8 @@ def prompt_alone(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def shifted(chat: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
-    """Keep all of an answer, messages[turn], before which the client has dropped messages, wherever it stands in the
-    text. The caller has to compare what stands before it."""
+    """Keep the whole answer messages[turn], before which the client has dropped messages, wherever it stands in the
+    text. The caller has to compare the text before it."""
     around = chat.around(turn)
     if around is None or not chat.text.endswith(around[1]):
         return None
@@ -106,8 +107,8 @@ def splice_of(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def _is_prompt_of(chat: RenderedChat, turn: int, answer: RecordedAnswer, head: str) -> bool:
-    """Whether the answer was generated from the first `turn` messages, and they are rendered as `head` now. A prompt
-    may end in more than the template puts before an answer: an opened or an empty thinking block."""
+    """Return whether the answer was generated from the first `turn` messages, and they are rendered as `head` now. A
+    prompt may end in more than the template puts before an answer: an opened or an empty thinking block."""
     try:
         prompt = chat.render(chat.messages[:turn])
     except TemplateError:
@@ -116,7 +117,8 @@ def _is_prompt_of(chat: RenderedChat, turn: int, answer: RecordedAnswer, head: s
 
 
 def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str, tail: str) -> Splice:
-    """Keep the answer's whole tokens within its first `limit` characters, which begin `shown`."""
+    """Keep the whole tokens within the first `limit` characters of the answer. shown: the text that begins with these
+    characters. tail: the text after `shown`."""
     ids, ends = answer.token_ids, answer.ends
     if limit == len(answer.text) and (not ends or ends[-1] <= limit):
         tokens = len(ids)

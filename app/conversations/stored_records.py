@@ -1,4 +1,5 @@
-"""Reads records of responses and conversations that another program keeps. Checks all of a record before its use."""
+"""Decodes stored records of responses and conversations, which another program may have changed. Checks all of a record
+before its use."""
 
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ T = TypeVar("T")
 
 
 class BadRecord(Exception):
-    """The record is not what was stored, or not under this name."""
+    """The record is not what was stored, or is stored under another name."""
 
 
 class _Part(msgspec.Struct):
@@ -77,12 +78,12 @@ def item_of(data: object) -> Item:
 
 
 def conversation_of(created: object, metadata: object, conversation_id: str) -> StoredConversation:
-    """Return a conversation made of its fields. Raises BadRecord."""
+    """Return a conversation made from the stored fields. Raises BadRecord."""
     return StoredConversation(conversation_id, _decode(created, int), _decode(metadata, dict[str, str]))
 
 
 def text_of(data: object) -> str:
-    """Return a name. Raises BadRecord."""
+    """Return a stored name as text. Raises BadRecord."""
     if not isinstance(data, bytes):
         raise BadRecord("a part of it is missing")
     try:

@@ -1,4 +1,4 @@
-"""Runs the transcripts on threads of their own: a long prompt or a busy disk must not hold up other streams."""
+"""Runs the transcripts on threads of their own, because a long prompt or a busy disk must not delay other streams."""
 
 import asyncio
 import logging
@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class TextThread:
-    """Calls `reprise.app.conversations.transcripts.Transcripts` for the event loop, first in, first out: a prompt finds
-    what was recorded before it was prepared. Admission bounds how many prompts wait.
+    """A caller of `reprise.app.conversations.transcripts.Transcripts` for the event loop, first in, first out: a prompt
+    finds what was recorded before it was prepared. Admission bounds how many prompts wait.
 
     Long prompts go through a second thread, one of each tenant at a time. So no short prompt waits for a long one, and
-    no tenant's long one for all of another's."""
+    no tenant's long prompt waits for all of another tenant's.
+    """
 
     def __init__(self, transcripts: Transcripts) -> None:
         self._transcripts = transcripts
@@ -35,7 +36,7 @@ class TextThread:
         )  # locks of tenants with long prompts
 
     async def prepare(self, *, tenant: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
-        """Call `Transcripts.prepare`, unless this is cancelled while it waits."""
+        """Call `Transcripts.prepare`, unless this call is cancelled while it waits."""
         loop = asyncio.get_running_loop()
         call = partial(self._transcripts.prepare, tenant=tenant, messages=messages, **fields)
         if sum(len(value) for message in messages for value in message.values() if isinstance(value, str)) < LONG_CHARS:
@@ -54,12 +55,12 @@ class TextThread:
         self._executor.submit(call).add_done_callback(_log_failure)
 
     async def forget(self, session_id: str, *, tenant: str) -> int:
-        """Call `Transcripts.forget` after all that was recorded before."""
+        """Call `Transcripts.forget` after everything that was recorded before."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Call `Transcripts.export` after all that was recorded before."""
+        """Call `Transcripts.export` after everything that was recorded before."""
         call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
@@ -82,14 +83,14 @@ class TextThread:
             self.sweep(time.time())
 
     async def close(self) -> None:
-        """Write all that was recorded, then close."""
+        """Write everything that was recorded, then close."""
         await asyncio.to_thread(self._long_executor.shutdown, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.close)
         self._executor.shutdown(wait=False)
 
 
 def _nothing() -> None:
-    """Do nothing. When this has run, all that was submitted before it has, too."""
+    """Do nothing. When this has run on the thread, everything submitted before has run too."""
 
 
 def _log_failure(future: "Future[Any]") -> None:

@@ -60,8 +60,8 @@ def encode_row(row: TranscriptRow) -> bytes:
 
 
 def readable(rows: Mapping[bytes, bytes]) -> list[TranscriptRow]:
-    """Return the rows that are what their digests say and whose bases are among them, each after its base. Others are
-    left out: what they hold is tokenized anew."""
+    """Return the rows that match their digests and whose bases are among them, each after its base. The others are left
+    out; what they contain is tokenized anew."""
     found: dict[bytes, TranscriptRow] = {}
     for mark, data in rows.items():
         try:

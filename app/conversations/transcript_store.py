@@ -95,7 +95,7 @@ DELETE FROM prompts WHERE session = ? AND NOT EXISTS (SELECT 1 FROM answers WHER
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All ids up to the end of a recorded answer, and the starts of its prompt."""
+    """All token ids up to the end of a recorded answer, and the indices at which its prompt's messages begin."""
 
     ids: "array[int]"
     starts: "array[int]"
@@ -104,7 +104,7 @@ class History:
 @dataclass(frozen=True, slots=True)
 class NewAnswer:
     chain: bytes  # digest of the prompt's chain and the answer
-    bare: bytes  # the same for a client that sends the answer back without its reasoning
+    bare: bytes  # digest of the chain when a client sends the answer back without its reasoning
     tail: bytes  # digest of the scope, the message before and the answer without its reasoning
     token_ids: "array[int]"
     text: str  # what the client saw
@@ -132,7 +132,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
-    """Return `default()` if the database fails: that costs a request its reuse, never the request."""
+    """Return a decorator that makes a method return `default()` if the database fails: that costs a request its reuse,
+    never the request."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -149,11 +150,11 @@ def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
 
 
 class TranscriptStore:
-    """Used from one thread at a time. No method raises because of the database: what that cannot do is logged, and the
-    answer is that nothing is there."""
+    """A store of recorded answers, used from one thread at a time. No method raises because of the database: the
+    failure is logged, and nothing is found."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
-        """max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
+        """Open the store. max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
         self._max_bytes = max_bytes
         self._max_answers = max_answers_per_prompt
@@ -162,7 +163,7 @@ class TranscriptStore:
 
     @_forgiving(set)
     def known_prompts(self, chains: list[bytes]) -> set[bytes]:
-        """Return those chains under which something is recorded. One query, since most histories are unknown to us."""
+        """Return the chains under which something is recorded. Asks in one query, since most histories are unknown."""
         marks = ", ".join("?" * len(chains))
         return {
             row[0] for row in self._db.execute(f"SELECT DISTINCT chain FROM prompts WHERE chain IN ({marks})", chains)
@@ -175,18 +176,19 @@ class TranscriptStore:
 
     @_forgiving(list)
     def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return answers to the prompt with the chain `before`, in the same order."""
+        """Return answers to the prompt with the chain `before`: those of the session first, then the newest first."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(list)
     def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return answers that end any conversation of the scope in these two messages, in the same order."""
+        """Return answers that end any conversation of the scope with the same last prompt message and answer, digested
+        as `tail`: those of the session first, then the newest first."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
     @_forgiving(lambda: None)
     def history(self, answer_id: int) -> History | None:
-        """Return the token ids of an answer and all before it. None when it is gone or a row is damaged; then its
-        session is dropped."""
+        """Return the token ids of an answer and everything before it. None if it is gone or a row is damaged; its
+        session is then deleted."""
         parts: list[tuple[array[int], array[int]]] = []
         current: int | None = answer_id
         take: int | None = None  # how many of the leading ids of `current` are wanted; None: all
@@ -232,8 +234,8 @@ class TranscriptStore:
         self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Return the rows of a session's answers recorded after the one with the id `after`, the newest `most`. tenant:
-        with the salt, if there is one."""
+        """Return the rows of a session's answers recorded after the one with the id `after`, at most the newest `most`.
+        tenant: with the salt, if there is one."""
         return self._export(tenant, session_id, after, most) or Exported({}, after)
 
     @_forgiving(lambda: None)
@@ -254,7 +256,7 @@ class TranscriptStore:
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
         """Record what other servers have exported of a session. Rows that are damaged, or whose base is missing, are
         left out. after: id of the newest answer that was exported from here. Returns the id from which to export next,
-        so that what was recorded here and is not among these rows is exported too."""
+        so that answers recorded here that are not among these rows are exported too."""
         return self._adopt(tenant, session_id, rows, now, after) or after
 
     @_forgiving(lambda: None)
@@ -285,7 +287,7 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def extend(self, session_id: str, *, tenant: str, extra_s: float) -> None:
-        """Keep a session so many seconds longer than others after its last use; shorter if negative."""
+        """Keep a session `extra_s` seconds longer than others after its last use; shorter if negative."""
         self._db.execute(
             f"UPDATE sessions SET extra = :extra WHERE {_OF_TENANT}",
             {"name": session_id, "tenant": tenant, "extra": extra_s},
@@ -299,7 +301,7 @@ class TranscriptStore:
 
     @_forgiving(int)
     def forget(self, session_id: str, *, tenant: str | None) -> int:
-        """Delete the sessions of this name, of one tenant and its salts, or of all tenants. Returns how many."""
+        """Delete the sessions with this name, of one tenant and its salts, or of all tenants. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
                 f"SELECT id FROM sessions WHERE {_OF_TENANT}",
@@ -313,7 +315,7 @@ class TranscriptStore:
 
     @_forgiving(int)
     def sweep(self, *, before: float) -> int:
-        """Remove sessions last used before then, at most SWEEP_BATCH of them. Returns how many."""
+        """Delete sessions last used before the time `before`, at most SWEEP_BATCH of them. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
                 "SELECT id FROM sessions WHERE used + extra < ? LIMIT ?", (before, SWEEP_BATCH)
@@ -358,7 +360,7 @@ class TranscriptStore:
         return rows[0][0]
 
     def _add_prompt(self, session: int, prompt: PreparedPrompt) -> tuple[int, bytes]:
-        """Add a prompt, unless it is there. Returns the id of its row and its digest."""
+        """Add a prompt, unless it is stored already. Returns the id of its row and its digest."""
         base = prompt.base
         # A base of another session would be deleted with that session, and a deleted base is of no use.
         if (
@@ -415,7 +417,8 @@ class TranscriptStore:
             self._db.execute(_REMOVE_UNANSWERED, (session,))
 
     def _make_room(self) -> None:
-        """Delete the sessions used longest ago; the one just written too, if it alone is too large."""
+        """Delete the sessions used longest ago until the database fits; even the one just written, if it alone is too
+        large."""
         while self._db.used_bytes() > self._max_bytes:
             row = self._db.execute("SELECT id FROM sessions ORDER BY used + extra, id LIMIT 1").fetchone()
             if row is None:
@@ -456,8 +459,8 @@ def _encoded(text: str) -> bytes:
 
 
 def _is_intact(link: tuple[Any, ...]) -> bool:
-    """Whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact rows is
-    the chain that was written."""
+    """Return whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact
+    rows is the chain that was written."""
     *answer, answer_mark, chain, base_tokens, ids, starts, chars, text_digest, prompt_mark, base, base_mark = link
     prompt = (chain, base_tokens, ids, starts, chars, text_digest, base_mark or b"")
     return (

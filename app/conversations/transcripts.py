@@ -44,8 +44,8 @@ _FOR_EVER_S = 1e12
 
 
 class Transcripts:
-    """Knows all tenants' conversations. Calls are synchronous and take a few milliseconds at most, except for the text
-    that `prepare` must tokenize. Other threads' calls go on meanwhile; else calls wait for each other.
+    """A store of all tenants' conversations. Calls are synchronous and take a few milliseconds at most, except for the
+    text that `prepare` must tokenize. While it does, other threads may call; otherwise calls wait for each other.
 
     `now` is in seconds since the epoch, since sessions outlive the process.
     """
@@ -75,9 +75,8 @@ class Transcripts:
         max_tokens: int | None = None,
         max_newest_tokens: int | None = None,
     ) -> PreparedPrompt:
-        """Return the ids of a chat request, and its session: the one given, that of the answer it goes on from, or a
-        new one. With `client_shift` it may also go on from a conversation whose earliest messages the client has
-        dropped.
+        """Return the token ids of a chat request, and its session: the one given, that of the answer it continues, or a
+        new one. With `client_shift` it may also continue a conversation whose earliest messages the client has dropped.
 
         Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
         Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens`, or with more than
@@ -123,8 +122,9 @@ class Transcripts:
         text_ends: Sequence[int],
         now: float,
     ) -> None:
-        """Remember an answer: `answer` is the message as the client will send it back, `text` what `token_ids` said; it
-        may end before they do, where a stop string cut it. `text_ends` has an entry per token."""
+        """Record an answer. answer: the message as the client will send it back. text: what `token_ids` decode to,
+        which a stop string may have shortened. text_ends: for each token, the number of characters complete after it.
+        """
         bare = without_reasoning(answer)
         new = NewAnswer(
             chain=link(prompt.chain, answer),
@@ -145,7 +145,7 @@ class Transcripts:
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
-        all tenants if None. Other sessions that went on from it have copies. Returns the number of sessions."""
+        all tenants if None. Sessions that continue it have copies. Returns the number of sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
 
@@ -156,8 +156,8 @@ class Transcripts:
             return self._store.export(session_id, tenant=tenant, after=after, most=most)
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """Record what other servers have exported. after: id of the newest answer that was exported from here. Returns
-        the id from which to export next."""
+        """Record what other servers have exported of a session. after: id of the newest answer that was exported from
+        here. Returns the id from which to export next."""
         with self._lock:
             return self._store.adopt(session_id, rows, tenant=tenant, now=now, after=after)
 
@@ -180,7 +180,7 @@ class Transcripts:
             self._store.close()
 
     def _chain(self, scope: bytes, messages: list[Message]) -> list[bytes]:
-        """Return [messages + 1] digests: of the scope and the first n messages."""
+        """Return [messages + 1] digests, the nth of the scope and the first n messages."""
         turn = next((n for n in range(len(messages) - 1, 0, -1) if messages[n].get("role") == "assistant"), 0)
         known = self._known_chains.take(scope, messages, turn)
         chain = [scope] if known is None else known[:]
@@ -195,7 +195,7 @@ class Transcripts:
         return self._bounds.find(chat.text, chat.messages, first=draft.first, render=chat.render, template=template)
 
     def _drafts(self, chat: RenderedChat, *, since: float, client_shift: bool) -> Iterator[Draft]:
-        """Yield the ways to make the chat's prompt, best first. The last one, the whole text, always succeeds."""
+        """Yield ways to make the chat's prompt, best first. The last one, the whole text, always succeeds."""
         nearest: tuple[RecordedAnswer, array[int]] | None = None
         goes_on: str | None = None
         for candidate in self._candidates(chat, since=since):
@@ -231,7 +231,8 @@ class Transcripts:
         )
 
     def _shifted(self, chat: RenderedChat, *, since: float) -> Iterator[ShiftedOn]:
-        """Yield drafts of leading system messages, the last whole messages of a recorded conversation, and new ones.
+        """Yield drafts that consist of leading system messages, the last whole messages of a recorded conversation, and
+        new ones.
 
         The answer before the new messages finds the conversation; the number of messages tells what was dropped.
         """
@@ -274,7 +275,7 @@ class Transcripts:
         yield from (turn for turn in turns[1:] if chat.chain[turn] in known)
 
     def _candidates(self, chat: RenderedChat, *, since: float) -> Iterator[Candidate]:
-        """Yield recorded answers that the chat may go on from, the deepest first, one per turn."""
+        """Yield recorded answers that the chat may continue, the latest first, one per turn."""
         attempts = 0
         for turn in self._known_turns(chat):
             content = chat.content(turn)

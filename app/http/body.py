@@ -20,13 +20,13 @@ MAX_LEVELS = 64  # deepest nesting of a body
 MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema in a body
 MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 128
 MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
-"""Field -> the largest number it may be."""
+"""Maps a field to the largest number allowed in it."""
 MAX_ITEMS = {
     **dict.fromkeys(("messages", "input", "items"), _MAX_MESSAGES),
     **dict.fromkeys(("stop", "stop_sequences"), _MAX_STOPS),
     "tools": _MAX_TOOLS,
 }
-"""Field -> the most items that it may have."""
+"""Maps a field to the largest number of items allowed in it."""
 
 
 class RequestModel(Protocol):
@@ -46,7 +46,7 @@ async def parse_body(request: Request, model: type[T], limits: LimitSettings) ->
 
 
 def parse_data(data: bytes, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return what `parse_body` does of a body that has been read. Raises ApiError."""
+    """Return the parsed request and the headers of its answer, from a body that has been read. Raises ApiError."""
     body = parse_json(data)
     check_body(body)
     try:
@@ -58,7 +58,7 @@ def parse_data(data: bytes, model: type[T]) -> tuple[T, dict[str, str]]:
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Read a body that says it is JSON. Raises ApiError or ClientGone."""
+    """Read a body whose content type is JSON. Raises ApiError or ClientGone."""
     # Web pages may send other content types to a loopback port without permission, but not JSON.
     if not _JSON_TYPE.match(request.headers.get("content-type", "")):
         raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
@@ -90,7 +90,8 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """Raises ApiError for anything but a JSON object: bad UTF-8, lone surrogates, NaN, or more than 200 levels."""
+    """Return the JSON object in `data`. Raises ApiError for anything else: bad UTF-8, lone surrogates, NaN, or more
+    than 200 levels."""
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -101,8 +102,8 @@ def parse_json(data: bytes) -> dict[str, object]:
 
 
 def check_body(body: dict[str, object]) -> None:
-    """Check what the types and ranges of a schema cannot, before anything is built from the body. Raises ApiError 400.
-    Wrong types are left to the schema."""
+    """Check limits that a schema's types and ranges cannot express, before anything is built from the body. Raises
+    ApiError 400. Leaves wrong types to the schema."""
     if _is_deeper(body, MAX_LEVELS):
         raise invalid(f"The body has more than {MAX_LEVELS} levels.", code="invalid_json")
     for name, most in MAX_NUMBERS.items():
@@ -147,7 +148,7 @@ def _at(value: object, *path: str) -> object:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
+    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
     layer = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         if not layer:

@@ -16,7 +16,7 @@ KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle
 
 
 class BoundedServer(uvicorn.Server):
-    """Serves an ASGI application where the settings say."""
+    """A server of an ASGI application, at the address that the settings give."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         config = uvicorn.Config(
@@ -50,6 +50,6 @@ class BoundedServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """The address that it listens on, once `startup` has returned."""
+        """The address on which the server listens, once `startup` has returned."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -17,8 +17,8 @@ class BoundedConnection(H11Protocol):
     """uvicorn's connection with the time limits it lacks. Runs on the event loop, like all protocols."""
 
     def __init__(self, *, most: int, header_timeout_s: float, **uvicorns: Any) -> None:
-        """most: connections allowed at once, including this one. header_timeout_s: how long a request's headers may
-        take."""
+        """Set up. most: connections allowed at once, including this one. header_timeout_s: how long a request's headers
+        may take."""
         super().__init__(**uvicorns)
         self._most = most
         self._header_timeout_s = header_timeout_s
@@ -109,7 +109,7 @@ def raise_file_limit(connections: int) -> None:
 
 
 def _is_among_the_last(descriptor: int) -> bool:
-    """Whether nearly all files that the process may open are in use. A new file gets the lowest free number. When none
-    is left, a connection cannot even be accepted in order to be refused."""
+    """Return whether nearly all files that the process may open are in use. A new file gets the lowest free number.
+    When none is left, a connection cannot even be accepted in order to be refused."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit != resource.RLIM_INFINITY and descriptor >= limit - min(SPARE_FILES, limit // 4)

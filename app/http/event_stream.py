@@ -67,7 +67,7 @@ async def send_within(send: Send, data: bytes) -> None:
 
 
 class EventStream(Response):
-    """Streams a generation as events.
+    """A response that streams a generation as events.
 
     An error before the first token is answered like any other error; a later one becomes the stream's last event. A
     slow client slows only itself: `send` waits, and the engine's outputs are merged meanwhile.

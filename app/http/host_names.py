@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 
 def is_ours(host_header: str, names: Collection[str]) -> bool:
-    """Whether a Host header names this server. host_header: `name`, `name:port` or `[address]:port`, or empty if the
-    client sent none, which no browser does. Accepted are addresses, names without a dot, names below `localhost`, and
-    `names` (lower case)."""
+    """Return whether a Host header names this server. host_header: `name`, `name:port` or `[address]:port`, or empty if
+    the client sent none, which no browser does. Accepted are addresses, names without a dot, names below `localhost`,
+    and `names` (lower case)."""
     name = _name(host_header).lower().removesuffix(".")
     return "." not in name or name in names or name.endswith(".localhost") or _is_address(name)
 

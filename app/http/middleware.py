@@ -76,17 +76,18 @@ class RequestContext:
 
 
 def _two_lengths() -> ApiError:
-    """Refuse a request with both lengths. A proxy may use the other one, and would then take part of the body for
-    another client's next request."""
+    """Return the error for a request with both lengths. A proxy may use the other one, and would then take part of the
+    body for another client's next request."""
     message = "A request has either Content-Length or Transfer-Encoding."
     return ApiError(400, message, code="invalid_request", headers={"connection": "close"})
 
 
 class Authentication:
-    """Requires a key for every path except health and the page, also for unknown paths. Sets the tenant."""
+    """A layer that requires a key for every path except health and the page, also for unknown paths. Sets the
+    tenant."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring, hostnames: Collection[str]) -> None:
-        """hostnames: further host names accepted by a server without keys."""
+        """Set up. hostnames: further host names accepted by a server without keys."""
         self._app = app
         self._keyring = keyring
         self._hostnames = {name.lower() for name in hostnames}

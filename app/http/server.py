@@ -25,8 +25,8 @@ def log_failure(problem: str) -> None:
 
 
 class HttpServer(BoundedServer):
-    """Serves the app. When `run` has returned, `failure` says why a model could not be served, and `force_exit` whether
-    a third signal cut the answers off."""
+    """A server for the app. When `run` has returned, `failure` says why a model could not be served, and `force_exit`
+    whether a third signal cut the answers off."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class HttpServer(BoundedServer):
         on_ready: Callable[[ModelInfo, str], None],
         on_failure: Callable[[str], None] = log_failure,
     ) -> None:
-        """One of the two callbacks is called, as soon as it is known whether the model can be served."""
+        """Set up. As soon as it is known whether the model can be served, one of the two callbacks is called."""
         super().__init__(app, settings)
         self.failure: str | None = None
         self._service: TurnService = app.state.service

@@ -1,4 +1,4 @@
-"""One log record per answer: whose it was, what it cost, where its prompt's KV came from. Never what it says."""
+"""Writes one log record per answer: its tenant, its costs, and where its prompt's KV came from. Never its text."""
 
 import logging
 import time

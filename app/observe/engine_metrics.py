@@ -1,4 +1,4 @@
-"""Metrics out of the engine's heartbeat, as Prometheus reads them."""
+"""Makes Prometheus metrics from the engine's heartbeat."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -27,13 +27,14 @@ LOWER_TIERS = ("dram", "disk")
 
 
 class EngineCollector(Collector):
-    """The engine's last heartbeat. Its totals begin anew with every engine process, as Prometheus counters may."""
+    """A collector of the engine's last heartbeat. Its totals start anew with every engine process, which Prometheus
+    counters may do."""
 
     def __init__(self, *, engine: "EnginePort") -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected at registration."""
+        """Yield nothing, so that nothing is collected at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

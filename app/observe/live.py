@@ -1,8 +1,8 @@
 """Streams what the page shows while it is open: the engine's state once a second while it changes, and every answer's
 first token.
 
-A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
-for those whom `reprise.app.tenancy.keyring.Keyring.is_admin` lets in.
+A tenant sees its own conversations and requests. Shared data (tiers, the whole queue, all tenants' answers) is only for
+tenants that `reprise.app.tenancy.keyring.Keyring.is_admin` accepts.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 
 
 class Live(TurnObserver):
-    """One per app, on its event loop. `places` is how many may watch at once."""
+    """A source of live views. One per app, on its event loop. places: how many pages may watch at once."""
 
     def __init__(self, *, engine: EnginePort, places: int) -> None:
         self.replica = ""  # the name of this server in its fleet
@@ -48,7 +48,7 @@ class Live(TurnObserver):
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
-        """Return the stream of one watcher, which closes it. Raises ApiError 429 when too many watch."""
+        """Return the stream of one watcher, which the caller closes. Raises ApiError 429 when too many watch."""
         held = Counter(watcher.tenant for watcher in self._watchers)
         if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
             raise too_many_watchers(retry_after_s=10)
@@ -83,15 +83,16 @@ class Live(TurnObserver):
         return len(self._watchers)
 
     async def state(self, watcher: "Watcher") -> dict[str, Any]:
-        """Return what a watcher may see, as of the engine's last heartbeat."""
+        """Return the data that a watcher may see, as of the engine's last heartbeat."""
         sessions = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
         more = {"at": round(time.time(), 3), "replica": self.replica, "sessions": [_session(info) for info in sessions]}
         return shown | more
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
-        """Asked at most once a period, however many pages of a tenant are open, and hardly ever while nothing happens.
-        While the engine is away: as they were."""
+        """Return the sessions that a tenant used last. Asks the engine at most once a period, however many pages of the
+        tenant are open, and hardly ever while nothing happens. While the engine takes no requests, returns the last
+        answer."""
         latest = self._latest_sessions.setdefault(tenant, _LatestSessions())
         now, activity = time.monotonic(), _activity(self._engine.stats)
         age_s = now - latest.asked_s
@@ -110,7 +111,7 @@ class Live(TurnObserver):
 
 @dataclass(slots=True)
 class _LatestSessions:
-    """The sessions that a tenant used last, as they were when the engine stood at `activity`."""
+    """The sessions that a tenant used last, as they were when `_activity` returned `activity`."""
 
     sessions: list[SessionInfo] = field(default_factory=list)
     asked_s: float = -math.inf  # monotonic
@@ -118,7 +119,7 @@ class _LatestSessions:
 
 
 def _activity(stats: Stats | None) -> tuple[object, ...] | None:
-    """Another one when blocks have moved, or sessions have come and gone."""
+    """Return a value that changes when blocks have moved, or sessions were added or deleted."""
     if stats is None:
         return None
     counts = (stats.steps, stats.sessions, stats.in_flight, stats.hbm_pages_free, stats.hbm_pages_cached)
@@ -126,7 +127,7 @@ def _activity(stats: Stats | None) -> tuple[object, ...] | None:
 
 
 class Watcher:
-    """One open page. What it was not told yet is bounded: the newest win."""
+    """One open page. The number of events that wait to be sent is bounded: the newest are kept."""
 
     def __init__(self, tenant: str, *, sees_all: bool, on_close: "Callable[[Watcher], None]") -> None:
         self.tenant = tenant
@@ -146,7 +147,7 @@ class Watcher:
         return turns
 
     async def wait(self, timeout_s: float) -> None:
-        """For answers to begin, or until the time is over."""
+        """Wait for answers to begin, at most for `timeout_s`."""
         # Not wait_for: that of Python 3.11 forgets a cancellation that comes together with the news, and who left would
         # be told for ever.
         with contextlib.suppress(TimeoutError):
@@ -161,8 +162,8 @@ class Watcher:
 async def events(
     live: Live, watcher: Watcher, *, is_open: Callable[[], bool]
 ) -> AsyncGenerator[tuple[str, object], None]:
-    """(name, data): `turns` with what has begun since, `state` once a period while there is anything new in it. Ends
-    when `is_open()` is false."""
+    """Yield (name, data): `turns` with the answers that have begun since, and `state` once a period while there is
+    anything new in it. Ends when `is_open()` is false."""
     due_s = time.monotonic()
     sent: dict[str, Any] = {}
     sent_s = changed_s = -math.inf
@@ -182,7 +183,7 @@ async def events(
 
 
 def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, Any]:
-    """The part of the engine's heartbeat that a tenant may see."""
+    """Return the part of the engine's heartbeat that a tenant may see."""
     stats, model = engine.stats, engine.model
     shown: dict[str, Any] = {
         "engine": str(engine.state),
@@ -206,7 +207,7 @@ def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, An
 
 
 def _codec(stats: Stats, model: ModelInfo) -> dict[str, Any] | None:
-    """Return what is known of the codec of KV in use; None if KV comes back as it was."""
+    """Return the state of the KV codec in use; None if KV is stored without loss."""
     if not model.lossy_codec and not stats.codec_condemned:
         return None
     checks = stats.codec_checks
@@ -219,7 +220,7 @@ def _codec(stats: Stats, model: ModelInfo) -> dict[str, Any] | None:
 
 
 def tiers_of(stats: Stats, model: ModelInfo) -> dict[str, dict[str, int]]:
-    """tier -> bytes in use and at most."""
+    """Return tier -> its bytes in use and its capacity in bytes."""
     page_bytes = model.page_size * model.hbm_bytes_per_token
     hbm = {
         "used_bytes": (stats.hbm_pages_total - stats.hbm_pages_free) * page_bytes,

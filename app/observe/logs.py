@@ -1,5 +1,5 @@
-"""Logs: lines for people, or a JSON object a line for machines. Both name the request they belong to; neither ever
-holds a prompt or an answer.
+"""Formats logs: lines for people, or one JSON object per line for machines. Both name the request they belong to;
+neither ever contains a prompt or an answer.
 
 A record's `extra={"fields": {...}}` become fields of the object, and `name=value` after the message of a line.
 """
@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31 12:00:00,000 INFO app.service: message name=value [req_...]"""
+    """A formatter of lines such as: 2026-01-31 12:00:00,000 INFO app.service: message name=value [req_...]"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -38,7 +38,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """{"time", "level", "logger", "message", "process": "app"}, and `request_id`, fields and `exception` if any."""
+    """A formatter of objects with "time", "level", "logger", "message", "process": "app", and if any `request_id`,
+    fields and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -62,7 +63,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class EngineOutput:
-    """Write the engine process's output line by line as JSON: its log lines taken apart, all else as a message."""
+    """A writer of the engine process's output, line by line as JSON: parsed log lines, and anything else as a
+    message."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -88,7 +90,7 @@ class EngineOutput:
 
 
 def configure(log_format: str, stream: TextIO = sys.stderr) -> None:
-    """For the whole process, instead of what was configured before."""
+    """Set up logging for the whole process, replacing what was configured before."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -78,7 +78,7 @@ class Metrics(TurnObserver):
         self._registry.register(EngineCollector(engine=engine))
 
     def add(self, collector: Collector) -> None:
-        """Tell of what it collects too."""
+        """Register a collector, whose metrics `render` then includes."""
         self._registry.register(collector)
 
     def request_done(self, scope: Scope, status: int) -> None:
@@ -86,7 +86,7 @@ class Metrics(TurnObserver):
         self.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
-        """An answer has begun; it paid for what its report says."""
+        """Observe the time to an answer's first token, and count where its prompt's KV came from."""
         assert answer.first_token_s is not None
         ttft_s = answer.first_token_s - turn.arrived_s
         self.ttft.observe(ttft_s)
@@ -129,7 +129,7 @@ class Metrics(TurnObserver):
             self.tpot.observe((answer.last_token_s - answer.first_token_s) / (len(answer.token_ids) - 1))
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -137,13 +137,13 @@ class Metrics(TurnObserver):
 
 
 class RedisCollector(Collector):
-    """The Redis that keeps responses, as its breaker knows it."""
+    """A collector of the state of the Redis that stores responses, as its circuit breaker knows it."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected at registration."""
+        """Yield nothing, so that nothing is collected at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

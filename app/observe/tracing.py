@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, where they are wanted: one span per answer, and below it its time in the queue, waiting for KV,
-in prefill and in decode. No text in them.
+"""Sends OpenTelemetry traces, if they are configured: one span per answer, and below it its time in the queue, waiting
+for KV, in prefill and in decode. They contain no text.
 
-Spans are made when an answer is over, out of the engine's own timings: a request pays nothing while it runs.
+Spans are made when an answer has ended, from the engine's own timings: a request pays nothing while it runs.
 """
 
 import logging
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class TracingUnavailable(Exception):
-    """Traces are asked for and OpenTelemetry is not installed."""
+    """Traces are configured and OpenTelemetry is not installed."""
 
 
 class OtelTracer(TurnObserver):
-    """Sends spans in batches from a thread of its own; what does not fit its queue is dropped."""
+    """A sender of spans in batches, from a thread of its own; spans that do not fit its queue are dropped."""
 
     def __init__(self, exporter: Any, version: str) -> None:
-        """exporter: an opentelemetry SpanExporter."""
+        """Start the thread. exporter: an opentelemetry SpanExporter."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -63,13 +63,13 @@ class OtelTracer(TurnObserver):
         root.end(now_ns)
 
     def shut_down(self) -> None:
-        """Send what is left, for some seconds at most."""
+        """Send the spans that are left, for some seconds at most."""
         self._provider.shutdown()
 
 
 def phases(answer: Answer) -> list[tuple[str, float, float]]:
-    """Return (name, start, end) on the monotonic clock, one after the other; what took no time is left out. Empty where
-    the engine has not said how long it took."""
+    """Return (name, start, end) of an answer's phases on the monotonic clock, in order; phases without duration are
+    left out. Empty where the engine has not reported timings."""
     timings, first_s = answer.timings, answer.first_token_s
     if timings is None or first_s is None:
         return []
@@ -86,7 +86,7 @@ def phases(answer: Answer) -> list[tuple[str, float, float]]:
 
 
 def _attributes(turn: ObservedTurn) -> dict[str, Any]:
-    """OpenTelemetry's names for generative models, and our own for the cache."""
+    """Return the attributes of a span: under OpenTelemetry's names for generative models, and our own for the cache."""
     report = turn.report
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat",

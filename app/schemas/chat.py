@@ -113,7 +113,7 @@ class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     x_cache: ClassVar[None] = None
 
     def as_rendered(self) -> dict[str, Any]:
-        """Like `Message.as_rendered`."""
+        """Return the message for the chat template, as `Message.as_rendered` does."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
@@ -241,7 +241,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def may_have_form(self) -> bool:
-        """Whether it has fields that can prescribe the form of its answer."""
+        """Whether the request has fields that can prescribe the form of its answer."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         fields = (self.response_format, self.structured_outputs, *guided)
         return bool(self.tools) or any(field is not None for field in fields)

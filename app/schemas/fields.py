@@ -1,4 +1,4 @@
-"""Building blocks of all bodies: strict parts, and the fields of every request that generates."""
+"""Defines the parts from which all bodies are built: strict objects, and the fields of every request that generates."""
 
 import math
 import re
@@ -63,7 +63,7 @@ def _token_bias(value: object) -> object:
 
 
 def is_finite(value: object) -> bool:
-    """Whether all numbers of a decoded JSON value are finite, and all integers lie within an i64."""
+    """Return whether all numbers of a decoded JSON value are finite, and all integers lie within an i64."""
     if isinstance(value, dict):
         return all(is_finite(item) for item in value.values())
     if isinstance(value, list):

@@ -126,7 +126,7 @@ class FunctionTool(Part):
 
 
 def _is_hosted(tool: object) -> bool:
-    """Whether this is a tool that OpenAI's own servers provide, or any other tool that is not a function."""
+    """Return whether this is a tool that OpenAI's own servers provide, or any other tool that is not a function."""
     return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
 
 

@@ -1,4 +1,4 @@
-"""Settings that exclude each other: all such pairs, and why."""
+"""Lists all pairs of settings that exclude each other, and why."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class When:
         return value in self.values if self.above is None else value > self.above
 
     def words(self, settings: BaseModel) -> str:
-        """Say the setting with its value."""
+        """Return the setting with its value, for people."""
         value = self.value(settings)
         shown = str(value).lower() if isinstance(value, bool) else "(empty)" if value == "" else value
         return f"{self.setting} {shown}"
@@ -80,7 +80,7 @@ EXCLUSIONS = (
 
 
 def clashes(settings: BaseModel) -> Iterator[str]:
-    """Yield what to tell about each pair of the settings that exclude each other."""
+    """Yield an error message for each pair of the given settings that exclude each other."""
     for one, other, why in EXCLUSIONS:
         if one.holds(settings) and other.holds(settings):
             yield f"{one.words(settings)} and {other.words(settings)} exclude each other: {why}"

@@ -1,6 +1,8 @@
-"""Settings for benchmarks and tests alone: each turns a mechanism off to compare it, or stands for other hardware.
+"""Defines the settings for benchmarks and tests alone: each turns a mechanism off to compare it, or stands for other
+hardware.
 
-They are in no list and no help; a server that has one says so when it starts."""
+They are in no list and no help; a server that has one says so when it starts.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,5 @@
-"""Settings on the command line: read from there, what `--help` says of them, by section, and what a shell completes."""
+"""Handles settings on the command line: reads them, shows them by section in `--help`, and completes them in a
+shell."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,8 @@ SECTIONS = {
 def settings_of(
     context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
 ) -> Settings:
-    """Read the settings from all sources; `named` are options with a name of their own. Ends the program if they cannot
-    be used."""
+    """Read the settings from all sources. named: options with names of their own. Ends the program if the settings
+    cannot be used."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in stray_variables(os.environ):
         console.print(f"reprise: {warning}", markup=False)
@@ -52,7 +53,7 @@ def settings_of(
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words a setting may be; empty where it is not one of few."""
+    """Return the words that a setting may be; empty if it is not one of a few."""
     if get_origin(field.annotation) is Literal:
         return tuple(map(str, get_args(field.annotation)))
     return ("true", "false") if field.annotation is bool else ()
@@ -65,7 +66,7 @@ def default(field: FieldInfo) -> str:
 
 
 def tables(prefix: str = "") -> Iterator[Table]:
-    """One per section; names with `prefix` in front."""
+    """Yield one table of settings per section. prefix: put before each name."""
     for section, settings in groupby(known_settings(), key=lambda pair: pair[0].split(".")[0]):
         table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
         table.title = f"{section}: {SECTIONS[section]}" if section in SECTIONS else section
@@ -90,7 +91,7 @@ class ServeCommand(TyperCommand):
             console.print(Panel(table, title=title, title_align="left", border_style="dim"))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Flags of settings, and the words that a setting given just before may be."""
+        """Return completions: flags of settings, or the words that the setting given just before may be."""
         known = dict(known_settings())
         before = ctx.args[-1].removeprefix("--") if ctx.args else ""
         if before in known and not incomplete.startswith("-"):

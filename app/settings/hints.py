@@ -1,4 +1,4 @@
-"""Says of settings that cannot be used which one was meant, and what it may be."""
+"""Finds for settings that cannot be used which setting was meant, and what values are allowed."""
 
 import difflib
 from collections.abc import Sequence
@@ -15,9 +15,8 @@ NUMBER_PROBLEMS = ("greater_than", "less_than", "int_", "float_", "finite_number
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return, of the names `section.key` that are known, those that may be meant by one that is not; the likeliest,
-    none where nothing is near. Section and key count each for itself: in a long section every name would be like every
-    other."""
+    """Return the known names `section.key` that an unknown name may stand for, the likeliest first; none if none is
+    similar. Section and key are compared separately: in a long section every name would be like every other."""
     name = SHORT_NAMES.get(name, name)
     section, _, key = name.lower().rpartition(".")
     if not section and name.partition("_")[0] in {full.partition(".")[0] for full in known}:
@@ -32,7 +31,8 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def describe(field: FieldInfo, kind: str, given: object) -> str:
-    """A problem that pydantic calls `kind`, where its own words would not say what is allowed; else empty."""
+    """Return what is allowed for a field, for a problem of this pydantic `kind`, where pydantic's own words would not
+    say it; otherwise empty."""
     if kind == "string_pattern_mismatch":
         return f"must be {field.description}"
     if not kind.startswith((*NUMBER_PROBLEMS, "bool")):
@@ -49,7 +49,7 @@ def _alike(given: str, known: str) -> float:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Such as: a number greater than 0 and at most 3600."""
+    """Return what values a field allows, such as: a number greater than 0 and at most 3600."""
     if field.annotation is bool:
         return "true or false"
     metadata, others = field.metadata, ""

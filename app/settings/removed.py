@@ -1,4 +1,4 @@
-"""Settings that earlier versions had, so that an old file or script is told what happens now."""
+"""Lists settings that earlier versions had, so that the user of an old file or script learns what happens now."""
 
 REMOVED_IN = "0.3"
 _CONSTANTS = """
@@ -26,4 +26,4 @@ REMOVED = {
     "scheduler.class_ordered_entry": "requests enter the window by fair share and arrival",
     "scheduler.length_predictor": "lengths of answers are learned",
 }
-"""Name -> what happens instead."""
+"""Maps a removed setting to what happens instead."""

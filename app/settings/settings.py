@@ -1,4 +1,4 @@
-"""Settings: one frozen object, read once at start."""
+"""Defines the settings as one frozen object, read once at start."""
 
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -39,7 +39,7 @@ Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig, SelectorCo
 
 
 class Settings(Section, BaseSettings):
-    """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
+    """All settings. `load_settings` reads the sources; built directly, it reads nothing."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", enable_decoding=False)
 
@@ -66,19 +66,19 @@ class Settings(Section, BaseSettings):
 
     @property
     def places(self) -> int:
-        """Choices under way at once, running and waiting."""
+        """The most choices that may run or wait at once."""
         return self.scheduler.max_seqs + self.scheduler.max_queued
 
     @property
     def tenant_places(self) -> int:
-        """Choices of one tenant under way at once, running and waiting."""
+        """The most choices of one tenant that may run or wait at once."""
         several = len(self.server.api_keys) > 1 or self.server.keys_file is not None
         share = self.places // 2 if several else self.places
         return min(self.limits.key_requests or max(1, share), self.places)
 
     @property
     def responses_redis_url(self) -> str:
-        """The Redis that keeps responses and conversations; empty: a file does."""
+        """The URL of the Redis that stores responses and conversations; empty if a file does."""
         return self.fleet.redis_url or self.cache.redis_url.partition(",")[0]
 
     @property
@@ -86,7 +86,7 @@ class Settings(Section, BaseSettings):
         return self.cache.disk_dir.expanduser()
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
-        """Return the configuration of the engine process. A value of the same name and unit is handed on as it is."""
+        """Return the configuration of the engine process. Values of the same name and unit are copied."""
         cache, target = self.cache, self.scheduler.itl_target_ms
         return EngineConfig(
             model=_told(ModelConfig, self.model, source=source_of(self.model.source)),
@@ -117,7 +117,8 @@ class Settings(Section, BaseSettings):
 
 
 def _told(config: type[Config], section: Section, **others: Any) -> Config:
-    """The fields that `config` shares with a section of the settings, and `others` in place of or besides these."""
+    """Return a `config` with the fields that it shares with a section of the settings, and `others` besides or instead
+    of them."""
     return msgspec.convert({**section.model_dump(), **others}, config)
 
 

@@ -1,7 +1,7 @@
 """Reads the settings from their sources.
 
-Weakest first: the defaults, a TOML file (`--config`), the environment (`REPRISE_SECTION__KEY`), flags
-(`--section.key VALUE`). A name or value nobody knows is refused, naming the setting and where it came from.
+Weakest first: the defaults, a TOML file (`--config`), the environment (`REPRISE_SECTION__KEY`), flags (`--section.key
+VALUE`). An unknown name or invalid value is refused, with the setting and its source.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ class SettingsError(Exception):
 
 
 def known_settings() -> Iterator[tuple[str, FieldInfo]]:
-    """("cache.mode", its field) for every setting that people are told of."""
+    """Return ("cache.mode", its field) for every setting that is shown to users."""
     return ((name, field) for name, field in _all_settings() if name.partition(".")[0] != HIDDEN)
 
 
 def experiments(settings: Settings) -> Iterator[str]:
-    """Name the settings of `experiment` that are not at their defaults, with their values."""
+    """Yield the settings of `experiment` that are not at their defaults, with their values."""
     given = settings.experiment
     for key, field in type(given).model_fields.items():
         if (value := getattr(given, key)) != field.default:
@@ -44,7 +44,7 @@ def _all_settings() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
-    """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
+    """Return the settings merged from all sources. flags: "section.key" -> its text. Raises SettingsError."""
     # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script. `stray_variables` names it.
     variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
     toml = _toml_source(config)
@@ -87,7 +87,7 @@ def variable_of(name: str) -> str:
 
 
 def parse_flags(arguments: list[str]) -> dict[str, str]:
-    """`--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
+    """Return "section.key" -> VALUE from `--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
     flags: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:
@@ -104,7 +104,8 @@ def parse_flags(arguments: list[str]) -> dict[str, str]:
 
 
 class _TextSource(EnvSettingsSource):
-    """Settings as text under their full names: the given variables, or flags. Never reads the real environment."""
+    """A source of settings given as text under their full names: the given variables, or flags. Never reads the real
+    environment."""
 
     def __init__(self, texts: Mapping[str, str], *, prefix: str | None = None, delimiter: str | None = None) -> None:
         self._texts = texts

@@ -1,12 +1,12 @@
-"""Allowances per minute: a bucket that fills evenly and may be overdrawn."""
+"""Implements allowances per minute: a bucket that fills evenly and may be overdrawn."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Holds up to one minute's allowance. More may be taken than is there, because a cost may be known only afterwards;
-    later callers then wait until the overdraft is made up."""
+    """A bucket of up to one minute's allowance. More may be taken than it has, because a cost may be known only
+    afterwards; later callers then wait until the overdraft is made up."""
 
     per_minute: int
     level: float

@@ -1,4 +1,4 @@
-"""The keys that the settings name, those of the keys file among them."""
+"""Collects the keys that the settings name, including those of the keys file."""
 
 from reprise.app.settings.settings import GIB, Settings
 from reprise.app.tenancy.key_file import follow_keys, load_keys
@@ -6,7 +6,7 @@ from reprise.app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
 
 
 def make_keyring(settings: Settings) -> Keyring:
-    """Collect every key there is. Raises KeyFileError."""
+    """Return a keyring of all configured keys. Raises KeyFileError."""
     server, limits = settings.server, limits_of_keys(settings)
     keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
     return Keyring([*keys, *_keys_of_settings(settings)], local=limits)

@@ -66,7 +66,8 @@ class _Entry(BaseModel):
 
 
 def load_keys(path: Path, default: KeyLimits) -> list[Key]:
-    """Return the keys, at least one: a file without keys must not open the server to everybody. Raises KeyFileError."""
+    """Return the keys of a file, at least one: a file without keys must not open the server to everybody. Raises
+    KeyFileError."""
     keys = _keys(path, default)
     if not keys:
         raise KeyFileError(f"{path} has no keys; `reprise keys add NAME` makes one")

@@ -38,10 +38,11 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """Checks bearer keys. The time taken depends neither on the key nor on which of ours it resembles."""
+    """A set of bearer keys and a check against it. The time taken depends neither on the key nor on which stored key it
+    resembles."""
 
     def __init__(self, keys: Iterable[Key], *, local: KeyLimits = NO_LIMITS) -> None:
-        """local: the limits of all clients, if no keys are configured. If a key is given twice, the last entry
+        """Set up. local: the limits of all clients, if no keys are configured. If a key is given twice, the last entry
         counts."""
         self.use(keys)
         self.wants_keys = bool(self._keys)  # never reset: when the last key is removed, nobody gets in
@@ -56,18 +57,18 @@ class Keyring:
         return len(self._keys)
 
     def is_admin(self, tenant: str) -> bool:
-        """Whether a tenant may see all tenants' data. If no keys are needed, every client may."""
+        """Return whether a tenant may see all tenants' data. If no keys are needed, every client may."""
         return not self.wants_keys or (tenant in self._keys and self._keys[tenant].is_admin)
 
     def knows(self, tenant: str) -> bool:
-        """Whether what a tenant has begun may go on; its key may have been removed since."""
+        """Return whether work that a tenant has begun may continue; its key may have been removed since."""
         return not self.wants_keys or tenant in self._keys
 
     def limits(self, tenant: str) -> KeyLimits:
         return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def is_exact(self, tenant: str) -> bool:
-        """Whether all requests of a tenant have `kv_quality` exact."""
+        """Return whether all requests of a tenant have `kv_quality` exact."""
         return tenant in self._keys and self._keys[tenant].is_exact
 
     def tenant(self, authorization: str | None) -> str | None:

@@ -19,9 +19,8 @@ RATE_WINDOW = 64  # number of recent endings from which the rate is computed
 
 
 class Places:
-    """Counts the places in use. One per app; to be used on its event loop.
-    places: of the whole server. tenant_places: the most that one tenant may hold. running: how many the engine works on
-    at once."""
+    """A counter of the places in use. One per app; to be used on its event loop. places: of the whole server.
+    tenant_places: the most that one tenant may hold. running: how many the engine works on at once."""
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class Places:
             bucket.take(tokens, self._clock())
 
     def enter(self, tenant: str, count: int, *, is_counted: bool = False) -> "Ticket":
-        """Take places. is_counted: a gateway has held the answer against the key's own limits, over all servers of the
-        fleet. Raises ApiError: 429 if the tenant holds too many or has no tokens left, 503 if the server has no place
-        left."""
+        """Take `count` places for a tenant. is_counted: whether a gateway has checked the answer against the key's own
+        limits, over all servers of the fleet. Raises ApiError: 429 if the tenant holds too many or has no tokens left,
+        503 if the server has no place left."""
         held = self._tenants.get(tenant, 0)
         bucket = None if is_counted else self._tokens_of(tenant)
         if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
@@ -95,7 +94,8 @@ class Places:
         self._endings.extend([self._clock()] * count)
 
     def wait_s(self, tenant: str) -> float:
-        """Return the seconds until a tenant may have a place: they become free at its share of the server's rate."""
+        """Return the seconds until a place may be free for a tenant, if its share of places becomes free at the
+        server's rate."""
         held = self._tenants.get(tenant, 0)
         return bounded(self.taken / held * self._gap_s if held else 0.0)
 
@@ -138,8 +138,8 @@ class Places:
 
     @property
     def _gap_s(self) -> float:
-        """Mean time between two endings. While few are known, running answers are assumed to have begun together and to
-        end together after as long again, so half of them count as done."""
+        """The mean seconds between two endings of answers. While few have ended, running answers are assumed to have
+        begun together and to end together after as long again, so half of them count as ended."""
         done = len(self._endings) - 1.0
         if len(self._endings) < RATE_WINDOW:
             done = max(1.0, done, min(self.taken, self._running) / 2)
@@ -147,7 +147,7 @@ class Places:
 
 
 class Ticket:
-    """The places that one request holds until it leaves."""
+    """The places that one request holds until `leave`."""
 
     def __init__(self, places: Places, tenant: str, count: int) -> None:
         self._places = places

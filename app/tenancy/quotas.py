@@ -25,7 +25,7 @@ class SessionAccess(Protocol):
 
 
 class Holdings(Protocol):
-    """The sessions that tenants keep: here, or in all of a fleet."""
+    """The sessions that tenants keep, on this server or in a whole fleet."""
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
         """Delete what exceeds a quota, the sessions unused for longest first. Returns what still exceeds it; empty if
@@ -34,7 +34,7 @@ class Holdings(Protocol):
 
 
 class Quotas:
-    """Enforces the quotas. One per app; to be used on its event loop."""
+    """An enforcer of the quotas. One per app; to be used on its event loop."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class HeldHere:
         self._sessions = sessions
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete what `Holdings.trim` deletes, of this server's sessions, and return the same."""
+        """Delete sessions of this server, and return the result, as `Holdings.trim` demands."""
         kept = await self._sessions_of(tenant)
         for info in leaving(kept, limits):
             try:
@@ -126,7 +126,7 @@ def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
 
 
 def excess(sessions: int, size_bytes: int, limits: KeyLimits) -> str:
-    """Say how so many sessions and bytes exceed the limits; empty: they do not."""
+    """Return how the given sessions and bytes exceed the limits; empty if they do not."""
     if limits.sessions and sessions > limits.sessions:
         return f"{sessions} conversations, of at most {limits.sessions}"
     if limits.cache_bytes and size_bytes > limits.cache_bytes:

@@ -1,4 +1,4 @@
-"""The share of the engine that a request asks for, by `service_tier` and `priority`."""
+"""Computes the share of the engine that a request gets, from `service_tier` and `priority`."""
 
 from reprise.app.schemas.fields import GenerationRequest
 

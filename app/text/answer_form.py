@@ -33,7 +33,7 @@ class AnswerForm:
 
     @classmethod
     def of(cls, template: str) -> "AnswerForm":
-        """`template`: the text of all of a model's templates."""
+        """Return the form for a model. template: the text of all of its templates."""
         knows_tools = "tools" in template
         return cls(
             knows_tools=knows_tools,
@@ -58,7 +58,8 @@ class AnswerForm:
         return messages, None
 
     def parser(self, names: Sequence[str], *, parallel: bool, in_thought: bool) -> AnswerParser:
-        """`names`: the functions that may be called."""
+        """Return a parser of one answer. names: the functions that may be called. parallel: whether several calls are
+        allowed. in_thought: whether the prompt has opened a thought."""
         return AnswerParser(
             style=self.style if names else None,
             names=frozenset(names),
@@ -68,7 +69,7 @@ class AnswerForm:
         )
 
     def answer(self, content: str, reasoning: str, calls: Sequence[Call]) -> Message:
-        """Return the message as it will stand in the next prompt, once the client has sent it back."""
+        """Return the message that the next prompt will contain, once the client has sent it back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MAX_HEAD_CHARS = 16_384  # after a tag, before it is clear that this is a call
-MAX_BARE_HEAD_CHARS = 512  # the same without tags, where no text is shown meanwhile
+MAX_BARE_HEAD_CHARS = 512  # longest head of a call without tags, where no text is shown meanwhile
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BARE_HEAD = re.compile(r"[\s;,\[]*" + _HEAD.pattern)
 _BARE_BEGINNING = '{"name":"'
@@ -21,7 +21,7 @@ _BARE_BEGINNING = '{"name":"'
 
 @dataclass(slots=True)
 class Call:
-    """A tool call, as far as it is known."""
+    """A tool call, as far as it has been parsed."""
 
     id: str
     name: str
@@ -81,7 +81,7 @@ class AnswerParser:
         return self._noted(parts)
 
     def flush(self) -> AnswerParts:
-        """Return the rest, at the end of the answer."""
+        """Return the parts that were held back, at the end of the answer."""
         parts = AnswerParts()
         while self._step(parts, final=True):
             pass
@@ -94,7 +94,7 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: AnswerParts, *, final: bool) -> bool:
-        """Move what is clear from the held text into `parts`. Returns whether more may be moved."""
+        """Move text whose kind is known from the held text into `parts`. Returns whether more may be moved."""
         return bool(getattr(self, f"_in_{self._state}")(parts, final))
 
     def _in_start(self, parts: AnswerParts, final: bool) -> bool:

@@ -11,8 +11,8 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a single byte in a sentencep
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text one by one. Never splits a character; the results of all `push` calls and `flush` together
-    equal the result of decoding all ids at once."""
+    """A converter of tokens to text, one by one. Never splits a character; the results of all `push` calls and `flush`
+    together equal the result of decoding all ids at once."""
 
     text_ends: list[int]  # for each pushed token, the number of characters of text complete after it
 
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, and UTF-8 shows where a character ends."""
+    """A detokenizer for byte-level vocabularies: tokens are bytes, and UTF-8 shows where a character ends."""
 
     def __init__(self, token_bytes: "functools._lru_cache_wrapper[bytes]", special_ids: frozenset[int]) -> None:
         self.text_ends: list[int] = []
@@ -44,7 +44,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other decoders: decodes a short window with and without the new tokens, and emits the difference.
+    """A detokenizer for all other decoders: decodes a short window with and without the new tokens, and emits the
+    difference.
 
     Holds back text that ends in U+FFFD, and any run of byte tokens: byte-fallback decoders judge a run as a whole, and
     one bad byte at its end turns all of it into U+FFFD.
@@ -88,8 +89,8 @@ class WindowDetokenizer:
 
 
 class StopFinder:
-    """Finds the stop string that is complete first, however the text is cut into pieces; if several end at the same
-    character, the longest. Holds back text that may be the start of a stop string."""
+    """A finder of the stop string that is complete first, however the text is cut into pieces; if several end at the
+    same character, the longest. Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.hit = False

@@ -136,7 +136,8 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any], *, lenient: bool) -> str:
-    """`lenient`: ignore keywords that cannot be enforced, instead of refusing them."""
+    """Return the grammar rule for a JSON schema. lenient: whether to ignore keywords that cannot be enforced, instead
+    of refusing them."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_LAYOUT, "lenient": lenient}})
 
 

@@ -26,8 +26,8 @@ MAX_GAP_CHARS = 1024
 
 
 class MessageBounds:
-    """Finds message boundaries and remembers gaps. Must be used by one thread. `mark`: a text that no message contains
-    and no template filter changes."""
+    """A finder of message boundaries, which remembers gaps. Must be used by one thread. mark: a text that no message
+    contains and no template filter changes."""
 
     def __init__(self, *, mark: str) -> None:
         self._mark = mark

@@ -1,4 +1,5 @@
-"""Chat templates: Jinja programs that come with a model and turn messages into the text form it was trained on."""
+"""Renders chat templates: Jinja programs that come with a model and turn messages into the text form it was trained
+on."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The text side of a model: chat template, token ids, incremental detokenizing, stop strings.
+"""Implements the text side of a model: chat template, token ids, incremental detokenizing, stop strings.
 
 Uses only the `tokenizers` library, so that the HTTP process needs neither torch nor transformers.
 """
@@ -121,7 +121,8 @@ class ChatTokenizer:
         )
 
     def _has_no_special(self, messages: list[dict[str, Any]]) -> bool:
-        """Check a whole history quickly. False means that a closer look is needed."""
+        """Return True if no message contains a special token. A quick check of a whole history; False means that a
+        closer look is needed."""
         try:
             text = "".join([value for message in messages for value in message.values()])
         except TypeError:  # a value is not a string
@@ -143,7 +144,8 @@ class ChatTokenizer:
         return self._encode(text, follows=False)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Like `encode`, for text that follows other text: omits the space that some vocabularies put first."""
+        """Encode text that follows other text: like `encode`, but without the space that some vocabularies put
+        first."""
         return self._encode(text, follows=True)
 
     def encode_prompts(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -163,8 +165,9 @@ class ChatTokenizer:
         return self._encode(text, follows=follows, marks=marks, places=places), places
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its length if
-        possible, else piece by piece. May be False for short texts and for texts only a few tokens over the limit."""
+        """Return whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its
+        length if possible, else piece by piece. May be False for short texts and for texts only a few tokens over the
+        limit."""
         shown = text.replace(SHIELD, "")
         if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
             return True

@@ -1,4 +1,4 @@
-"""Serve alone: the hooks of a server that shares no conversations with others change nothing."""
+"""Provides the hooks of a server that shares no conversations with others; they change nothing."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from reprise.engine.messages import ModelInfo, Submit
 
 
 class LoneTurn:
-    """The hooks that leave a turn to the engine."""
+    """The hooks of a turn that only the engine handles."""
 
     is_new = True
     is_counted = False
@@ -36,7 +36,7 @@ class LoneTurn:
 
 
 class LoneRequest:
-    """The arrival that takes a request as its client sent it."""
+    """A request that has arrived directly from its client."""
 
     is_counted = False
     elapsed_s = 0.0
@@ -59,7 +59,7 @@ class DeleteHere(Protocol):
 
 
 class LoneServer:
-    """The server that knows of no other. One per app."""
+    """The hooks of a server without a fleet. One per app."""
 
     name = ""
     overview: Overview | None = None

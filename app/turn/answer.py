@@ -1,4 +1,4 @@
-"""Makes the text of one answer: tokens in, text and logprobs out."""
+"""Turns the tokens of one answer into text and logprobs."""
 
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -30,7 +30,7 @@ class Delta:
 
 
 class Answer:
-    """Makes the text of one choice: tokens in, text and logprobs that are safe to show out."""
+    """The text of one choice: takes in tokens, and gives out text and logprobs that are safe to show."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens of thought, with the tags around it, once the answer is over."""
+        """Number of tokens of thought, with the tags around it, once the answer is complete."""
         if not self._parser.thought_chars:
             return 0
         return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
@@ -88,7 +88,8 @@ class Answer:
 
     @property
     def text_ends(self) -> list[int]:
-        """Per token, the number of characters complete after it; exceeds `text` where a stop string cut that."""
+        """For each token, the number of characters complete after it; exceeds `text` where a stop string has cut
+        that."""
         return self._detokenizer.text_ends
 
     @property
@@ -105,7 +106,7 @@ class Answer:
         return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)
 
     def push(self, output: Output) -> Delta | None:
-        """Take tokens in. Returns what there is to show, or None. Tokens after a stop string are dropped."""
+        """Take in tokens. Returns what there is to show, or None. Tokens after a stop string are dropped."""
         shown_before = len(self.text)
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
@@ -142,8 +143,8 @@ class Answer:
         return taken
 
     def note(self, output: Output) -> None:
-        """Keep what an output says about the prompt and the time it took. Of an answer that another server began, that
-        one's words stand; only its history may have become shorter since."""
+        """Record what an output reports about the prompt and its timings. Of an answer that another server began, that
+        server's report is kept; only its history may have become shorter since."""
         self.accepted_predictions += output.accepted_predictions
         self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:
@@ -153,14 +154,14 @@ class Answer:
             self.report = msgspec.structs.replace(self.report, truncated_tokens=output.report.truncated_tokens)
 
     def flush(self) -> None:
-        """Add what was held back to the answer, because nothing more will come."""
+        """Add the text that was held back to the answer, because no more tokens will come."""
         shown_before = len(self.text)
         self._flush_text()
         self._parser.push(self.text[shown_before:])
         self._parser.flush()
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
-        """Keep the log-probabilities of the prompt's tokens after the first."""
+        """Record the log-probabilities of the prompt's tokens after the first."""
         self.prompt_logprobs = [
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]
@@ -178,7 +179,7 @@ class Answer:
             self.text += self._finder.push(piece)
 
     def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
-        """Return a token as clients see it. logprob: None for the first token of a prompt."""
+        """Return a token in the form that clients see. logprob: None for the first token of a prompt."""
         text, raw = self._tokenizer.token_text(token_id)
         # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
         value = None if logprob is None else max(logprob, -9999.0)
@@ -189,7 +190,7 @@ class Answer:
         return {**self.token_entry(token_id, value.logprob), "top_logprobs": top}
 
     def _shown(self) -> list[dict[str, Any]]:
-        """Return the logprobs that became due: those of tokens whose text is out."""
+        """Return the logprobs that can be shown now: those of tokens whose text has been given out."""
         due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, len(self.text))
         count = max(0, due - self._shown_logprobs)
         self._shown_logprobs += count
@@ -197,7 +198,7 @@ class Answer:
 
 
 def tokens_within(text_ends: list[int], end: int) -> int:
-    """Count the leading tokens that lie wholly in the first `end` characters.
+    """Return how many leading tokens lie wholly in the first `end` characters.
 
     A token that added no text may hold the first bytes of a character that is cut off: at the end it does not count.
     """

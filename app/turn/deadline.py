@@ -13,7 +13,7 @@ HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The end of a request's time, on the monotonic clock, which is that of the event loop."""
+    """The latest time at which a request may end, on the monotonic clock, which is that of the event loop."""
 
     at_s: float
     timeout_s: float
@@ -22,7 +22,7 @@ class Deadline:
     @classmethod
     def of(cls, *, arrived_s: float, field_s: float | None, header: str | None, limit_s: float) -> "Deadline":
         """Return a request's deadline. field_s: from the body, which wins over the header. Raises ApiError 400 for a
-        header that is no number of seconds."""
+        header that is not a number of seconds."""
         asked_s = field_s if field_s is not None else _seconds(header)
         timeout_s = limit_s if asked_s is None else min(asked_s, limit_s)
         return cls(arrived_s + timeout_s, timeout_s, asked_s is not None and asked_s < limit_s)
@@ -36,8 +36,8 @@ class Deadline:
         return asyncio.timeout(self.at_s - time.monotonic())
 
     def error(self, *, retry_after_s: float) -> ApiError:
-        """Choose the error by who is to blame: a client that asked for less time than it takes, or a server that was
-        too slow."""
+        """Return the error for a missed deadline, by its cause: a client that allowed less time than needed, or a
+        server that was too slow."""
         if self.by_client:
             return request_timeout(self.timeout_s)
         return overloaded(retry_after_s, message=f"The answer was not complete within {self.timeout_s:g} s.")

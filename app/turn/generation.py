@@ -45,7 +45,7 @@ class Admitted:
 
 
 class Generation(AsyncIterator[Delta]):
-    """A request that the engine works on. Iterate it to the end, or close it: `aclose` aborts what is unfinished.
+    """A request on which the engine works. Iterate it to the end, or close it: `aclose` aborts what is unfinished.
 
     Raises ApiError when the engine refuses, fails or dies.
     """
@@ -62,7 +62,8 @@ class Generation(AsyncIterator[Delta]):
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
     ) -> None:
-        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end."""
+        """Set up. outputs: the engine's answer to `submit`, which was made from `prepared`. on_close: called once, at
+        the end."""
         self.hooks = admitted.hooks
         begun = self.hooks.begin(submit, keep_s=prepared.request.keep_s)
         self.request_id, self.created, self.paid_tokens = begun.request_id, begun.created, begun.paid_tokens
@@ -105,17 +106,19 @@ class Generation(AsyncIterator[Delta]):
 
     @property
     def report(self) -> TokensBySource | None:
-        """The report of the first choice that has one. It paid for the prompt; its siblings found that cached."""
+        """The report of where the prompt's KV came from, of the first choice that has one. That choice paid for the
+        prompt; the others found it cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     def replayed(self) -> None:
-        """Record the choices that were over where the turn was begun, now that they stand where they stood there."""
+        """Record the choices that had ended on the server where the turn began, after their text was replayed here."""
         for choice in self.choices:
             if choice.index not in self._open:
                 self._end_record(choice)
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait a while for the first delta, so that an error before it can still be answered with a status."""
+        """Wait up to `timeout_s` for the first delta, so that an error before it can still be answered with a
+        status."""
         self._upcoming = asyncio.create_task(self._next())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)
         for task in done:
@@ -154,12 +157,12 @@ class Generation(AsyncIterator[Delta]):
             self.closed.set()
 
     async def hand_over(self) -> None:
-        """Stop generating. The next delta is an error, after which another server goes on."""
+        """Stop generating. The next delta is an error, after which another server continues the answer."""
         self.is_handed_over = True
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
-        """Whether one of the answers, as far as they have come, begins with this content."""
+        """Return whether one of the answers so far begins with this content."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:

@@ -11,7 +11,8 @@ _Item = Delta | Exception | None
 
 
 class ManyPrompts(AsyncIterator[Delta]):
-    """Yields the deltas of all generations, their choices numbered through. The first error ends them all. Close it."""
+    """An iterator over the deltas of several generations, with their choices numbered consecutively. The first error
+    ends them all. Close it."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.generations = generations
@@ -21,7 +22,7 @@ class ManyPrompts(AsyncIterator[Delta]):
         self._upcoming: asyncio.Task[_Item] | None = None
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait as `Generation.wait_first` does, for each prompt."""
+        """Wait up to `timeout_s` for the first delta of each prompt, as `Generation.wait_first` does."""
         self._start()
         self._upcoming = asyncio.create_task(self._items.get())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)

@@ -31,13 +31,14 @@ class ObservedTurn(Protocol):
 
 
 class TurnObserver:
-    """Override the methods of interest. They are called on the event loop between two tokens, so return at once."""
+    """A base class of observers: override the methods of interest. They are called on the event loop between two
+    tokens, so return at once."""
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         """Note that the first tokens of an answer have come. Its report says where the KV of the prompt came from."""
 
     def gap(self, turn: ObservedTurn, seconds: float) -> None:
-        """Note that later tokens have come. seconds: the time since the ones before them, per token."""
+        """Note that later tokens have come. seconds: the time since the previous ones, per token."""
 
     def ended(self, turn: ObservedTurn, answer: Answer) -> None:
         """Note that an answer is complete. Not called if an error ends it or its client leaves."""
@@ -46,11 +47,12 @@ class TurnObserver:
         """Note that the engine refused the turn or lost it, maybe in the middle of a stream."""
 
     def closed(self, turn: ObservedTurn) -> None:
-        """Note that the turn is over, however it ended. Called once per turn, in the task of its request."""
+        """Note that the turn has ended, for whatever reason. Called once per turn, in the task of its request."""
 
 
 class Observers(TurnObserver):
-    """Joins several observers into one. One that raises is logged, and harms neither the turn nor the others."""
+    """A group of observers that acts as one. If one raises, that is logged, and harms neither the turn nor the
+    others."""
 
     def __init__(self, observers: Sequence[TurnObserver]) -> None:
         self._observers = observers

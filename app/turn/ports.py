@@ -1,4 +1,4 @@
-"""The protocols that a turn is written against: the engine, and the hooks that accompany a turn beside it."""
+"""Defines the protocols that a turn uses: the engine, and the hooks that accompany a turn beside it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from reprise.engine.messages import (
 
 
 class OutputSource(Protocol):
-    """Yields the outputs of all choices of a request, interleaved. `reprise.engine.process.client.OutputStream` is
-    one."""
+    """An iterator over the outputs of all choices of a request, interleaved.
+    `reprise.engine.process.client.OutputStream` is one."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
@@ -53,13 +53,14 @@ class EnginePort(Protocol):
 
 
 def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
-    """Return the codec that KV may go through by what the engine said last; raw: none, or one that was condemned."""
+    """Return the name of the codec that may change KV, by the engine's last report; `raw` if there is none or it was
+    condemned."""
     return "raw" if stats is not None and stats.codec_condemned else model.codec
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The facts that a client knows of a turn that begins."""
+    """The facts of a turn's beginning that its client learns."""
 
     request_id: str
     created: int  # unix time
@@ -67,7 +68,7 @@ class Begun:
 
 
 class RunningTurn(Protocol):
-    """The part of a `Generation` that hooks see."""
+    """The part of a `Generation` that hooks use."""
 
     @property
     def request_id(self) -> str: ...
@@ -91,12 +92,12 @@ class RunningTurn(Protocol):
     def is_handed_over(self) -> bool: ...
 
     def replayed(self) -> None:
-        """Note that the choices stand where they stood on another server."""
+        """Note that the choices have reached the state that they had on another server."""
         ...
 
 
 class Deltas(Protocol):
-    """A `Generation`, or several of them as one."""
+    """A `Generation`, or several joined into one."""
 
     @property
     def generations(self) -> Sequence[RunningTurn]: ...
@@ -111,7 +112,7 @@ class Deltas(Protocol):
 
 
 class Frames(Protocol):
-    """Encodes a generation as complete events of one protocol. Any of its methods may return no bytes."""
+    """An encoder of a generation as complete events of one protocol. Any of its methods may return no bytes."""
 
     @property
     def ping(self) -> bytes: ...
@@ -135,35 +136,36 @@ class TurnHooks(Protocol):
 
     @property
     def is_new(self) -> bool:
-        """Whether this server admits the turn and begins it. If not, another one has."""
+        """Whether this server begins the turn. If not, another server has."""
         ...
 
     @property
     def is_counted(self) -> bool:
-        """Whether the turn counts elsewhere against the limits of its key."""
+        """Whether another server counts the turn against the limits of its key."""
         ...
 
     @property
     def can_move(self) -> bool:
-        """Whether another server goes on with the turn if this one gives it up."""
+        """Whether another server continues the turn if this one gives it up."""
         ...
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
-        """Return the turn's session, which is the client's unless something else is known. Raises ApiError for a turn
-        that this server cannot go on with."""
+        """Return the turn's session id, which is the client's unless the hooks know another. Raises ApiError for a turn
+        that this server cannot continue."""
         ...
 
     async def claim(self, session_id: str, salt: str) -> bool:
-        """Make this server the session's home. Returns whether something of the session was brought here, so that its
-        prompt may be known better than before."""
+        """Make this server the session's home. Returns whether transcripts of the session were brought here, so that
+        its prompt may be better known than before."""
         ...
 
     def resume(self, submit: Submit) -> Submit:
-        """Return the message that has the engine begin the turn, or go on with it."""
+        """Return the message with which the engine begins the turn, or continues it."""
         ...
 
     def begin(self, submit: Submit, *, keep_s: float | None) -> Begun:
-        """Note that the engine has the turn. keep_s: the session's time to live, if the client gave one."""
+        """Note that the engine has got the turn. keep_s: the session's time to live in seconds, if the client gave
+        one."""
         ...
 
     def spend(self, tokens: int) -> None:
@@ -171,7 +173,7 @@ class TurnHooks(Protocol):
         ...
 
     async def end(self, turn: RunningTurn) -> None:
-        """Note that the turn is over, before its client hears of that. May be called again."""
+        """Note that the turn has ended, before its client learns of that. May be called again."""
         ...
 
 
@@ -180,22 +182,22 @@ class ArrivedRequest(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """Whether it counts elsewhere against its key's requests a minute."""
+        """Whether another server counts the request against its key's requests a minute."""
         ...
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds that it took from its client to here. Known when its body has been opened."""
+        """The seconds from the client's sending to the arrival here. Known when the body has been opened."""
         ...
 
     @property
     def session_headers(self) -> Sequence[str]:
-        """The headers that may name its session, the strongest first."""
+        """The values of headers that may name the request's session, the strongest first."""
         ...
 
     @property
     def added_bytes(self) -> int:
-        """The bytes that its body may have beyond a client's."""
+        """The bytes that the body may have in addition to a client's limit."""
         ...
 
     @property
@@ -208,11 +210,11 @@ class ArrivedRequest(Protocol):
         ...
 
     def turn(self, place: int) -> TurnHooks:
-        """Return the hooks of a turn. place: of its prompt, where a request has several. Raises ApiError."""
+        """Return the hooks of a turn. place: index of its prompt, where a request has several. Raises ApiError."""
         ...
 
     def stream(self, deltas: Deltas, frames: Frames) -> tuple[Deltas, Frames]:
-        """Return the deltas and frames that are streamed in place of these."""
+        """Return the deltas and frames that are to be streamed instead of the given ones."""
         ...
 
 
@@ -226,12 +228,12 @@ class ServerHooks(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the server has among the others; "" if there are none."""
+        """The server's name within its fleet; "" if it is in none."""
         ...
 
     @property
     def overview(self) -> Overview | None:
-        """A function that tells what is known of the servers, of `limit` at most; None: there are no others."""
+        """A function that describes the servers of the fleet, `limit` at most; None if there is no fleet."""
         ...
 
     def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
@@ -239,11 +241,11 @@ class ServerHooks(Protocol):
         ...
 
     def background_id(self, response_id: str) -> str:
-        """Return the id of a response that runs in the background here. response_id: that of any other response."""
+        """Return the id of a response that runs in the background here. response_id: the id it would have otherwise."""
         ...
 
     async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Tell how long a session lives after its last use; None: it is pinned."""
+        """Set how many seconds a session lives after its last use; None: it is pinned."""
         ...
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
@@ -251,9 +253,9 @@ class ServerHooks(Protocol):
         ...
 
     async def run(self) -> None:
-        """Do the work beside requests, until cancelled or done."""
+        """Do the fleet's work beside requests, until cancelled or done."""
         ...
 
     async def leave(self) -> None:
-        """Say that this server ends. Called when its turns have ended."""
+        """Announce that this server ends. Called when its turns have ended."""
         ...

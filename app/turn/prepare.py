@@ -1,4 +1,4 @@
-"""Makes of a request what the engine is given, and decides what is remembered of its answer."""
+"""Turns a request into what the engine gets, and decides what is recorded of its answer."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ TAIL_TOKENS = 8  # at the end of a prompt, in which a template may open a though
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that asks, and what the request's headers say."""
+    """The tenant that sent the request, and what the request's headers say."""
 
     tenant: str
     arrived_s: float  # monotonic clock
@@ -47,13 +47,13 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def narrowed(request: R, caller: Caller) -> R:
-    """Return the request as its key lets it be asked."""
+    """Return the request with the restrictions that its key imposes."""
     return request.model_copy(update={"kv_quality": "exact"}) if caller.is_exact else request
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with its prompt, as the engine will see it."""
+    """A request with its prompt, in the form that the engine needs."""
 
     request: GenerationRequest
     prompt: PreparedPrompt
@@ -72,7 +72,8 @@ class Prepared:
     prediction: Sequence[int] = ()
 
     def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float) -> Submit:
-        """Return the message to the engine. weight: the request's share of it, against requests of weight 1."""
+        """Return the message to the engine. weight: the request's share of the engine, relative to requests of weight
+        1."""
         request = self.request
         return Submit(
             request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -125,7 +126,7 @@ async def prepare_chat(
     limits: TokenLimits,
     cache: CacheSettings,
 ) -> Prepared:
-    """Render and tokenize a chat, with the recorded ids of its answers. Raises ApiError."""
+    """Render and tokenize a chat, using the recorded ids of its earlier answers. Raises ApiError."""
     if sum(len(message.content) for message in request.messages) > limits.prompt * MAX_TOKEN_CHARS:
         raise limits.too_long(None)
     if not tokenizer.has_chat_template:
@@ -193,7 +194,7 @@ async def prepare_chat(
 
 @contextmanager
 def _refusing(limits: TokenLimits, max_context: int) -> Iterator[None]:
-    """Turn what rendering and tokenizing raise into an ApiError."""
+    """Turn the exceptions of rendering and tokenizing in the block into ApiError."""
     try:
         yield
     except PromptTooLong as error:
@@ -218,7 +219,7 @@ class Prompt:
 
 
 def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | None) -> Prepared:
-    """Prepare a text completion. Only its KV is remembered, which is found by its tokens."""
+    """Prepare a text completion. Only its KV is kept, which later requests find by its tokens."""
     session_id = session_id or f"cmpl_{secrets.token_hex(13)}"
     return Prepared(
         request=request,
@@ -243,8 +244,8 @@ def _nothing(choice: Answer) -> None:
 
 
 def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
-    """Return the client's name for its conversation, if it has one. It stays inside the tenant, so it never names
-    another tenant's. Raises ApiError."""
+    """Return the client's name for its conversation; None if it gave none. Names count within a tenant, so this never
+    names another tenant's session. Raises ApiError."""
     if request.session_id is not None:
         return request.session_id
     if header is not None:
@@ -258,7 +259,8 @@ def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
 
 
 def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the token ranges of messages marked as important. starts: one more entry than there are messages."""
+    """Return the token ranges of messages marked as important. starts: the index of each message's first token, and one
+    more entry for the end."""
     marked = (
         n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
     )
@@ -268,7 +270,8 @@ def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) ->
 def _keep_first_tokens(
     request: ChatCompletionRequest, messages: list[dict[str, Any]], prompt: PreparedPrompt, default: int
 ) -> int:
-    """Count the leading tokens that a truncation keeps: as requested, as set, or the system prompt."""
+    """Return how many leading tokens a truncation keeps: the requested number, the configured one, or the system
+    prompt."""
     wanted = default if request.keep_first_tokens is None else request.keep_first_tokens
     if wanted < 0:
         first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -285,7 +288,7 @@ def _callable_names(request: ChatCompletionRequest) -> list[str]:
 
 
 def _ends_in_thought(tokenizer: ChatTokenizer, token_ids: list[int]) -> bool:
-    """Whether the template has begun the answer with a thought."""
+    """Return whether the template has opened a thought at the beginning of the answer."""
     return tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
 
 

@@ -1,4 +1,4 @@
-"""Knows whether requests are taken, and keeps what the app needs of the loaded model."""
+"""Tracks whether requests are taken, and holds what the app needs of the loaded model."""
 
 import asyncio
 import logging
@@ -33,10 +33,10 @@ class Status(StrEnum):
 
 
 class Readiness:
-    """One per app, on its event loop."""
+    """The state of the server and its model. One per app, on its event loop."""
 
     def __init__(self, *, engine: EnginePort, aliases: Collection[str]) -> None:
-        """aliases: further names of the model."""
+        """Set up. aliases: further names of the model."""
         self.model: ModelInfo | None = None  # stays once it is loaded, also while the engine restarts
         self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
         self.loaded_s: int = 0  # unix time
@@ -49,7 +49,8 @@ class Readiness:
         self._loaded = asyncio.Event()
 
     async def load(self) -> None:
-        """Wait for the engine to load the model, then read what the app needs of it. Failures are kept, not raised."""
+        """Wait for the engine to load the model, then read what the app needs of it. Failures are stored, not
+        raised."""
         try:
             await self._engine.wait_ready()
             model = self._engine.model
@@ -95,8 +96,8 @@ class Readiness:
         return self.model, self._tokenizer
 
     def require_engine(self) -> None:
-        """Return if the engine may be asked for sessions, also while this server joins its fleet. Raises as `require`
-        does."""
+        """Raise what `require` does, unless the engine may be asked about sessions, which it may also while this server
+        joins its fleet."""
         if not (self.joining and self._engine.state == "ready" and self._tokenizer is not None):
             self.require()
 

@@ -1,4 +1,4 @@
-"""Decides how an answer is drawn: as the request says, else as the model's makers recommend, else as OpenAI does.
+"""Decides how an answer is sampled: as the request says, else as the model's makers recommend, else as OpenAI does.
 
 The recommendation is the model's generation_config.json, read as vLLM reads it (`--generation-config auto`). The file
 comes from elsewhere, so a value that cannot be used is left out and reported, and nothing fails because of it.
@@ -41,7 +41,7 @@ OPENAI = SamplingDefaults()
 
 
 def read_defaults(directory: Path) -> tuple[SamplingDefaults, list[str]]:
-    """Read the defaults of the model in `directory`. Returns them and what is wrong with the file, in words for people.
+    """Read the sampling defaults of the model in `directory`. Returns them, and for people the problems of the file.
     Blocks."""
     path = directory / FILE
     try:

@@ -38,7 +38,8 @@ from reprise.engine.process.client import EngineUnavailable
 
 
 class TurnService:
-    """Submits turns. One per app, on its event loop. Every method raises ApiError for what is refused."""
+    """A service that submits turns. One per app, on its event loop. Every method raises ApiError for a request that is
+    refused."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TurnService:
         return await self._begin(request, caller, prepare)
 
     async def chat_tokens(self, request: ChatCompletionRequest, caller: Caller) -> list[int]:
-        """Return the prompt that `generate` would submit. Takes a place meanwhile."""
+        """Return the token ids of the prompt that `generate` would submit. Takes a place meanwhile."""
         request = narrowed(request, caller)
         self._readiness.require()
         model = self._readiness.find_model(request.model)
@@ -101,7 +102,7 @@ class TurnService:
             ticket.leave()
 
     async def hand_over(self) -> None:
-        """End the generations that another server goes on with."""
+        """End the generations that another server continues."""
         for generation in [generation for generation in self.generations if generation.hooks.can_move]:
             await generation.hand_over()
 
@@ -111,7 +112,8 @@ class TurnService:
             await generation.aclose()
 
     async def _begin(self, request: GenerationRequest, caller: Caller, prepare: Prepare) -> Generation:
-        """Admit, prepare and submit a request. The generation gives its places back; an error gives them back here."""
+        """Admit, prepare and submit a request. The generation frees its places at its end; after an error this method
+        does."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         self._check(request, model, caller.tenant)
@@ -131,7 +133,7 @@ class TurnService:
             raise
 
     def _check(self, request: GenerationRequest, model: ModelInfo, tenant: str) -> None:
-        """Refuse what a request's schema cannot know to be wrong."""
+        """Raise ApiError for errors that a request's schema cannot find."""
         if (request.n or 1) > (places := self.places.places_of(tenant)):
             raise invalid(f"Invalid 'n': this server takes at most {places}.", "n")
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
@@ -159,7 +161,7 @@ class TurnService:
     async def _prepare(
         self, hooks: TurnHooks, prepare: Callable[[str | None], Awaitable[Prepared]], session_id: str | None, salt: str
     ) -> Prepared:
-        """Prepare a request after its session is claimed, which may bring what was said elsewhere."""
+        """Prepare a request after its session is claimed, which may bring transcripts of other servers."""
         if session_id is not None:
             await hooks.claim(session_id, salt)
             return await prepare(session_id)

@@ -27,7 +27,7 @@ class Question(TypedDict, total=False):
 
 
 class SessionCommands:
-    """Asks, changes and deletes sessions. One per app, on its event loop."""
+    """A service that asks about, changes and deletes sessions. One per app, on its event loop."""
 
     def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread) -> None:
         self.hooks: ServerHooks = LoneServer(self.delete_here)
@@ -82,13 +82,14 @@ class SessionCommands:
             raise missing
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:
-        """Set a session's time to live soon. It is a client's wish and no promise: failures are ignored."""
+        """Set a session's time to live in the background. It is a client's wish and no promise: failures are
+        ignored."""
         task = asyncio.create_task(self._keep(session_id, tenant, ttl_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def close(self) -> None:
-        """Give up what `keep` has not done yet."""
+        """Cancel what `keep` has not done yet."""
         tasks = list(self._under_way)
         for task in tasks:
             task.cancel()

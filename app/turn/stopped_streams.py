@@ -29,7 +29,7 @@ def sent_back(
 
 
 async def wait_closed(generations: Sequence[Generation]) -> None:
-    """Wait until all of them are recorded, or CLOSING_S is over."""
+    """Wait until all of these generations are recorded, or CLOSING_S is over."""
     closing = [asyncio.create_task(generation.closed.wait()) for generation in generations]
     try:
         await asyncio.wait(closing, timeout=CLOSING_S)

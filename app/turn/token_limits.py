@@ -36,10 +36,11 @@ class TokenLimits:
 
 
 def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: int) -> int:
-    """Return the length of the longest answer where `room` tokens are left in the window.
+    """Return the length, in tokens, of the longest answer where `room` tokens are left in the window. asked: the most
+    that the request asks for, or None.
 
-    `beyond_window` is 0 where a full window ends the answer; otherwise history makes room, an answer may be as long as
-    asked up to that bound, and one of no given length has at least the room that a truncation leaves for it.
+    beyond_window: 0 if a full window ends the answer. Otherwise history is dropped to make room, and this is the bound
+    of `asked`; without `asked`, an answer has at least the room that a truncation leaves for it.
     """
     if not beyond_window:
         return min(asked or room, room)

@@ -36,7 +36,7 @@ from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED
 
 PLACES = ("hbm", "new", "dram", "disk")
-"""Where most of a turn's history is: CaR's class 1, class 2, and class 3 by tier."""
+"""The place of most of a turn's history: CaR's class 1, class 2, and class 3 by tier."""
 BASES = ("fcfs", DEFAULT)  # arms in units of which the others are told
 KINDS = {"all": PLACES, "first": ("new",), "returning": ("hbm", "dram", "disk")}
 MEASURES: dict[str, Callable[[Sequence[float]], float]] = {

@@ -42,7 +42,7 @@ from reprise.loadgen.measure.http import Http
 
 Settings = Mapping[str, str | int | float]
 Rows = Mapping[str, Sequence[dict[str, Any]]]
-"""By arm, a row for each turn."""
+"""Arm -> a row for each turn."""
 SILENCE_S = 120.0
 SYSTEM: Message = {"role": "system", "content": "You are a friendly person who likes to chat."}
 SHORTENED: dict[str, Settings] = {

@@ -13,7 +13,7 @@ from reprise.engine.model.loading import load_model
 
 CPU = torch.device("cpu")
 Rows = list[tuple[Tensor, Tensor]]
-"""By layer K without position [tokens, kv_heads, k_dim] and V [tokens, kv_heads, v_dim]."""
+"""Each layer's K without position [tokens, kv_heads, k_dim] and V [tokens, kv_heads, v_dim]."""
 
 
 def load_subject(model: Path, dtype: torch.dtype = torch.bfloat16, threads: int | None = None) -> Subject:

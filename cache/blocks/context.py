@@ -1,4 +1,4 @@
-"""Holds the KV context of a session between turns."""
+"""Describes the KV context of a session between turns."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from reprise.cache.blocks.lineage import Lineage
 from reprise.cache.blocks.truncate import Range, subtract
 
 MAX_DROPPED = 2048
-"""The most dropped blocks that a session remembers: 65,536 tokens."""
+"""The most blocks dropped from its window that a session remembers; 2048 blocks are 65,536 tokens."""
 
 
 class SavedContext(msgspec.Struct, frozen=True, array_like=True):
-    """A session's context in the form in which it is stored next to its blocks."""
+    """A session's context as it is stored next to its blocks."""
 
     keys: tuple[bytes, ...]
     plain: int
@@ -32,7 +32,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedWithDropped(SavedContext, frozen=True, array_like=True):
-    """The stored context of a session that may recall what was dropped."""
+    """A stored context that also lists the blocks dropped from the window, so that they may be recalled."""
 
     dropped: tuple[tuple[int, bytes], ...] = ()
     recalled: tuple[int, ...] = ()
@@ -44,8 +44,8 @@ _decode = msgspec.msgpack.Decoder(SavedWithDropped).decode
 
 @dataclass(slots=True)
 class SessionContext:
-    """The context at the end of a session's last turn: full blocks in order, then the open block. It does not guarantee
-    that the blocks still exist; the cache table knows that."""
+    """A session's context at the end of its last turn: full blocks in order, then the open block. The blocks themselves
+    may no longer exist; the cache table knows which do."""
 
     lineage: Lineage
     open_key: BlockKey | None
@@ -77,18 +77,18 @@ class SessionContext:
 
     @property
     def all_keys(self) -> list[BlockKey]:
-        """The keys of the full blocks and of the open block."""
+        """The keys of the full blocks, then that of the open block."""
         return [*self.keys, *((self.open_key,) if self.open_key else ())]
 
     @property
     def conversation_keys(self) -> list[BlockKey]:
-        """The keys that the conversation's full blocks would have if nothing were cut. Cuts consist of whole blocks, so
-        block boundaries are the same in both."""
+        """The keys that the conversation's full blocks would have if nothing had been cut. Cuts consist of whole
+        blocks, so blocks begin at the same tokens in both."""
         return self.cut_conversation if self.cuts else self.keys
 
     @property
     def own_cuts(self) -> list[Range]:
-        """The part of `cuts` that was dropped because the window was full."""
+        """The ranges of `cuts` that the server dropped because the window was full."""
         return subtract(self.cuts, self.client_cuts)
 
     @property
@@ -100,7 +100,7 @@ class SessionContext:
         return sum(b - a for a, b in self.cuts)
 
     def pack(self) -> bytes:
-        """Encode the context for a tier that outlives the process."""
+        """Encode the context for storage that outlives the process."""
         lineage = self.lineage
         fields = (
             tuple(lineage.keys),
@@ -142,7 +142,7 @@ class SessionContext:
 
 @dataclass(frozen=True, slots=True)
 class ExpiredContext:
-    """The part of a context that is kept after its time to live: enough to recognise the conversation when it
+    """The part of a context that outlives the session's time to live: enough to recognise the conversation when it
     returns."""
 
     num_blocks: int  # full blocks of its conversation, with nothing cut

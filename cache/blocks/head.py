@@ -1,4 +1,4 @@
-"""Encodes the head of a session: the signed record with which another server can go on with it."""
+"""Encodes the head of a session: the signed record with which another server can continue the session."""
 
 import hmac
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeadToTell(NamedTuple):
-    """A head to be stored outside of this process, with the parts that can be read without the key."""
+    """A head to be stored outside of this process, with the parts of it that can be read without the key."""
 
     name: tuple[str, str, str]  # tenant, salt, session id
     turns: int
@@ -38,7 +38,7 @@ class HeadToTell(NamedTuple):
 
 
 class BadHead(Exception):
-    """The bytes are no head that a server of this model and secret has made for this session."""
+    """The bytes are not a head that a server with this model and secret has made for this session."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -46,15 +46,16 @@ _decode = msgspec.msgpack.Decoder(SessionHead).decode
 
 
 def encode_head(record: SessionRecord, turns: int, extents: Sequence[bytes], key: bytes) -> bytes:
-    """Encode and sign a head; extents beyond MAX_EXTENTS are left out."""
+    """Encode and sign a head. extents: names of the session's extents in Redis; those beyond MAX_EXTENTS are left
+    out."""
     names = tuple(extents[:MAX_EXTENTS])
     body = _encode(SessionHead(HEAD_VERSION, turns, *record.names, record.context, record.pinned, record.ttl_s, names))
     return _mac(body, key) + body
 
 
 def decode_head(data: bytes, names: tuple[str, str, str], key: bytes) -> SessionHead:
-    """Decode the head of a session (tenant, salt, session id). Nothing in it is believed before its signature is
-    verified. Raises BadHead."""
+    """Verify and decode the head of a session. names: (tenant, salt, session id). The signature is checked before
+    anything else is decoded. Raises BadHead."""
     if len(data) > 2 * MAX_CONTEXT_BYTES or not hmac.compare_digest(data[:_MAC_BYTES], _mac(data[_MAC_BYTES:], key)):
         raise BadHead("not signed with this server's secret for this model")
     try:

@@ -51,22 +51,24 @@ _EXACT = "exact\0"  # begins the salts of what is never coded
 
 
 def salt_of(cache_salt: str, *, is_exact: bool) -> str:
-    """Return the salt of a request's domain. Exact requests have domains of their own, in which nothing is coded."""
+    """Return the salt of a request's key domain. Exact requests have domains of their own, in which no codec changes
+    KV."""
     return _EXACT + cache_salt if is_exact else cache_salt
 
 
 def is_exact(salt: str) -> bool:
-    """Whether the blocks under a salt are never to be coded."""
+    """Return whether a codec must not change the blocks under this salt."""
     return salt.startswith(_EXACT)
 
 
 def given_salt(salt: str) -> str:
-    """Return the salt that the request gave."""
+    """Return the salt that the request itself gave, without the mark of exact requests."""
     return salt.removeprefix(_EXACT)
 
 
 class KeyDomain:
-    """The keys of one tenant's blocks for one model. Equal prefixes get equal keys within a domain, and only there."""
+    """A domain of block keys: one tenant's blocks for one model. Equal prefixes get equal keys within a domain, and
+    only there."""
 
     __slots__ = ("_key", "root")
 
@@ -88,12 +90,12 @@ class KeyDomain:
         return self._hash(b"open", typed_fields(parent, token_bytes(token_ids), session_id))
 
     def lineage(self, keys: Sequence[BlockKey]) -> BlockKey:
-        """Return the key on which the first block after a cut chains. It is made of all blocks before it, which no
-        longer form one chain."""
+        """Return the parent key of the first block after a cut. It is made of the keys of all blocks before it, which
+        no longer form one chain."""
         return self._hash(b"cut", typed_fields(*keys))
 
     def chain(self, token_ids: Sequence[int], known: Sequence[BlockKey] = ()) -> list[BlockKey]:
-        """Return the keys of all full blocks of `token_ids`. `known`: the first of them, if already computed."""
+        """Return the keys of all full blocks of `token_ids`. known: keys of the first blocks, if already computed."""
         keys = list(known)
         parent = keys[-1] if keys else self.root
         for start in range(len(keys) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

@@ -1,4 +1,4 @@
-"""Names the blocks of a context: a chain of keys, which a cut bends."""
+"""Names the blocks of a context: a chain of keys, which continues differently after a cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Lineage:
     joint_parent: BlockKey | None = None
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
-        """Add the keys of all full blocks of `token_ids`, which begins with the blocks already known. Returns all
+        """Add the keys of all full blocks of `token_ids`, which must begin with the blocks known so far. Returns all
         keys."""
         for block in range(len(self.keys), len(token_ids) // BLOCK_TOKENS):
             start = block * BLOCK_TOKENS
@@ -28,36 +28,35 @@ class Lineage:
         return self.keys
 
     def parent(self, block: int) -> BlockKey:
-        """Return the key on which the key of `block` chains. `block` is a known one or the next one."""
+        """Return the parent key of a block. block: index of a known block or of the next one."""
         if block == self.joint:
             assert self.joint_parent is not None
             return self.joint_parent
         return self.keys[block - 1] if block else self.domain.root
 
     def is_moved(self, block: int) -> bool:
-        """Whether a known block has other blocks before it now than when it was computed, because a cut has dropped
-        some of them."""
+        """Return whether a known block has other blocks before it now than when it was computed, because a cut has
+        dropped some."""
         return self.joint is not None and self.plain <= block < self.joint
 
     def first(self, count: int) -> "Lineage":
-        """Return the lineage of a context that shares the first `count` blocks with this one and then continues by
-        itself."""
+        """Return the lineage of a context that shares the first `count` blocks with this one and continues
+        differently."""
         if self.joint is not None and count >= self.joint:
             return Lineage(self.domain, self.keys[:count], self.plain, self.joint, self.joint_parent)
         return self.anew(count)
 
     def anew(self, count: int) -> "Lineage":
-        """Return the lineage of a context that keeps at most the first `count` blocks and computes the rest after them
-        anew."""
+        """Return the lineage of a context that keeps at most the first `count` blocks and computes the rest again."""
         keys, plain = self.keys[:count], self.num_plain
         if count <= plain:
             return Lineage(self.domain, keys)
         return Lineage(self.domain, keys, plain, count, self.domain.lineage(keys))
 
     def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
-        """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: the
-        key of an open block after the last full one that stays. The block that it grows into counts as begun in the
-        longer context."""
+        """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: key
+        of an open block that stays after the last full one. The block that it grows into counts as begun in the longer
+        context."""
         keys, start = [], 0
         for a, b in cuts:
             keys += self.keys[start : a // BLOCK_TOKENS]
@@ -66,8 +65,8 @@ class Lineage:
         return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
 
     def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
-        """Return the lineage of a context of these blocks, of which only the first `same` stay where they are. tail: as
-        in `without`."""
+        """Return the lineage of a context of these blocks, of which only the first `same` keep their place. tail: key
+        of an open block after the last full one, or None."""
         plain = min(self.num_plain, same)
         if tail is not None:
             return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))
@@ -76,8 +75,8 @@ class Lineage:
         return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
 
     def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
-        """Whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open one) may
-        use this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
+        """Return whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open
+        one) may get this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
         if self.joint is None or num_blocks > self.joint:
             return True
         if num_blocks < self.joint:

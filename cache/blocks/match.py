@@ -1,4 +1,4 @@
-"""Describes the stored part of a context, and how long that description holds."""
+"""Describes which part of a context is stored, and how long that description is valid."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,8 @@ class Match:
 
     @property
     def used(self) -> list[tuple[BlockRow, int]]:
-        """List (row of the table, number of its KV rows that are used), in order."""
+        """Return (row of the table, number of the block's KV rows that are used) for each block of the match, in
+        order."""
         used = [(row, BLOCK_TOKENS) for row in self.rows]
         if self.partial is not None:
             used.append((self.partial, self.partial_rows))
@@ -48,7 +49,7 @@ class MatchBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """A match that holds until its basis changes. If rates were used to choose it, it holds until they change too."""
+    """A match that is valid until its basis changes; also until the rates change, if they were used to choose it."""
 
     basis: MatchBasis
     rates_version: int | None  # None: there was nothing to choose, so rates do not matter

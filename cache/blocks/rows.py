@@ -1,18 +1,17 @@
-"""Keeps the rows of a running context that HBM holds, and the pages they lie in."""
+"""Records which KV rows of a running context HBM has, and in which pages."""
 
 from dataclasses import dataclass, field
 
 from reprise.cache.blocks.keys import BlockKey
 
 PARKED = -1
-"""Stands for a page that a context has given up, because its blocks are read from their slots."""
+"""Page number for a page that a context has given up, because its blocks are read from their DRAM slots."""
 
 
 @dataclass(slots=True)
 class ContextRows:
     """The pages of a running context. Row p of the context is row p % page_size of pages[p // page_size], unless that
-    page is PARKED. The Placer gives the pages, the Lifecycle counts the rows, and the Publisher gives the pages
-    back."""
+    page is PARKED. The Placer adds pages, the Lifecycle counts rows, and the Publisher removes the pages."""
 
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while the request waits
     computed: int = 0  # leading rows that hold KV now, or will before they are read
@@ -25,10 +24,10 @@ class ContextRows:
     published: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
 
     def give_back(self) -> None:
-        """Forget the pages and what was computed in them. The caller unpins the pages."""
+        """Forget the pages and the computed rows. The caller unpins the pages."""
         self.pages, self.computed, self.sealed = [], 0, 0
 
     @property
     def last_page(self) -> int | None:
-        """The page of the last rows, unless there is none or it is parked."""
+        """The page of the last rows; None if there is none or it is parked (given up for DRAM)."""
         return self.pages[-1] if self.pages and self.pages[-1] != PARKED else None

@@ -1,16 +1,18 @@
-"""CaR's score of a block (CaR §III-B-3): how much waiting and running requests need it."""
+"""Computes CaR's score of a block (CaR §III-B-3): how much waiting and running requests need it."""
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.blocks.table import CacheTable
 
 
 class Scores:
-    """Gives each block its score for eviction from HBM: the sum over all requests that need it, 1 while a request is in
-    the window and 2 while it runs. The scheduler's view of the cache sets it, on the engine's thread.
+    """A table of the scores by which blocks are evicted from HBM. A block's score is the sum over all requests that
+    need it: 1 while a request is in the window and 2 while it runs. The scheduler's view of the cache sets it, on the
+    engine's thread.
 
     The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting a request's share
-    instead gives the same sums, and takes it back exactly when a request is aborted or preempted. A change costs time
-    linear in the length of the request's context."""
+    instead gives the same sums, and takes the share back exactly when a request is aborted or preempted. A change costs
+    time linear in the length of the request's context.
+    """
 
     def __init__(self, *, table: CacheTable) -> None:
         self._table = table
@@ -18,7 +20,7 @@ class Scores:
         self._given: dict[str, tuple[int, list[BlockKey]]] = {}  # request -> what it adds, and to which blocks
 
     def set(self, request_id: str, score: int, keys: list[BlockKey]) -> None:
-        """Set what a request adds to the score of each block of its context."""
+        """Set what a request adds to the score of each block in `keys`, those of its context."""
         self.clear(request_id)
         if score:
             self._given[request_id] = score, keys
@@ -34,7 +36,7 @@ class Scores:
 
     @property
     def levels(self) -> list[int]:
-        """The scores in use and 0, ascending."""
+        """The distinct scores in use, and 0, ascending."""
         return sorted({0, *self._scores.values()})
 
     def _add(self, keys: list[BlockKey], score: int) -> None:

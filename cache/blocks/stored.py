@@ -53,14 +53,14 @@ class SessionRecord:
 
 
 def is_coded(extent: int | bytes) -> bool:
-    """Whether an extent's segments are coded, for a server that has a codec. The last bit of the extent's id, or of its
-    name in Redis, says so. Without a codec that bit means nothing."""
+    """Return whether a codec has compressed the segments of an extent, given by its id or its name in Redis; the last
+    bit says so. Only for a server that has a codec; otherwise the bit means nothing."""
     return bool((extent if isinstance(extent, int) else extent[-1]) & 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisExtent:
-    """An extent in Redis, as its header tells it."""
+    """An extent in Redis, described by its header."""
 
     name: bytes  # a keyed hash of the header, and so of all that is in it
     session: SessionRecord  # as it was when the extent was written
@@ -70,7 +70,7 @@ class RedisExtent:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """An extent as storage reports it."""
+    """An extent, described by the storage that has it."""
 
     extent_id: int  # never used twice in a directory; increases in order of writing
     session: SessionRecord  # as it was when the extent was written

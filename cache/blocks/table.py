@@ -14,8 +14,8 @@ SessionName = tuple[str, str, str]
 
 TierName = Literal["dram", "coded", "disk", "redis"]
 BELOW_HBM: tuple[TierName, ...] = ("dram", "coded", "disk", "redis")
-"""The tiers below HBM, in the order in which a load prefers them: `coded` is the part of DRAM where blocks lie as a
-codec made them, so reports count it as `dram`."""
+"""The tiers below HBM, in the order in which a load prefers them. `coded` is the part of DRAM for blocks that a codec
+has compressed; reports count it as `dram`."""
 
 
 class Copies(TypedDict, total=False):
@@ -29,9 +29,10 @@ class Copies(TypedDict, total=False):
 
 @dataclass(slots=True)
 class BlockRow:
-    """One block's row in the table: its key and parent, its address in each tier, size, score and owners. A row exists
+    """A block's row in the table: its key and parent, its address in each tier, size, score and owners. A row exists
     only while the block's bytes are complete in some tier. An address is set after its bytes are written, and cleared
-    before they may be overwritten. Transfers under way are known to the part that ordered them, never to the table."""
+    before they may be overwritten. The table does not know of transfers under way; only the part that ordered a
+    transfer does."""
 
     key: BlockKey
     parent: BlockKey
@@ -50,7 +51,7 @@ class BlockRow:
     score: int = 0  # CaR's (`reprise.cache.blocks.scores`): blocks with a low score leave HBM first
 
     def unstored(self) -> "BlockRow":
-        """Return the same block without an address. The copy is written out by hand because `dataclasses.replace` takes
+        """Return a copy of this row without any address. It is written out by hand because `dataclasses.replace` takes
         ten times as long."""
         return BlockRow(
             key=self.key,
@@ -73,7 +74,7 @@ class BlockRow:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the block would survive leaving HBM."""
+        """Whether the block has a copy outside HBM."""
         return bool(self.copies)
 
     @property
@@ -103,7 +104,7 @@ class BlockRow:
 
     @property
     def medium(self) -> str:
-        """The source under the name that reports give it: dram, disk or redis."""
+        """The name under which reports count the tier that HBM would load the block from: dram, disk or redis."""
         return medium_of(self.source)
 
 
@@ -113,7 +114,7 @@ def medium_of(tier: TierName) -> str:
 
 
 class CacheTable:
-    """The table that finds blocks: key -> row, and parent -> children. All parts of the CacheManager use it, on the
+    """A table that finds blocks: key -> row, and parent -> children. All parts of the CacheManager use it, on the
     engine's thread. It holds no bytes."""
 
     def __init__(self) -> None:
@@ -138,7 +139,8 @@ class CacheTable:
         return self._rows.get(key)
 
     def publish(self, row: BlockRow) -> None:
-        """Make a complete block findable. Raises KeyError if the key is already there."""
+        """Add a row, so that requests can find the block, whose bytes must be complete. Raises KeyError if the key is
+        in the table."""
         if row.key in self._rows:
             raise KeyError(row.key)
         self.version += 1
@@ -166,16 +168,16 @@ class CacheTable:
         return row
 
     def moved(self) -> None:
-        """Note that an address of a row has changed. The tier that changes one calls this."""
+        """Increase the table's version, because a tier has changed an address of a row."""
         self.version += 1
 
     def forget(self, row: BlockRow) -> None:
-        """Remove the row of a block that has left its last tier, if it is still there."""
+        """Remove the row of a block that has left its last tier, unless it has been removed already."""
         if row.key in self._rows:
             self.drop(row.key)
 
     def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
-        """Return the rows of the longest stored prefix of a chain, in whatever tier each block is."""
+        """Return the rows of the longest prefix of `keys` that is stored, whatever tier each block is in."""
         rows: list[BlockRow] = []
         for key in keys:
             row = self._rows.get(key)
@@ -185,7 +187,7 @@ class CacheTable:
         return rows
 
     def resident(self, keys: Sequence[BlockKey]) -> int:
-        """Count the leading blocks of a chain that are in HBM."""
+        """Return how many leading blocks of `keys` are in HBM."""
         for count, key in enumerate(keys):
             row = self._rows.get(key)
             if row is None or row.page is None:
@@ -195,9 +197,9 @@ class CacheTable:
     def closest_child(
         self, parent: BlockKey, token_ids: Sequence[int], session_id: str, limit: int
     ) -> tuple[BlockRow, int] | None:
-        """Return the child of `parent` that shares the most leading tokens with `token_ids` (at least one, at most
-        `limit`), and how many it shares. Open blocks of other sessions are ignored. On a tie, the session's own open
-        block wins."""
+        """Return the block after `parent` that shares the most leading tokens with `token_ids` (at least one, at most
+        `limit`), and how many it shares; None if there is none. Open blocks of other sessions are ignored. On a tie,
+        the session's own open block wins."""
         siblings = self._children.get(parent, [])
         place = bisect_left(siblings, (array("I", token_ids),))
         before, after = range(place - 1, -1, -1), range(place, len(siblings))

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 
 Range = tuple[int, int]
-"""A half-open range of tokens."""
+"""A half-open range of tokens: (first, end)."""
 
 ScoresOf = Callable[[Sequence[int]], Sequence[float] | None]
-"""Where blocks begin, ascending -> how much each is wanted; None: the oldest are wanted least."""
+"""Returns how much each block is wanted, given the ascending offsets of their first tokens; None: the oldest are wanted
+least."""
 
 _NEWEST_SHARE = 0.25  # share of the droppable blocks that is dropped last, whatever its scores: the newest
 
 
 class DoesNotFit(Exception):
-    """The tokens that must stay are more than the window holds."""
+    """The window is too small for the tokens that must not be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class CutRules:
 
 
 def reserved(max_tokens: int, window: int) -> int:
-    """Return the room, in tokens, that a turn needs for its answer when it begins."""
+    """Return how many tokens of the window a turn keeps free for its answer when it begins."""
     return max(1, min(max_tokens, window // 8))
 
 
@@ -46,16 +47,17 @@ def plan_cut(
     marked: Sequence[Range],
     scores_of: ScoresOf = lambda starts: None,
 ) -> list[Range]:
-    """Choose what to drop of a context of `length` tokens so that it and `reserve` more fit into `window`. Returns
-    nothing if it fits as it is.
+    """Choose the ranges of a context of `length` tokens to drop, so that it and `reserve` more tokens fit into
+    `window`. Returns nothing if it fits as it is.
 
     Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
-    begins (a block may hold the end of the message before), or more if that is not enough. Where `scores_of` has
+    begins (a block may hold the end of the previous message), or more if that is not enough. Where `scores_of` has
     scores, the blocks with the least are dropped instead, and nothing is extended. `marked` ranges stay if possible.
 
     Never drops anything from `newest` on, where the newest message begins. If that leaves less than `reserve`,
-    everything droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there is no room
-    for a single token."""
+    everything before it that may be dropped is dropped, and the answer gets the room that is left. Raises DoesNotFit if
+    there is no room for a single token.
+    """
     head = _up(keep_first)
     needed = length + reserve - window
     if needed <= 0:
@@ -83,12 +85,12 @@ def plan_cut(
 
 
 def may_leave(keep_first: int, limit: int, marked: Sequence[Range]) -> list[Range]:
-    """Return the ranges of whole blocks from the first `keep_first` tokens to `limit` that are not marked."""
+    """Return the ranges of whole blocks between the first `keep_first` tokens and `limit` that are not marked."""
     return _without((_up(keep_first), _down(limit)), [(_down(a), _up(b)) for a, b in marked])
 
 
 def blocks_of(ranges: Sequence[Range]) -> Iterator[int]:
-    """Return where each block of ranges of whole blocks begins."""
+    """Yield the first token's offset of each block in ranges of whole blocks."""
     return (start for a, b in ranges for start in range(a, b, BLOCK_TOKENS))
 
 
@@ -126,13 +128,13 @@ def _without(whole: Range, holes: Sequence[Range]) -> list[Range]:
 
 
 def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """Return the parts of the ranges that lie in none of the holes."""
+    """Return the parts of `ranges` that lie in none of the `holes`."""
     return [part for whole in ranges for part in _without(whole, holes)]
 
 
 def _end_of(ranges: Sequence[Range], amount: int) -> int:
-    """Return where `amount` tokens of the ranges end, rounded up to whole blocks; the end of the last range if they
-    have fewer."""
+    """Return the offset at which `amount` tokens of the ranges have passed, rounded up to whole blocks; the end of the
+    last range if the ranges have fewer tokens."""
     end = ranges[0][0]
     for a, b in ranges:
         end = min(b, _up(a + amount))
@@ -182,7 +184,8 @@ def unmap_offset(offset: int, cuts: Sequence[Range]) -> int:
 
 
 def _unmap(offset: int, cuts: Sequence[Range], is_end: bool) -> int:
-    """Invert map_offset. The end of a range that lies at a cut is placed before the cut."""
+    """Invert `map_offset`. is_end: whether `offset` ends a range; if it lies at a cut, the result lies before the
+    cut."""
     for a, b in cuts:
         if offset > a or (offset == a and not is_end):
             offset += b - a

@@ -9,7 +9,7 @@ from reprise.cache.blocks.keys import BlockKey
 
 
 class Future(Protocol):
-    """The uses that are still to come."""
+    """The future uses of blocks, which only a simulation knows."""
 
     def next_use(self, key: BlockKey) -> float:
         """Return when the block is used next; a larger value is later, math.inf means never."""
@@ -17,12 +17,13 @@ class Future(Protocol):
 
 
 class BeladyPolicy:
-    """Evicts the block whose next use is latest. It is the upper bound for the other policies.
+    """A policy that evicts the block whose next use is latest. It is the upper bound for the other policies.
 
-    The next use is asked when a block is touched, so `future` must already describe what comes after that touch. Among
-    blocks with the same next use, the newest touch leaves first, which is the head of a context touched from its tail.
-    The published bounds were measured this way; evicting the tail first would raise block hit rates by up to 0.013. A
-    newcomer may itself be the first victim (bypass)."""
+    The next use is asked for when a block is touched, so `future` must already describe what comes after that touch.
+    Among blocks with the same next use, the newest touch leaves first, which is the head of a context touched from its
+    tail. The published bounds were measured this way; evicting the tail first would raise block hit rates by up to
+    0.013. A newcomer may itself be the first victim (bypass).
+    """
 
     def __init__(self, future: Future) -> None:
         self._future = future

@@ -9,12 +9,13 @@ from reprise.cache.returns.return_times import ReturnTimes
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Each tier's ledger calls it on the engine's
+    """A ranking of one tier's blocks for eviction. Holds keys, never bytes. Each tier's ledger calls it on the engine's
     thread; it is pure.
 
     The times at which sessions are expected back are computed once for all tiers, by the `ReturnTimes` given to a
     policy's factory. A policy that judges by past touches alone ignores them. It also ignores sessions, the queue and
-    the newcomer: it always admits a newcomer and spares no queued session."""
+    the newcomer: it always admits a newcomer and spares no queued session.
+    """
 
     def touch(self, key: BlockKey) -> None:
         """Record an insert or a hit."""
@@ -25,9 +26,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        """Record that the block stands at `place` of the session's context, counted in blocks from the head. It
-        replaces the block that was there before. Idempotent. A block may have several owners, and may be owned before
-        it enters the tier and after it has left."""
+        """Record that the block stands at `place` of the session's context, counted in blocks from the head, instead of
+        the block that stood there before. Idempotent. A block may have several owners, and may be owned before it
+        enters the tier and after it has left."""
         ...
 
     def forget(self, session: Hashable) -> None:
@@ -35,12 +36,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """Set the sessions of queued turns, next first, each once. The sequence is kept and must not change afterwards.
-        changed: sessions that joined or left since the last call; None: find them by comparison.
+        """Set the sessions of queued turns, next first, each once. The policy keeps the sequence, which must not change
+        afterwards. changed: sessions that joined or left since the last call; None: find them by comparison.
 
         Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
         session's next return. Naming running turns admits those blocks before all that is not queued, however late they
-        return. This does no harm, but a rotation with half of the room it needs then hits 42 % instead of 50 %."""
+        return. This does no harm, but a rotation with half of the room it needs then hits 42 % instead of 50 %.
+        """
         ...
 
     def victims(
@@ -65,8 +67,8 @@ PolicyFactory = Callable[[ReturnTimes], EvictionPolicy]
 
 
 def enter(policy: EvictionPolicy, row: BlockRow) -> None:
-    """Tell a policy which block has entered its tier and which sessions own it. Owners come first, because a block that
-    enters without owners is ranked as if no session owned it."""
+    """Tell a policy that a block has entered its tier, and first which sessions own it: a block that enters without
+    owners is ranked as if no session owned it."""
     if row.place is not None:
         for owner in row.owners:
             policy.own(row.key, owner, row.place)

@@ -5,7 +5,7 @@ from reprise.cache.policies.lru import LruPolicy
 
 
 class FifoPolicy(LruPolicy):
-    """Evicts the oldest insert first; a hit does not count as a touch."""
+    """A policy that evicts the oldest insert first; a hit does not count as a touch."""
 
     def touch(self, key: BlockKey) -> None:
         self._order.setdefault(key, None)

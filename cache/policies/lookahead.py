@@ -1,4 +1,4 @@
-"""Evicts last what is needed next, judged by the queue and by when sessions are expected back (AttentionStore
+"""Evicts last what is needed next, judged by the queue and by when sessions are expected to return (AttentionStore
 §3.3.2)."""
 
 import math
@@ -20,13 +20,13 @@ _Rank = tuple[int, tuple[float, ...]]
 sessions are ordered by their place in the queue instead, which changes too often to be part of a sorted key."""
 
 _Entry = tuple[Any, ...]
-"""A block that could leave next, as a tuple that sorts in order of leaving. Without a queued owner: (0, the rank of its
-owners together, block). With one: (1, -place in the queue of its first owner in line, 0, block). The tuple is flat
-because thousands are compared."""
+"""A block that could be evicted next, as a tuple that sorts in order of eviction. Without a queued owner: (0, the joint
+rank of its owners, block). With one: (1, -place in the queue of its owner nearest the front, 0, block). The tuple is
+flat because thousands are compared."""
 
 
 class _Session:
-    """The policy's knowledge of one live session."""
+    """A live session, as the policy knows it."""
 
     __slots__ = ("context", "name", "rank", "resident", "returns", "waits_at")
 
@@ -45,13 +45,13 @@ class _Session:
 
 
 _Waiting = tuple[_Rank, _Session]
-"""A session whose last resident block is a given one, with its rank. Ranks are unique."""
+"""(rank, session) of a session whose last block in the tier is the one under which this is stored. Ranks are unique."""
 
 
 class LookaheadPolicy:
-    """Evicts in this order: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
-    queued, those expected back last first (`reprise.cache.returns.return_times`), or oldest use first where nothing is
-    known; (c) queued sessions, from the tail of the queue to its head.
+    """A policy that evicts in this order: (a) blocks without a live owner, least recently touched first; (b) sessions
+    that are not queued, those expected back last first (`reprise.cache.returns.return_times`), or oldest use first
+    where nothing is known; (c) queued sessions, from the tail of the queue to its head.
 
     A session leaves tail-first. A shared block leaves only after everything resident that follows it in any owner's
     context has left (or is pinned), so what stays is always a usable prefix. Its rank combines the ranks of its owners,
@@ -151,7 +151,7 @@ class LookaheadPolicy:
         return session
 
     def _rerank(self, session: _Session) -> None:
-        """Update the rank of a session that is expected at another time, or has joined or left the queue."""
+        """Update the rank of a session whose expected return has changed, or which has joined or left the queue."""
         before, session.rank = session.rank, (int(session.name in self._queue), session.returns.rank)
         key = session.waits_at
         if key is not None and before != session.rank:
@@ -219,7 +219,7 @@ class LookaheadPolicy:
 
     def _refresh(self, key: BlockKey) -> None:
         """Note that the block may have become a leaf, ceased to be one, or changed rank. Notes are collected, because
-        an event often changes many blocks and the next event undoes it."""
+        an event often changes many blocks and the next event may reverse the change."""
         self._stale.add(key)
         if len(self._stale) > _MOST_STALE_ENTRIES:
             self._put_in_order()
@@ -305,7 +305,7 @@ class LookaheadPolicy:
         return self._ownerless
 
     def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank | None:
-        """Return the rank below which blocks may leave; None: all may."""
+        """Return the rank below which blocks may be evicted; None: all may."""
         if spare_queued and (newcomer is None or newcomer in self._queue):
             return (1, (-math.inf, 0))
         if newcomer is None:
@@ -315,7 +315,7 @@ class LookaheadPolicy:
         return (0, self._returns.rank(newcomer))
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
-        """Return the entry of a block whose owners, given sorted, are all unqueued."""
+        """Return the entry of a block none of whose owners is queued. waiting: its owners, sorted by rank."""
         if len(waiting) == 1:
             return (0, *waiting[0][0][1], key)
         return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED_OWNERS:]]), key)
@@ -330,7 +330,8 @@ class LookaheadPolicy:
 
 
 class _Walk:
-    """A walk over the leaves in order of eviction, for `victims`. It leaves the policy unchanged."""
+    """A walk over the leaves (blocks after which nothing follows in the tier) in order of eviction, for `victims`. It
+    leaves the policy unchanged."""
 
     def __init__(self, policy: LookaheadPolicy) -> None:
         self._policy = policy
@@ -348,7 +349,7 @@ class _Walk:
         self._waiting: dict[BlockKey, tuple[int, list[_Waiting]]] = {}
 
     def peek(self) -> _Entry | None:
-        """Return the next leaf."""
+        """Return the next leaf; None if there is none."""
         if self._head is None:
             # Until no session left to examine can have a leaf that leaves before the first of the heap.
             while self._left_in_line and not (self._offered and self._offered[0] < (1, 1 - self._left_in_line, 0)):
@@ -377,7 +378,7 @@ class _Walk:
             heappop(self._offered)
 
     def leave(self, entry: _Entry) -> None:
-        """Remove the leaf that `peek` returned. Blocks that become leaves thereby are offered in their turn."""
+        """Remove the leaf `entry` that `peek` returned. Blocks that become leaves by that are offered in their turn."""
         policy = self._policy
         owners = policy._owners[entry[-1]]
         self.num_left += 1
@@ -403,7 +404,7 @@ class _Walk:
             self._wait(session.context[session.resident[-1 - left]], session)
 
     def _wait(self, before: BlockKey, session: _Session) -> None:
-        """Record that the session has nothing left after this block."""
+        """Record that nothing of the session is left in the tier after the block `before`."""
         policy = self._policy
         if (known := self._waiting.get(before)) is not None:
             count, best = known
@@ -418,7 +419,7 @@ class _Walk:
             heappush(self._offered, entry)
 
     def _replace(self, entry: _Entry) -> None:
-        """Skip the leaf like `drop`, but offer this entry in its place."""
+        """Skip the leaf that `peek` returned, as `drop` does, but offer this entry in its place."""
         if self._head is not None and not (self._offered and self._offered[0] < self._head):
             self._head = next(self._order, None)
             heappush(self._offered, entry)

@@ -1,10 +1,10 @@
-"""Holds the line of sessions of queued turns, as a policy was last told of it."""
+"""Stores the line of queued sessions that a policy was last told of."""
 
 from collections.abc import Collection, Hashable, Sequence
 
 
 class QueueLine:
-    """The sessions of queued turns, next first, each once."""
+    """A line of the sessions of queued turns, next first, each once."""
 
     def __init__(self) -> None:
         self._sessions: Sequence[Hashable] = ()
@@ -21,8 +21,8 @@ class QueueLine:
         return session in self._members
 
     def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
-        """Take over a new line. Returns the sessions that have joined or left: `changed` if that is given. `sessions`
-        is kept, so it must not change afterwards."""
+        """Replace the line. Returns the sessions that have joined or left: `changed` if that is given. `sessions` is
+        stored, so it must not change afterwards."""
         if changed is None:
             changed = self._members.symmetric_difference(sessions)
         self._sessions, self._places = sessions, None

@@ -1,1 +1,1 @@
-"""Takes a request through the cache, from its opening to the publishing of what it computed."""
+"""Takes a request through the cache, from its opening to the publishing of the blocks it computed."""

@@ -1,6 +1,6 @@
-"""Holds the KV context of a request while it waits or runs: what it consists of, and a record for each phase.
+"""Describes the KV context of a request while it waits or runs: what it consists of, and a record for each phase.
 
-A phase's record is written by the class that its docstring names; the others read it.
+Only the class that a record's docstring names writes it; others read it.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from reprise.cache.stats import MissReason
 
 @dataclass(slots=True)
 class Cuts:
-    """The part of the conversation that the context lacks. Written by the ContextOpener, the Recaller and, for
+    """The parts of the conversation that the context lacks. Written by the ContextOpener, the Recaller and, for
     attention, the Keeper, while the context has no pages."""
 
     rules: CutRules
@@ -43,8 +43,8 @@ class Cuts:
 
 @dataclass(slots=True)
 class Reuse:
-    """The part of a context that may be taken from the cache, and the reasons for the rest. Written by the Matcher, and
-    by the parts that learn that a copy is of no use: Loads, Parking, the Lifecycle."""
+    """The part of a context that may be taken from the cache, and the reasons why the rest may not. Written by the
+    Matcher, and by the parts that learn that a copy is of no use: Loads, Parking, the Lifecycle."""
 
     open_hint: BlockKey | None = None  # an open block that the request can continue, whatever its key chains on
     open_place: int = 0  # number of full blocks before `open_hint`; none before it was computed for this request
@@ -69,7 +69,7 @@ class Waiting:
 
 
 class LoadState(Enum):
-    """The state of a load, as the table of `Loads` explains it."""
+    """The state of a load, explained in the table of `Loads`."""
 
     WANTED = auto()
     RELEASED = auto()
@@ -92,13 +92,13 @@ class Load:
 
     @property
     def claimant(self) -> str:
-        """The name under which other requests wait for its blocks: its request's, or a name of its own once the request
-        has left it."""
+        """The name under which other requests wait for the load's blocks: the request id, or the job's name once the
+        request has left the load."""
         return f"load {self.job}" if self.state is LoadState.OUTLIVED else self.context.request_id
 
 
 class SlotBlock(NamedTuple):
-    """A full block of a running context in the slot that is pinned for it."""
+    """A full block of a running context, in the DRAM slot that is pinned for it."""
 
     key: BlockKey
     slot: int
@@ -107,7 +107,7 @@ class SlotBlock(NamedTuple):
 
 @dataclass(slots=True)
 class Saving:
-    """The slots to which blocks are saved while they are computed. Written by the Saver and, for contexts that HBM
+    """The DRAM slots to which blocks are saved while they are computed. Written by the Saver and, for contexts that HBM
     cannot hold, by Parking."""
 
     slots: dict[int, int] = field(default_factory=dict)  # block -> the DRAM slot it is being saved to
@@ -118,7 +118,8 @@ class Saving:
 
 @dataclass(slots=True)
 class Sources:
-    """The tiers that the KV of a prompt came from, counted at admission. Written by the Placer; `brought` by Loads."""
+    """The number of a prompt's tokens that came from each tier, counted at admission. Written by the Placer; `brought`
+    by Loads."""
 
     by_tier: dict[str, int] = field(default_factory=dict)  # tier -> prompt tokens
     own_tokens: int = 0  # part of these tokens that only its own session had
@@ -129,7 +130,7 @@ class Sources:
 
 @dataclass(slots=True)
 class RequestContext:
-    """The context of one waiting or running request: its tokens, the names of its blocks, and what each phase knows."""
+    """The context of one waiting or running request: its tokens, the keys of its blocks, and a record of each phase."""
 
     request_id: str
     session: SessionName
@@ -146,12 +147,13 @@ class RequestContext:
 
     @property
     def conversation(self) -> list[int]:
-        """The tokens with nothing cut: those sent, then those generated."""
+        """The tokens of the whole conversation with nothing cut: those sent, then those generated."""
         sent = len(self.cuts.stream) - self.cuts.num_tokens
         return self.cuts.stream + self.token_ids[sent:]
 
     def conversation_keys(self) -> list[BlockKey]:
-        """The keys of the stream's full blocks, as in `SessionContext.conversation_keys`."""
+        """The keys that the full blocks of the conversation would have with nothing cut, for
+        `SessionContext.conversation_keys`."""
         if not self.cuts.ranges:
             return self.chain()[: self.prompt_tokens // BLOCK_TOKENS]
         self.cuts.sent_keys = self.domain.chain(self.cuts.stream, self.cuts.sent_keys)

@@ -1,4 +1,4 @@
-"""Gathers what is known of the blocks that a cut may drop, for the scorer."""
+"""Collects what is known of the blocks that may be dropped from a full window, for the scorer."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ _OLD_SHARE = 0.5  # share of earlier attention in a block's mean: it counts as m
 
 
 class Keeper:
-    """Gives a scorer what is known of a context's blocks, and notes how prompts attend to them. The ContextOpener and
-    the Recaller ask it for scores, the Lifecycle tells it of attention, all on the engine's thread. It changes only a
-    context's notes of attention."""
+    """A collector that gives a scorer what is known of a context's blocks, and notes how prompts attend to them. The
+    ContextOpener and the Recaller ask it for scores, the Lifecycle tells it of attention, all on the engine's thread.
+    It changes only a context's notes of attention."""
 
     def __init__(self, *, scorer: BlockScorer) -> None:
         self._scorer = scorer
 
     def scores_of(self, context: RequestContext, newest: int) -> ScoresOf:
-        """Return a function that scores a context's blocks, given where they begin. newest: where its newest message
-        begins."""
+        """Return a function that scores a context's blocks, given the offsets of their first tokens. newest: offset at
+        which its newest message begins."""
 
         def scores(starts: Sequence[int]) -> Sequence[float] | None:
             tokens = context.token_ids

@@ -19,7 +19,7 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Lifecycle:
-    """Takes a request through the cache for the engine's loop, on its thread: the request is opened on arrival,
+    """The steps of a request through the cache, for the engine's loop, on its thread: the request is opened on arrival,
     admitted by the scheduler (`SchedulerView`), committed after every step and closed at its end. Raises KeyError on a
     request that is not open."""
 
@@ -52,8 +52,8 @@ class Lifecycle:
         client_cut: ClientCut | None,
         now: float,
     ) -> list[int]:
-        """Open a request that arrived with the conversation `stream`. Returns its context, cut so that it and `reserve`
-        tokens fit the window. The list belongs to the sequence from now on. Raises DoesNotFit."""
+        """Open a request that arrived with the conversation `stream`. Returns its context's tokens, cut so that they
+        and `reserve` more fit the window. The list belongs to the sequence from now on. Raises DoesNotFit."""
         if self._tiers.form.is_condemned:  # every request is served as one that asks for exact KV
             salt = salt_of(given_salt(salt), is_exact=True)
         name = (tenant, salt, session_id)
@@ -78,14 +78,15 @@ class Lifecycle:
         return self._running[request_id]
 
     def report(self, request_id: str) -> TokensBySource:
-        """Report the sources of the prompt of a request that was just admitted for the first time."""
+        """Return from which tiers the prompt's KV came, for a request that was just admitted for the first time."""
         context = self._running[request_id]
         session = self._sessions.contexts.get(context.session)
         expired = self._sessions.deletions.expired.get(context.session)
         return report_prompt(context, session, self._tiers.table, reuse=self._reuse, expired=expired)
 
     def patience_s(self, request_id: str) -> float:
-        """Return how much longer a step may wait for the next layer of a request's load before the load is given up."""
+        """Return how many more seconds a step may wait for the next layer of a request's load before the load is given
+        up."""
         return self._loads.patience_s(self._running[request_id])
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -102,7 +103,8 @@ class Lifecycle:
         return self._saver.capture(context, num_tokens, batch_row)
 
     def commit(self, request_id: str, num_tokens: int) -> None:
-        """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
+        """Record that a step wrote the next `num_tokens` rows, and let other requests find the blocks that are full
+        now."""
         context = self._running[request_id]
         context.rows.computed += num_tokens
         # Most decoded rows fill no block.
@@ -128,14 +130,14 @@ class Lifecycle:
 
     def truncate(self, request_id: str) -> int:
         """Drop history of a running request that has filled the window in the middle of its generation. It has to be
-        admitted anew. Returns the tokens dropped. Raises DoesNotFit."""
+        admitted anew. Returns the number of tokens dropped. Raises DoesNotFit."""
         context = self._running[request_id]
         self._publisher.preempt(context)
         return self._opener.shorten(context)
 
     def distrust(self, request_id: str) -> None:
-        """Hide a request's blocks from all requests, because they gave an impossible result. Blocks count whichever
-        request computed them. Requests that run on them keep their pages, and publish nothing that depends on them."""
+        """Hide a request's blocks from all requests, whichever computed them, because they gave an impossible result.
+        Requests that run on these blocks keep their pages, and publish nothing that depends on them."""
         keys = self._running[request_id].chain()
         for key in keys:
             self._tiers.forget(key)
@@ -144,10 +146,10 @@ class Lifecycle:
                 context.rows.is_trusted = False
 
     def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
-        """End a request whose context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
-        nothing else needs become free, and finished blocks stay cached. The session stands where the request stopped,
-        or where it was if nothing was computed. goes_on: whether the conversation is expected to go on from there; if
-        not, the session stands where it was, too."""
+        """End a request whose context is its first `num_tokens` tokens (a stop string may have shortened it). Pages
+        that nothing else needs become free, and full blocks stay cached. The session's context becomes the request's,
+        or stays as it was if nothing was computed. goes_on: whether the conversation is expected to continue from
+        there; if not, the session's context also stays as it was."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)

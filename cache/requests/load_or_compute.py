@@ -7,7 +7,7 @@ from reprise.cache.rates import Rates
 
 
 class LoadOption(NamedTuple):
-    """A block after the resident prefix that a lower tier could deliver."""
+    """A block after the prefix in HBM that a lower tier could deliver."""
 
     size_bytes: int
     source: str  # the direction it would take, as in Rates
@@ -26,7 +26,7 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
 
     Loads all of them if the first token then comes no later than if all were computed, because loading leaves the
     processors to others. Otherwise returns the number with which the first token comes soonest; 0: computing all is
-    fastest. Adds one more block where that is to measure the link anew (`Rates.passed_over`).
+    fastest. Adds one more block now and then to measure the link again (`Rates.passed_over`).
 
     There is one load stream, so the times of all directions add up. A faster tier never makes it load less, because
     speed-up gains most where most is loaded.

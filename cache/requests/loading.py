@@ -1,4 +1,5 @@
-"""Orders loads from DRAM and disk into the pages of requests, gives up late ones, and records what came."""
+"""Starts loads from DRAM, disk and Redis into the pages of requests, gives up late ones, and records what was
+loaded."""
 
 import math
 from collections import Counter
@@ -18,8 +19,8 @@ _WAVER_FACTOR = 2  # the expected time of a load may be off by this factor altho
 
 
 class Loads:
-    """Knows every load under way. The Placer starts loads, and the engine's loop reports their progress and end, all on
-    the engine's thread. The states of a load:
+    """The loads under way. The Placer starts loads, and the engine's loop reports their progress and end, all on the
+    engine's thread. The states of a load:
 
     state      its request                                                        set by     next
     WANTED     holds its pages                                                    start      any other
@@ -28,9 +29,9 @@ class Loads:
     FAILED     has rows that did not come, until `Restarts` voids it              on_loaded  -
     ENDED      has what came                                                      on_loaded  -
 
-    Its pages and slots are pinned until the threads have ended it, even if no request wants it any more. Until then it
-    may be given up in any state, even if a part of it has failed. Then no more is read for it, and it ends with what
-    came out of DRAM.
+    The pages and slots of a load are pinned until the threads have ended it, even if no request wants it any more.
+    Until then it may be given up in any state, even if a part of it has failed. Then no more is read for it, and it
+    ends with what came out of DRAM.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Loads:
         bytes_per_token: int,
         codes: bool,
     ) -> None:
-        """codes: copies below DRAM are coded where their extent says so."""
+        """Set up. arrived(job): share of a load that is in HBM. progress(job): what the disk has read of it. codes:
+        whether copies below DRAM may be compressed by a codec, which their extent's id says."""
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._tiers, self._dram, self._disk, self._redis = tiers, tiers.dram, tiers.disk, tiers.redis
@@ -58,7 +60,7 @@ class Loads:
         self._bytes_per_token, self._codes = bytes_per_token, codes
         self._stats = tiers.stats
         self.now = -math.inf
-        """Time of the last plan. Set by whoever plans."""
+        """Time of the last plan, in seconds. The CacheManager sets it."""
         self.failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
     def start(self, context: RequestContext, loads: Sequence[BlockLoad]) -> None:
@@ -74,8 +76,8 @@ class Loads:
         self._orders.add(LoadBlocks(load.job, context.request_id, blocks))
 
     def _taken(self, context: RequestContext, block: BlockLoad) -> BlockLoad:
-        """Prepare to load a block: pin its source and its page, claim it, and take a slot for it if it comes from below
-        DRAM."""
+        """Prepare to load a block: pin its source and its page, let other requests know that it is coming, and take a
+        DRAM slot for it if it comes from disk or Redis."""
         if self._codes and (address := block.extent or block.redis) is not None:
             block = replace(block, is_coded=is_coded(address[0]))
         if block.slot is not None:
@@ -91,9 +93,9 @@ class Loads:
         return self._dram.slots_for(is_coded=load.is_coded)
 
     def give_up(self) -> None:
-        """Give up loads that have become dearer than computing, because the disk is slow or does not answer. All blocks
-        of a load come layer by layer, so everything that the disk was to bring is computed; what came out of DRAM is
-        kept."""
+        """Give up loads that would take longer than computing, because the disk is slow or does not answer. All blocks
+        of a load arrive layer by layer, so everything that the disk was to bring is computed; what came out of DRAM is
+        used."""
         for job_id, load in self.under_way.items():
             progress = self._progress(job_id) if load.first is not None and not load.is_given_up else None
             if progress is None:
@@ -107,7 +109,8 @@ class Loads:
                 self._orders.add(AbandonLoad(job_id))
 
     def patience_s(self, context: RequestContext) -> float:
-        """Return how much longer a step may wait for the next layer of a request's load before the load is given up."""
+        """Return how many more seconds a step may wait for the next layer of a request's load before the load is given
+        up."""
         load = _wanted(context)
         progress = self._progress(load.job) if load is not None else None
         if load is None or load.first is None or progress is None:
@@ -115,9 +118,9 @@ class Loads:
         return self._worth_waiting_s(load) - progress.silent_s
 
     def is_fetch_late(self, context: RequestContext) -> bool:
-        """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
-        It then skips the blocks on disk and in Redis. After a cut it keeps waiting, because stored blocks cannot be
-        computed again."""
+        """Return whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would
+        take. It then skips the blocks on disk and in Redis. After a truncation it keeps waiting, because stored blocks
+        cannot be computed again."""
         is_fetching = self._fetches.is_fetching
         if context.waiting.block is None or not is_fetching(context.waiting.block) or context.lineage.joint is not None:
             return False
@@ -137,8 +140,8 @@ class Loads:
         return True
 
     def _worth_waiting_s(self, load: Load) -> float:
-        """Return how long a load may take before computing the blocks that it reads off the disk is faster; inf if it
-        reads none."""
+        """Return how many seconds a load may take before computing the blocks that it reads off the disk is faster; inf
+        if it reads none."""
         if load.first is None:
             return math.inf
         end = max(block.position + block.num_rows for block in load.blocks)
@@ -147,7 +150,7 @@ class Loads:
         return worth_waiting_s(new_s, all_s, self._rates.num_layers)
 
     def _expected_s(self, load: Load) -> float:
-        """Return how long a load should take by the rates measured so far."""
+        """Return how many seconds a whole load should take by the rates measured so far."""
         tokens = Counter[str]()
         for block in load.blocks:
             tokens[block.source] += block.num_rows
@@ -164,8 +167,7 @@ class Loads:
         return load is not None and load.state is LoadState.FAILED
 
     def outlive(self, context: RequestContext) -> None:
-        """Let a voided request wait for the end of its load outside of the batch, as a request waits for a sibling, so
-        that nothing is ordered twice."""
+        """Let a voided request wait outside of the batch for the end of its load, so that nothing is loaded twice."""
         context.load = load = _wanted(context)
         if load is None:
             return
@@ -176,12 +178,12 @@ class Loads:
 
     @staticmethod
     def is_outlived(context: RequestContext) -> bool:
-        """Whether a load that was late for a request is still under way."""
+        """Return whether a load that was late for a request is still under way."""
         return context.load is not None and context.load.state is LoadState.OUTLIVED
 
     def on_loaded(self, event: Loaded) -> None:
-        """Record the end of a load: blocks that came are used. A bad copy is forgotten. A copy that could not be read
-        is not tried again for this request."""
+        """Record the end of a load: blocks that arrived are used. A bad copy is forgotten. A copy that could not be
+        read is not tried again for this request."""
         load = self.under_way.pop(event.job_id)
         context = load.context
         self._disk.release(block.key for block in load.blocks if block.extent is not None)
@@ -214,7 +216,7 @@ class Loads:
         self._tell_request(load, event)
 
     def _tell_request(self, load: Load, event: Loaded) -> None:
-        """Let the request know how its load has ended."""
+        """Record in the request's context how its load has ended."""
         context, is_late = load.context, "late" in event.failed.values()
         was_wanted, was_outlived = load.state is LoadState.WANTED, load.state is LoadState.OUTLIVED
         if was_outlived or is_late:
@@ -232,8 +234,8 @@ class Loads:
             context.load = None
 
     def _drop_bad_copy(self, load: BlockLoad) -> None:
-        """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another copy by
-        now. `RedisLedger.settle` does it for copies in Redis."""
+        """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another address
+        by now. `RedisLedger.settle` does the same for copies in Redis."""
         row = self._table.get(load.key)
         if row is None:
             return
@@ -265,8 +267,8 @@ class Loads:
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
     def frees_room(self) -> bool:
-        """Whether the end of a load will soon free pages that no request has any more. A load that was too late for its
-        request does not count: it may take long."""
+        """Return whether the end of a load will soon free pages that no request has any more. A load that was too late
+        for its request does not count: it may take long."""
         return any(load.state is LoadState.RELEASED for load in self.under_way.values())
 
     def take_failed(self) -> list[str]:
@@ -281,6 +283,6 @@ class Loads:
 
 
 def _wanted(context: RequestContext) -> Load | None:
-    """Return the load under way that fills a request's pages; None if there is none."""
+    """Return the load that is filling a request's pages; None if there is none."""
     load = context.load
     return load if load is not None and load.state is LoadState.WANTED else None

@@ -18,9 +18,9 @@ _NEAR_DIRECTIONS = ("dram_to_hbm", "coded_to_hbm")  # directions without the dis
 
 
 class Matcher:
-    """Finds what is stored of a context. The SchedulerView and the Placer ask it, on the engine's thread. A prompt is
-    asked for several times before its first token, so the answer and the reasons for misses are noted in the context;
-    nothing else is changed."""
+    """A finder of what is stored of a context. The SchedulerView and the Placer ask it, on the engine's thread. They
+    ask for a prompt several times before its first token, so the answer and the reasons for misses are noted in the
+    context; nothing else is changed."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
         self._table, self._hbm, self._form = tiers.table, tiers.hbm, tiers.form
@@ -34,7 +34,7 @@ class Matcher:
 
     def match(self, context: RequestContext) -> RememberedMatch:
         """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
-        answer is returned again as long as it holds."""
+        answer is returned again as long as it is valid."""
         basis = self._basis(context)
         answer = None if context.rows.pages else context.reuse.remembered
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
@@ -68,7 +68,7 @@ class Matcher:
         return RememberedMatch(basis, self._rates.version, found, found.first(ready + count), count < len(options))
 
     def _find(self, context: RequestContext) -> Match:
-        """Return the longest stored prefix. The last token is always left to compute, for its logits."""
+        """Return the longest stored prefix of a context. The last token is always left to compute, for its logits."""
         limit = len(context.token_ids) - 1
         if context.reuse.recompute_from is not None:
             limit = min(limit, context.reuse.recompute_from)
@@ -110,14 +110,14 @@ class Matcher:
         return self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
-        """Whether the `block`th block of a context can be used without a load."""
+        """Return whether a block can be used without a load. block: its index in the context."""
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def _options(self, context: RequestContext, match: Match) -> tuple[list[LoadOption], int]:
         """Return the blocks of a match that may be loaded or computed, whichever is faster
-        (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. After a cut
-        all blocks are used, whatever loading takes: KV that was computed in a longer context cannot be computed
-        again."""
+        (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. After a
+        truncation all blocks are used, however long loading takes: KV that was computed in a longer context cannot be
+        computed again."""
         used, lineage = match.used, context.lineage
         ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
         if ready == len(used) or (lineage.joint is not None and len(used) > lineage.plain):
@@ -133,22 +133,23 @@ class Matcher:
 
     @staticmethod
     def _source(row: BlockRow) -> str:
-        """Return the direction from which a block that HBM lacks would come."""
+        """Return the direction, such as `disk_to_hbm`, in which a block that HBM lacks would be loaded."""
         return f"{row.source}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
-        """Tell the rates that a request is admitted with less than what is stored, so that it computes a block that it
+        """Tell the rates if a request is admitted with less than what is stored, so that it computes a block that it
         could have loaded."""
         found, num_chosen = answer.found.used, len(answer.chosen.used)
         if num_chosen < len(found):
             self._rates.passed_over(self._source(found[num_chosen][0]))
 
     def tokens_by_tier(self, match: Match) -> dict[str, int]:
-        """Return tier -> tokens of a match that would come from it."""
+        """Return tier -> number of tokens of a match that would be taken from it."""
         return self._counted(match, {})
 
     def sources(self, context: RequestContext, match: Match) -> dict[str, int]:
-        """Return tier -> tokens of a match that come from it, or were brought from it while this request waited."""
+        """Return tier -> number of tokens of a match that come from it. A block that was fetched into DRAM while this
+        request waited counts for the tier that it was fetched from."""
         return self._counted(match, context.sources.brought)
 
     def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
@@ -161,18 +162,19 @@ class Matcher:
         return tokens
 
     def _tier(self, row: BlockRow, block: int) -> str:
-        """Return the tier from which the `block`th block of a context would be taken."""
+        """Return the tier from which a block would be taken, under its name in reports. block: its index in the
+        context."""
         if self._is_at_hand(row, block):
             return "hbm"
         return row.medium
 
     def own_tokens(self, context: RequestContext, match: Match) -> int:
-        """Count the tokens of a match that are stored for the context's session alone."""
+        """Return how many tokens of a match are stored for the context's session alone."""
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
 
     def coded_tokens(self, match: Match) -> int:
-        """Count the tokens of a match that came out of a codec, or will when they are loaded."""
+        """Return how many tokens of a match have KV that a codec has changed, or will have when they are loaded."""
         if not self._form.is_used:
             return 0
         return sum(used for block, (row, used) in enumerate(match.used) if self._is_coded(row, block))
@@ -195,7 +197,8 @@ class Matcher:
         return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
 
     def _by_source(self, match: Match) -> dict[str, int]:
-        """Return source -> tokens of a match that HBM lacks."""
+        """Return source -> number of tokens of a match that HBM lacks. A source is a tier, or `coded` for compressed
+        blocks in DRAM."""
         tokens = Counter[str]()
         for block, (row, used) in enumerate(match.used):
             if not self._is_at_hand(row, block):
@@ -203,8 +206,8 @@ class Matcher:
         return tokens
 
     def on_the_way(self, context: RequestContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
-        """Return the residency of a context that has its pages. to_come: tier -> tokens of its load while that is under
-        way; load_s: how long the load still takes."""
+        """Return where the KV of a context that has pages lies. to_come: tier -> tokens that its load, while under way,
+        brings from it. load_s: seconds that the load still takes."""
         hbm = context.rows.computed - sum(to_come.values())
         missing = len(context.token_ids) - context.rows.computed
         return self._residency(hbm, to_come, missing, context.sources.own_tokens, load_s, bool(to_come))

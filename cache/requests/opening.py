@@ -1,5 +1,5 @@
-"""Decides what a request's context begins with, by arithmetic on tokens alone: from what its session had, what its
-client dropped and what the window holds (AttentionStore §3.4)."""
+"""Decides what a request's context contains at first, by arithmetic on tokens alone: from what its session had, what
+its client dropped and what the window holds (AttentionStore §3.4)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from reprise.cache.requests.recalling import Recaller
 from reprise.cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
-"""(tenant, cache salt) -> the domain of their keys."""
+"""Returns the key domain of (tenant, cache salt)."""
 
 _MIN_SHIFTED_BLOCKS = 4  # least blocks to spare; fewer are not worth the remains of what the client dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCut:
-    """A truncation that the client made itself (docs/sessions.md, "When the window is full"): of `stream`, the
-    conversation with nothing dropped, it sent the first `keep` tokens and those from `resume` on."""
+    """A truncation that the client made itself (docs/sessions.md, "When the window is full"). It sent the first `keep`
+    tokens of `stream`, the conversation with nothing dropped, and those from `resume` on."""
 
     stream: list[int]
     keep: int
@@ -41,8 +41,8 @@ class ClientCut:
 
 
 class ContextOpener:
-    """Opens contexts, and cuts those that have outgrown the window. The Lifecycle calls it, on the engine's thread. It
-    never cuts a context that has pages."""
+    """A maker of contexts, which also shortens those that have outgrown the window. The Lifecycle calls it, on the
+    engine's thread. It never shortens a context that has pages."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ContextOpener:
         keeper: Keeper,
         recaller: Recaller | None,
     ) -> None:
-        """recaller: None if dropped blocks never come back."""
+        """Set up. recaller: None if dropped blocks are never recalled."""
         self._table, self._stats = tiers.table, tiers.stats
         self._sessions = sessions
         self._truncation = truncation
@@ -95,8 +95,8 @@ class ContextOpener:
 
     def resume(self, context: RequestContext, token_ids: Sequence[int]) -> int:
         """Append generated tokens to the prompt of a context that was opened just now. Where they fill the window, drop
-        history as `shorten` did when they were generated. Returns the number of tokens dropped. Raises DoesNotFit, also
-        where nothing may be dropped."""
+        history in the same way as `shorten` did when they were generated. Returns the number of tokens dropped. Raises
+        DoesNotFit, also where nothing may be dropped."""
         window, dropped, place = self._truncation.window, 0, 0
         while place < len(token_ids):
             more = token_ids[place : place + window - len(context.token_ids)]
@@ -138,7 +138,8 @@ class ContextOpener:
         return num_tokens
 
     def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
-        """Return the cuts that the session has made in this conversation before."""
+        """Return the cuts that the session made in this conversation in earlier turns; none if the conversation is
+        another."""
         session = self._sessions.get(name)
         if session is None or not session.cuts:
             return []
@@ -146,13 +147,13 @@ class ContextOpener:
         return session.cuts if len(stream) > end and digest_of(stream[:end]) == session.cut_digest else []
 
     def _own_cuts(self, name: SessionName, known: list[Range]) -> list[Range]:
-        """Return the known cuts that the client has not made itself."""
+        """Return the known cuts that the server made, not the client."""
         return self._sessions[name].own_cuts if known else known
 
     def _begin(
         self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, cuts: list[Range]
     ) -> RequestContext:
-        """Return the context of a conversation. cuts: those of its session's earlier cuts that stay."""
+        """Return the context of a conversation. cuts: those of the session's earlier cuts that stay."""
         session = self._sessions.get(name)
         before = session.cuts if session is not None else []
         sent_keys: list[BlockKey] = []
@@ -196,7 +197,7 @@ class ContextOpener:
 
     def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RequestContext | None:
         """Return the context of a request whose client dropped messages itself. It uses the blocks that the client
-        kept. Where messages end inside of blocks, it may keep up to a block more than was sent. None if that spares too
+        kept. Where messages end inside of blocks, it may have up to a block more than was sent. None if that saves too
         little."""
         moved = cut.resume - cut.keep
 
@@ -228,8 +229,8 @@ class ContextOpener:
         return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
-        """Count the leading blocks of a session's last context with which these tokens still begin. Only stored blocks
-        count, because the tokens of others are not known."""
+        """Return how many leading blocks of a session's last context these tokens begin with. Only stored blocks count,
+        because the tokens of others are not known."""
         count = 0
         for count, key in enumerate(session.keys):
             start = count * BLOCK_TOKENS
@@ -239,8 +240,8 @@ class ContextOpener:
         return len(session.keys)
 
     def _cut(self, context: RequestContext, reserve: int, newest: int) -> bool:
-        """Drop what does not fit, in place. Returns whether anything was dropped. newest: an offset in the stream, as
-        in the rules."""
+        """Drop from a context what does not fit with `reserve` more tokens. Returns whether anything was dropped.
+        newest: offset in the stream where the newest message begins."""
         rules, tokens = context.cuts.rules, context.token_ids
         if len(tokens) + reserve <= self._truncation.window:
             return False  # spares mapping hundreds of messages past the cuts for nothing
@@ -266,7 +267,7 @@ class ContextOpener:
         return True
 
     def _drop(self, context: RequestContext, cuts: list[Range]) -> None:
-        """Take ranges of whole blocks out of a context that has no pages."""
+        """Remove ranges of whole blocks from a context that has no pages."""
         if self._recaller is not None:
             self._recaller.note_dropped(context, cuts)
         context.cuts.ranges, context.cuts.is_new, context.reuse.remembered = (

@@ -1,5 +1,5 @@
-"""Lets a context run that HBM cannot hold: its older blocks are parked, which means that they have no page and are read
-from their DRAM slots (docs/decisions/0024-parked-blocks.md)."""
+"""Lets a context run that HBM cannot hold. Its older blocks are parked: they have no page and are read from their DRAM
+slots (docs/decisions/0024-parked-blocks.md)."""
 
 import math
 from collections.abc import Iterable
@@ -17,20 +17,21 @@ _PATIENCE_S = 30.0
 
 
 def chunk_pages(most_pages: int) -> int:
-    """Return how many pages a chunk of a context with at most so many may fill. It may begin inside of a page, and the
-    chunk before it may still be being saved."""
+    """Return how many pages one chunk may fill of a context that has at most `most_pages` in HBM. The chunk may begin
+    inside of a page, and the previous chunk may still be being saved."""
     return max(1, (most_pages - 2) // 2)
 
 
 class Parking:
-    """Gives room to contexts that HBM cannot hold, by parking their older blocks in DRAM. The Placer, the SchedulerView
-    and the engine's loop call it, on the engine's thread. Only one such context has room at a time, so that no two wait
-    for each other's slots."""
+    """A manager of contexts that HBM cannot hold: it makes room by parking their older blocks in DRAM. The Placer, the
+    SchedulerView and the engine's loop call it, on the engine's thread. Only one such context has room at a time, so
+    that no two wait for each other's slots."""
 
     def __init__(self, *, tiers: Hierarchy, most_pages: int) -> None:
-        """most_pages: pages of such a context, if blocks can be parked in time; 0: every context has to fit."""
+        """Set up. most_pages: the most pages of such a context, if blocks can be parked in time; 0: every context has
+        to fit HBM."""
         self.now = -math.inf
-        """Time of the last plan. The CacheManager sets it."""
+        """Time of the last plan, in seconds. The CacheManager sets it."""
         self._tiers = tiers
         self._table, self._pages, self._hbm, self._rows = tiers.table, tiers.pages, tiers.hbm, tiers.dram.rows
         self._most_pages, self._chunk_pages = most_pages, chunk_pages(most_pages)
@@ -39,45 +40,47 @@ class Parking:
         self._whole_tokens = (tiers.pages.num_pages - self._per_page) * tiers.hbm.page_size
         # Read in every step, and so without a call.
         self.is_on = most_pages > 0
-        """Whether HBM need not hold a context."""
+        """Whether contexts may be larger than HBM."""
         self.owner: RequestContext | None = None
-        """The context that has room. It needs its saves soon, because a page can be parked only when it is saved."""
+        """The one context that has room although HBM cannot hold it. Its saves are urgent, because a page can be parked
+        only when it is saved."""
         self.hopeless: dict[str, None] = {}
-        """Requests that have waited for too long, until `take_hopeless`."""
+        """Requests that have waited for room too long, and that `take_hopeless` has not returned yet."""
         # The context that waits for slots or saves, and since when.
         self._waiting: tuple[RequestContext, float] | None = None
 
     def needs(self, num_tokens: int) -> bool:
-        """Whether a context of so many tokens is too large for HBM and may be parked in part."""
+        """Return whether a context of `num_tokens` tokens is too large for HBM and may be parked in part."""
         return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RequestContext, num_tokens: int) -> bool:
-        """Whether `grow`, and not the HBM pool, makes the room for so many more rows of a context with pages."""
+        """Return whether `grow`, and not the HBM pool, makes the room for `num_tokens` more rows of a context with
+        pages."""
         return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
     def waits(self) -> bool:
-        """Whether the context that has room waits for slots or saves. Until they come it takes part in no step."""
+        """Return whether the context that has room waits for slots or saves. Until then it takes part in no step."""
         return self._waiting is not None and self._waiting[0] is self.owner
 
     def take_hopeless(self) -> list[str]:
-        """Return the requests that have waited for too long since the last call. They cannot go on."""
+        """Return the requests that have waited for room too long since the last call. They cannot continue."""
         hopeless, self.hopeless = list(self.hopeless), {}
         return hopeless
 
     # --- waiting contexts ---------------------------------------------------------------------------------------------
 
     def fetch(self, context: RequestContext) -> None:
-        """Order a waiting context's blocks on disk and in Redis to be fetched into DRAM, from which parked blocks are
-        read. Does it once for each context."""
+        """Order that a waiting context's blocks on disk and in Redis be fetched into DRAM, from which parked blocks are
+        read. Does so once for each context."""
         if context.waiting.was_fetched or context.reuse.skips_disk or not self.needs(len(context.token_ids)):
             return
         context.waiting.was_fetched = True
         self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
 
     def usable(self, match: Match) -> Match:
-        """Return the part of a match that such a context can use: blocks in no slot need pages, and a chunk has to fit
-        beside them."""
+        """Return the part of a match that a context larger than HBM can use. Blocks without a DRAM slot need pages, and
+        a chunk has to fit into the rest."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
             room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])
@@ -118,8 +121,8 @@ class Parking:
     # --- running contexts ---------------------------------------------------------------------------------------------
 
     def grow(self, context: RequestContext, num_tokens: int) -> bool:
-        """Give a context room for so many more rows, of which HBM cannot hold all. Returns False if there is none
-        yet."""
+        """Give a context room for `num_tokens` more rows, although HBM cannot hold all of it. Returns False if there is
+        none yet."""
         if context is not self.owner and self.owner is not None:
             return False
         self.owner = context  # it may have begun as a small one
@@ -140,7 +143,8 @@ class Parking:
         return self._wait(context) if any(is_saving(key) for key in context.keys[: context.rows.sealed]) else False
 
     def _park(self, context: RequestContext, count: int) -> None:
-        """Give up to `count` pages back, the first ones first, and mark them as parked."""
+        """Park up to `count` pages of a context, the first ones first: give them back and mark them as read from
+        DRAM."""
         for index, page in enumerate(context.rows.pages):
             if count <= 0:
                 return
@@ -150,7 +154,7 @@ class Parking:
                 count -= 1
 
     def _is_in_slots(self, context: RequestContext, page: int) -> bool:
-        """Whether all blocks of a context's `page`th page can be read from slots."""
+        """Return whether all blocks of a context's page can be read from DRAM slots. page: its index in the context."""
         blocks = range(page * self._per_page, (page + 1) * self._per_page)
         return all(block in context.saving.parked and block not in context.rows.moved for block in blocks)
 
@@ -161,8 +165,8 @@ class Parking:
             context.saving.parked[block] = SlotBlock(row.key, slot, block * BLOCK_TOKENS)
 
     def _take_slots(self, context: RequestContext, computed: int, num_pages: int) -> bool:
-        """Take slots for the blocks that begin after the `computed` rows, up to the end of the context's pages. Keeps
-        what was taken if there are not enough."""
+        """Take DRAM slots for the blocks that begin after the `computed` rows, up to the end of the context's pages.
+        Returns False if there are not enough; the slots that were taken stay taken."""
         for block in range(-(-computed // BLOCK_TOKENS), num_pages * self._per_page):
             if block not in context.saving.slots and block not in context.saving.unsaved:
                 slot = self._rows.take_slot(None)

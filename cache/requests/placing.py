@@ -1,4 +1,4 @@
-"""Admits a waiting context: gives it pages, with what is stored of it in the first ones."""
+"""Admits a waiting context: gives it pages, and fills the first ones with what is stored of it."""
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.requests.context import RequestContext
@@ -11,8 +11,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Placer:
-    """Admits waiting contexts for the SchedulerView, on the engine's thread: finds what is stored of them, takes pages,
-    and orders the copies and loads that fill them."""
+    """An admitter of waiting contexts, for the SchedulerView, on the engine's thread. It finds what is stored of them,
+    takes pages, and orders the copies and loads that fill them."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Placer:
         self._reuse = reuse
 
     def admit(self, context: RequestContext, num_tokens: int) -> int | None:
-        """Give a context pages for what is stored of it and `num_tokens` more. Returns the number of tokens that need
-        no computing; None if there is no room, which changes nothing. Whole pages that match are shared. The rest is
-        copied, loaded, or taken over in place if no other request can see it."""
+        """Give a context pages for what is stored of it and `num_tokens` more. Returns the number of leading tokens
+        that need no computing; None if there is no room, which changes nothing. Whole pages that match are shared. The
+        rest is copied, loaded, or taken over in place if no other request can see it."""
         assert not context.rows.pages, "admitted twice"
         answer = self._matcher.match(context)
         match = answer.chosen

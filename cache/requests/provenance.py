@@ -16,8 +16,8 @@ def report_prompt(
     reuse: bool,
     expired: ExpiredContext | None = None,
 ) -> TokensBySource:
-    """Explain the prompt of a request that was just admitted for the first time. session: the session as its last turn
-    left it. expired: the rest of the session if its time to live was over."""
+    """Return where the KV of a prompt came from, for a request that was just admitted for the first time. session: the
+    session after its last turn. expired: what is known of the session if its time to live was over."""
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.by_tier.items()} if reuse else {}
     cached = sum(tiers.values())
@@ -69,7 +69,7 @@ def _goes_on(context: RequestContext, expired: ExpiredContext) -> bool:
 
 
 def _holds_last(context: RequestContext, table: CacheTable) -> bool:
-    """Whether the last token of a prompt is stored too, in any session. All its other tokens were found."""
+    """Return whether the last token of a prompt is stored too, in any session, when all its other tokens were found."""
     if context.cuts.ranges:
         return False
     block = (context.prompt_tokens - 1) // BLOCK_TOKENS
@@ -79,9 +79,9 @@ def _holds_last(context: RequestContext, table: CacheTable) -> bool:
 
 
 def _shared_history(context: RequestContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
-    """Return (leading tokens that the conversation shares with the session's after its last turn, tokens of the
-    session's conversation), both with nothing cut. If the two part inside a full block, its tokens count only while it
-    is stored, because the session knows only its key."""
+    """Return (leading tokens that the request's conversation shares with the session's, tokens of the session's
+    conversation), both counted with nothing cut. If the two differ inside a full block, its tokens count only while the
+    block is stored, because the session knows only its key."""
     known = [] if session is None else session.conversation_keys
     if session is None or (session.cuts and not known):  # saved before its conversation was written down
         return 0, 0

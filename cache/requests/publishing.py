@@ -1,4 +1,5 @@
-"""Makes what a running context has computed findable, while it runs and when it gives its pages back."""
+"""Lets other requests find the blocks that a running context has computed, while it runs and when it gives its pages
+back."""
 
 from array import array
 
@@ -15,8 +16,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Publisher:
-    """Puts blocks that a request has computed into the table, so that other requests can find them. The Lifecycle and
-    the SchedulerView call it, on the engine's thread."""
+    """A part that enters computed blocks in the table, so that other requests can find them. The Lifecycle and the
+    SchedulerView call it, on the engine's thread."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Publisher:
         self._reuse = reuse
 
     def publish(self, context: RequestContext) -> None:
-        """Make blocks that are full now findable, and blocks that were copied findable at their new place."""
+        """Enter the context's blocks that are full now in the table, and the copied blocks at their new place."""
         for block, (key, page) in context.rows.moved.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.rows.moved = {}
@@ -65,7 +66,8 @@ class Publisher:
     def _row(
         self, context: RequestContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
     ) -> BlockRow:
-        """Return the row of a block that a running context has computed, or has moved after a cut."""
+        """Return the table row of a block that a running context has computed, or has copied to another place after a
+        truncation."""
         first, lineage = block * BLOCK_TOKENS, context.lineage
         parent = lineage.parent(block)
         if lineage.is_moved(block):
@@ -93,8 +95,8 @@ class Publisher:
         )
 
     def _replace_unreadable(self, context: RequestContext, key: BlockKey) -> None:
-        """Drop the disk's copy of a block that could not be read, now that the block was computed. It is written again;
-        otherwise a bad sector would cost every later turn the same."""
+        """Drop the disk's copy of a block that could not be read, after the block was computed, so that it is written
+        again. Otherwise a bad sector would cost every later turn the same."""
         known = self._table.get(key)
         if context.reuse.unread.get(key) == "io" and known is not None and not known.in_dram:
             del context.reuse.unread[key]
@@ -105,8 +107,8 @@ class Publisher:
         self._hbm.publish(row)
 
     def release(self, context: RequestContext) -> BlockKey | None:
-        """Unpin a context's pages, keep its blocks findable, including the open one, and touch them from tail to head.
-        Returns the open block's key."""
+        """Unpin a context's pages, keep its blocks in the table, including the open one, and touch them from tail to
+        head. Returns the open block's key."""
         open_key = None
         lacks_rows = self._loads.release(context)
         if self._reuse:
@@ -142,8 +144,8 @@ class Publisher:
         self._parking.leave(context)
 
     def preempt(self, context: RequestContext) -> None:
-        """Take the pages from a request and keep its computed blocks findable, including its open one. If it is resumed
-        soon, it computes nothing again."""
+        """Take the pages from a request and keep its computed blocks in the table, including the open one. If it is
+        resumed soon, it computes nothing again."""
         context.reuse.open_hint, context.reuse.open_place = self.release(context), context.rows.computed // BLOCK_TOKENS
         context.rows.reached = max(context.rows.reached, context.rows.computed)
         context.rows.give_back()

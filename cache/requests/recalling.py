@@ -1,5 +1,5 @@
-"""Brings back blocks that a cut dropped, if a new message is about them. It does arithmetic on tokens alone, as the cut
-does."""
+"""Recalls blocks that a truncation dropped, if a new message is about them. It does arithmetic on tokens alone, as the
+truncation does."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ _WINDOW_DIVISOR = 4  # one in so many tokens of the window may be recalled for a
 
 
 class Recaller:
-    """Exchanges blocks of a context that has no pages for as many dropped ones. The ContextOpener calls it, on the
-    engine's thread.
+    """A part that exchanges blocks of a context without pages for as many dropped ones. The ContextOpener calls it, on
+    the engine's thread.
 
     Recalled blocks keep their keys, like blocks that a cut kept: they were computed after other blocks than those
-    before them now. Blocks of the conversation are counted from its beginning, with nothing cut."""
+    before them now. Blocks of the conversation are counted from its beginning, with nothing cut.
+    """
 
     def __init__(self, *, table: CacheTable, keeper: Keeper, window: int) -> None:
         self._table = table
@@ -37,7 +38,7 @@ class Recaller:
         self._most = most_recalled(window)
 
     def note_dropped(self, context: RequestContext, cuts: Sequence[Range]) -> None:
-        """Remember which computed blocks a cut is about to drop. cuts: ranges of the context."""
+        """Remember the computed blocks that a truncation is about to drop. cuts: ranges of the context."""
         computed = context.keys[: context.reuse.open_place]
         for start in blocks_of(cuts):
             place = unmap_offset(start, context.cuts.ranges) // BLOCK_TOKENS
@@ -48,8 +49,8 @@ class Recaller:
             del context.cuts.dropped[block]
 
     def recall(self, context: RequestContext, newest: int) -> None:
-        """Bring back the dropped blocks that the newest message is about, if there are any. newest: where it begins in
-        the conversation."""
+        """Recall the dropped blocks that the newest message is about, if there are any. newest: offset in the
+        conversation at which that message begins."""
         candidates = self._candidates(context)
         if not candidates:
             return
@@ -93,8 +94,8 @@ class Recaller:
         return found
 
     def _victims(self, context: RequestContext, newest: int, spared: Sequence[bool]) -> list[int]:
-        """Return the blocks of the context that may leave for others, by their places in the context: first those that
-        were recalled for earlier messages, then the least wanted."""
+        """Return the blocks that may leave the context for recalled ones, by their index in it: first those that were
+        recalled for earlier messages, then the least wanted."""
         rules, cuts = context.cuts.rules, context.cuts.ranges
         marked = [(map_offset(a, cuts), map_offset(b, cuts)) for a, b in rules.important]
         newest = map_offset(newest, cuts)
@@ -107,8 +108,8 @@ class Recaller:
 
     @staticmethod
     def _exchange(context: RequestContext, places: Sequence[int], victims: Sequence[int]) -> None:
-        """Put dropped blocks, given by their places in the conversation, in the place of others, given by their places
-        in the context."""
+        """Replace blocks of the context (`victims`, by their index in it) by dropped ones (`places`, by their index in
+        the conversation)."""
         blocks: dict[int, BlockKey] = {}
         for place, key in enumerate(context.keys[: context.reuse.open_place]):
             blocks[unmap_offset(place * BLOCK_TOKENS, context.cuts.ranges) // BLOCK_TOKENS] = key
@@ -129,5 +130,5 @@ class Recaller:
 
 
 def most_recalled(window: int) -> int:
-    """Return the most blocks that may come back for a message."""
+    """Return the most blocks that may be recalled for a message, in a window of so many tokens."""
     return max(1, window // (_WINDOW_DIVISOR * BLOCK_TOKENS))

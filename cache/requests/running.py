@@ -1,12 +1,12 @@
-"""Finds the contexts of waiting and running requests, by request and by session."""
+"""Keeps the contexts of waiting and running requests, by request and by session."""
 
 from reprise.cache.blocks.table import SessionName
 from reprise.cache.requests.context import RequestContext
 
 
 class Requests(dict[str, RequestContext]):
-    """Maps request id -> context, for all parts of the CacheManager, on the engine's thread. Only `begin` and `end`
-    change it."""
+    """A dict from request id to context, for all parts of the CacheManager, on the engine's thread. Only `begin` and
+    `end` change it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class Requests(dict[str, RequestContext]):
         self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:
-        """Whether a request of the session has pages, so that it runs or soon will. Called often in every step."""
+        """Return whether a request of the session has pages, so that it runs or soon will. Called often in every
+        step."""
         contexts = self._of_session.get(session)
         if contexts is not None:
             for context in contexts.values():  # a third of the time of `any`

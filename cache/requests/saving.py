@@ -9,12 +9,12 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Saver:
-    """Takes DRAM slots for blocks while they are computed, and orders their rows to be saved there. The Lifecycle and
-    the Publisher call it, on the engine's thread."""
+    """A part that takes DRAM slots for blocks while they are computed, and orders their rows to be saved there. The
+    Lifecycle and the Publisher call it, on the engine's thread."""
 
     def __init__(self, *, tiers: Hierarchy, only_as_computed: bool) -> None:
-        """only_as_computed: rows that only a page has are not saved. That is because un-rotating their keys would round
-        them once more, or because activations are saved instead of KV."""
+        """Set up. only_as_computed: whether rows are saved only while they are computed, never from a page. That is so
+        because un-rotating their keys would round them once more, or because activations are saved instead of KV."""
         self._table, self._pages = tiers.table, tiers.pages
         self._rows, self._saves = tiers.dram.rows, tiers.dram.saves
         self._page_size, self._only_as_computed = tiers.hbm.page_size, only_as_computed
@@ -42,7 +42,7 @@ class Saver:
 
     def _begin_save(self, context: RequestContext, block: int, rows_before: int) -> int | None:
         """Take a slot for a block that is being computed, and order the rows that it already has to be saved there.
-        None: the block is not saved while it is computed."""
+        Returns the slot; None if the block is not saved while it is computed."""
         older = self._table.get(context.reuse.open_hint) if context.reuse.open_hint is not None else None
         if rows_before and self._only_as_computed and self._source(older) is None:
             context.saving.unsaved.add(block)
@@ -64,8 +64,8 @@ class Saver:
         return slot
 
     def _source(self, older: BlockRow | None) -> int | None:
-        """Return the slot that has the rows of an older block, or will have them before any later order is carried
-        out."""
+        """Return the slot with the rows of an older block, which are there or will be before any later order is carried
+        out; None if there is no such slot."""
         if older is None:
             return None
         return self._saves.slot_of(older) if self._only_as_computed else older.copies.get("dram")
@@ -76,8 +76,8 @@ class Saver:
         self._saves.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RequestContext, block: int, row: BlockRow | None, num_rows: int) -> None:
-        """Seal the slot of a block that is complete, or as complete as it gets. row: the row that will be found in the
-        table; None: none."""
+        """Mark the slot of a block as complete, whether the block is full or its context has ended. row: the block's
+        row in the table; None: give the slot back."""
         context.saving.unsaved.discard(block)
         slot = context.saving.slots.pop(block, None)
         if slot is None:
@@ -91,7 +91,7 @@ class Saver:
         self._saves.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RequestContext, block: int) -> None:
-        """Save a block that found no slot while it was computed out of its page: now if a slot is free, otherwise
+        """Save a block, which found no slot while it was computed, from its page: now if a slot is free, otherwise
         later."""
         row = self._table.get(context.keys[block])
         if row is None or not self._rows.is_on or not context.rows.is_trusted or not self._is_wanted(row):
@@ -103,7 +103,8 @@ class Saver:
             self._save(row, slot)
 
     def catch_up(self) -> None:
-        """Save blocks that found no slot before, as far as slots are free now. So a busy minute loses no history."""
+        """Save blocks that found no slot before, as far as slots are free now, so that a busy minute loses no
+        history."""
         while self.put_off and self._rows.num_free:
             key = next(iter(self.put_off))
             row = self._table.get(key)
@@ -125,7 +126,7 @@ class Saver:
         return row.page is not None and not saved and not self._only_as_computed and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
-        """Order a block to be saved out of its page, whichever request runs on that page."""
+        """Order a block to be saved from its page, whichever request runs on that page."""
         assert row.page is not None
         num_rows, saved = len(row.token_ids), row.unstored()
         saved.hops += 1
@@ -133,7 +134,7 @@ class Saver:
         self._saves.seal(slot, saved, num_rows)
 
     def abandon(self, context: RequestContext) -> None:
-        """Give back the slots of blocks that were not completed."""
+        """Give back the slots of a context's blocks that were not completed."""
         for slot in context.saving.slots.values():
             self._saves.seal(slot, None, 0)
         context.saving.slots, context.saving.unsaved = {}, set()

@@ -6,8 +6,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class Siblings:
-    """Knows which request brings which block, so that others wait for it instead of computing it again. The Placer and
-    Loads claim blocks, the SchedulerView asks, all on the engine's thread."""
+    """A record of which request computes or loads which block, so that others wait for the block instead of computing
+    it again. The Placer and Loads enter blocks, the SchedulerView asks, all on the engine's thread."""
 
     def __init__(self, *, tiers: Hierarchy) -> None:
         self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
@@ -18,17 +18,17 @@ class Siblings:
         self.coming.setdefault(key, request_id)
 
     def settle(self, key: BlockKey, request_id: str) -> None:
-        """Note that a block is there, or that this request will not bring it."""
+        """Note that a block has been computed or loaded, or that this request will not bring it."""
         if self.coming.get(key) == request_id:
             del self.coming[key]
 
     def give_up(self, context: RequestContext) -> None:
-        """Note that a request will bring no block any more."""
+        """Note that a request will not compute or load any more blocks."""
         for key in context.chain():
             self.settle(key, context.request_id)
 
     def waits(self, context: RequestContext) -> bool:
-        """Whether the next block that a request needs is on its way, by another request or by a fetch."""
+        """Return whether another request or a fetch is bringing the next block that a request needs."""
         if context.waiting.block is not None and self._is_coming(context.waiting.block, context):
             return True  # asked of every waiter in every step: do not walk the prompt again for nothing
         context.waiting.block = None

@@ -1,4 +1,4 @@
-"""Shows the scheduler what the cache has of each request, and gives requests their room."""
+"""Tells the scheduler what the cache has of each request, and gives requests their room."""
 
 from reprise.cache.requests.loading import Loads
 from reprise.cache.requests.matching import Matcher
@@ -11,8 +11,8 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 
 class SchedulerView:
-    """Answers the scheduler about the cache, on the engine's thread. Implements `reprise.scheduler.ports.CacheView`,
-    which explains each method."""
+    """The cache as the scheduler sees it, on the engine's thread. Implements `reprise.scheduler.ports.CacheView`, which
+    explains each method."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class SchedulerView:
         return self._matcher.residency(context)
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """Whether the request waits for a block that another request computes or loads, or that is being fetched.
-        is_due: its turn has come, so that it waits no longer for a late fetch."""
+        """Return whether the request waits for a block that another request computes or loads, or that is being
+        fetched. is_due: whether its turn has come, so that it waits no longer for a late fetch."""
         context = self._running[request_id]
         if not self._reuse:
             return False

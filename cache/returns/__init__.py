@@ -1,1 +1,1 @@
-"""Learns when sessions come back, and ranks them for eviction."""
+"""Learns when sessions return with another turn, and ranks them for eviction."""

@@ -1,4 +1,4 @@
-"""A sorted collection for tens of thousands of items that come and go."""
+"""Implements a sorted collection for tens of thousands of items that are added and removed."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator

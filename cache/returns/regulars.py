@@ -1,4 +1,4 @@
-"""Predicts the next turn of sessions that come at regular intervals: polling programs, schedules, rotations."""
+"""Predicts the next turn of sessions that return at regular intervals: polling programs, schedules, rotations."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -21,7 +21,7 @@ class _Past:
 
 
 class _Coming(NamedTuple):
-    """A predicted return."""
+    """A predicted return of a session."""
 
     due_s: float
     number: int  # unique
@@ -31,9 +31,9 @@ class _Coming(NamedTuple):
 
 
 class Regulars:
-    """Predicts sessions whose two newest gaps are alike: such a session is due shortly before a third gap like them has
-    passed. The Hierarchy tells it of turns and LookAhead asks, on the engine's thread; it is pure. Memory: a few
-    numbers per known session, and per predicted return until it is due."""
+    """A predictor for sessions whose two newest gaps are alike: such a session is due shortly before a third gap like
+    them has passed. The Hierarchy tells it of turns and LookAhead asks, on the engine's thread; it is pure. Memory: a
+    few numbers per known session, and per predicted return until it is due."""
 
     def __init__(self) -> None:
         self._pasts: dict[SessionName, _Past] = {}

@@ -1,4 +1,4 @@
-"""Ranks sessions by how much keeping them is worth until they come back, judged by their past."""
+"""Ranks sessions by how much it is worth to keep them until they return, judged by their past."""
 
 from collections.abc import Callable, Hashable, Sequence
 from math import exp, inf, log, log2, nextafter
@@ -19,7 +19,7 @@ _SESSIONS_AT_ONCE = 8  # most sessions reconsidered per event: the others wait, 
 
 
 class _Rhythm:
-    """The regularity of a session's turns, measured by one clock."""
+    """A record of how regular a session's turns are, measured by one clock."""
 
     __slots__ = ("gap", "punctual")
 
@@ -28,8 +28,8 @@ class _Rhythm:
         self.punctual = 0.0  # share of gaps close to that mean
 
     def learn(self, gap: float, usual: float) -> bool | None:
-        """Learn a gap. usual: the share of punctual gaps among all sessions. Returns whether this gap was punctual;
-        None if it could not be predicted."""
+        """Learn a gap between two turns. usual: the share of punctual gaps among all sessions. Returns whether this gap
+        was punctual; None if it could not be predicted."""
         if self.gap is None:
             self.gap, self.punctual = gap, usual
             return None
@@ -40,7 +40,7 @@ class _Rhythm:
 
 
 class SessionReturn:
-    """The facts known about the return of one session. Only `ReturnTimes` changes it."""
+    """The known facts about when one session returns. Only `ReturnTimes` changes it."""
 
     __slots__ = (
         *(
@@ -76,11 +76,11 @@ class SessionReturn:
         self.age_bin = 0
         self.due: tuple[float, int, SessionReturn] | None = None  # its entry in the list of sessions to reconsider
         self.rank: tuple[float, float, int] = (_NEVER, _NEVER, order)
-        """Sorts ascending by worth; sessions of about the same worth by expected return, the last one first; then by
-        use, the oldest first."""
+        """A sort key, ascending by worth; sessions of about the same worth sort by expected return, latest first; then
+        by last use, oldest first."""
 
     def put_in_rank(self) -> bool:
-        """Update the rank from what is known now. Returns whether it has changed."""
+        """Update the rank from the known facts. Returns whether it has changed."""
         before, expected_s = self.rank, _NEVER
         if self.used_s is not None and self.by_time.gap is not None:
             expected_s = -(self.used_s + self.by_time.gap)
@@ -89,14 +89,14 @@ class SessionReturn:
 
 
 class ReturnTimes:
-    """Ranks sessions by what a second of their space is worth, estimated as the better of two guesses.
+    """A ranking of sessions by what a second of their space is worth, estimated as the better of two guesses.
 
-    The first guess looks at all sessions (`survival.ReturnModel`, trained here on which sessions come back and which do
+    The first guess looks at all sessions (`survival.ReturnModel`, trained here on which sessions return and which do
     not). The second looks at the session alone, because programs keep their intervals: a return is expected one gap
     after the last use, and if a share p of earlier returns was punctual, it is worth p squared / (the time until then).
     Gaps are averaged as logarithms, since they spread over orders of magnitude. They are measured by two clocks, and
-    the one that promises more is believed: seconds, which programs keep to, and turns of all sessions, because sessions
-    that take turns come in order, however slow the machine is.
+    the one that promises more is used: seconds, which programs keep to, and turns of all sessions, because sessions
+    that take turns return in order, however slow the machine is.
 
     A rank is computed at each turn, at the end of its answer, and whenever the session enters a new bin of age, whose
     widths grow about logarithmically. Before anything is learned, all turns are worth the same and the oldest use ranks
@@ -127,7 +127,7 @@ class ReturnTimes:
         self._listeners.append(heard)
 
     def of(self, name: Hashable) -> SessionReturn:
-        """Return what is known of a session, and begin to track it if it is new."""
+        """Return the record of a session, making one if the session is new."""
         session = self._sessions.get(name)
         if session is None:
             self._uses += 1
@@ -135,7 +135,7 @@ class ReturnTimes:
         return session
 
     def gap_s(self, name: Hashable) -> float | None:
-        """Return the mean gap between a session's turns; None if it is not known."""
+        """Return the mean seconds between a session's turns; None if that is not known."""
         session = self._sessions.get(name)
         return None if session is None else session.by_time.gap
 
@@ -183,7 +183,8 @@ class ReturnTimes:
         self._tell(changed)
 
     def answered(self, name: Hashable, now: float, num_tokens: int) -> None:
-        """Record that the turn is over and the session's context has `num_tokens`. An unknown session is ignored."""
+        """Record that the turn has ended and the session's context has `num_tokens` tokens. Ignores an unknown
+        session."""
         session = self._sessions.get(name)
         if session is None:
             return
@@ -199,7 +200,7 @@ class ReturnTimes:
         self._tell(changed)
 
     def advance(self, now: float) -> None:
-        """Tell the time. Sessions that have not come back by then may change their rank."""
+        """Set the time to `now`. Sessions that have not returned by then may change their rank."""
         self._tell(self._advance(now))
 
     def _tell(self, changed: Sequence[SessionReturn]) -> None:
@@ -208,7 +209,7 @@ class ReturnTimes:
                 heard(changed)
 
     def _advance(self, now: float) -> list[SessionReturn]:
-        """Advance the clock. Returns the sessions whose rank has changed because they did not come."""
+        """Advance the clock to `now`. Returns the sessions whose rank has changed because they have not returned."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
         for _ in range(_SESSIONS_AT_ONCE):
@@ -245,8 +246,8 @@ class ReturnTimes:
             self._punctual[clock] += _COMMON_WEIGHT * (was_punctual - self._punctual[clock])
 
     def _value(self, session: SessionReturn) -> bool:
-        """Compute the session's worth as of now, and schedule the next reconsideration. Returns whether its rank has
-        changed."""
+        """Compute the session's worth at the current time, and schedule the next reconsideration. Returns whether its
+        rank has changed."""
         assert session.used_s is not None
         session.value, again_s = 0.0, inf
         if session.age_bin < NUM_BINS:
@@ -283,8 +284,8 @@ class ReturnTimes:
 
 
 def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the rank of a block that any of several sessions may come for. ranks: theirs, ascending. The values add
-    up, and ties are broken as for the highest rank. The result is never below any of `ranks`."""
+    """Return the rank of a block that several sessions own. ranks: those of the sessions, ascending. The values add up,
+    and ties are broken as for the highest rank. The result is never below any of `ranks`."""
     if len(ranks) == 1:
         return ranks[0]
     return (_steps(sum([2.0 ** (rank[0] / _STEPS_PER_DOUBLING) for rank in ranks])), *ranks[-1][1:])

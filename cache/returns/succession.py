@@ -7,7 +7,7 @@ _CONFIRMED_PREDICTIONS = 2  # consecutive correct predictions before the next on
 
 
 class Succession:
-    """Predicts that after a session the same one comes that followed it last time. Predicts only after recent
+    """A predictor that expects after each session the one that followed it last time. Predicts only after recent
     predictions were correct, so that independent clients predict nothing. The Hierarchy tells it of turns and LookAhead
     asks, on the engine's thread; it is pure. Memory: one name per known session."""
 
@@ -33,8 +33,8 @@ class Succession:
             self._latest = None
 
     def next(self) -> SessionName | None:
-        """Return the session that should come next; None if predictions were not correct lately, or if it was marked by
-        `served`. The session may be gone."""
+        """Return the session that is expected next; None if predictions were not correct lately, or after `served`. The
+        session may have been deleted."""
         if not self.is_foretold or self._latest is None:
             return None
         return self._after.get(self._latest)

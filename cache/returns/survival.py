@@ -1,5 +1,5 @@
-"""Estimates how likely a session is to come back at each age. It learns while it runs, from sessions that come back or
-do not."""
+"""Estimates how likely a session is to return at each age. It learns while it runs, from sessions that return or do
+not."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -22,8 +22,8 @@ _DOUBLINGS = 20  # lengths are distinguished by powers of two
 _LEAST_S = 90.0  # keeping a session is judged over at least this time
 _NEAR_DOUBLINGS = 2  # ages are distinguished up to this many doublings from the session's own last gap
 _PERIODS_S = (20.0, 30.0, 45.0, 60.0, 90.0, 180.0)
-"""Periods of age in which the answer's length matters differently: no reply comes while an answer is being written,
-and long answers take longer to read."""
+"""Edges, in seconds, of the periods of age in which the answer's length matters differently: no reply comes while an
+answer is being written, and long answers take longer to read."""
 
 _TURN = 0
 _GROWTH = _TURN + _TURNS + 1
@@ -47,8 +47,8 @@ def bin_end_s(age_bin: int) -> float:
 def features(
     *, turn: int, prompt_tokens: int | None, grown_tokens: int | None, answer_tokens: int | None
 ) -> tuple[int, ...]:
-    """Return the indices of the weights that apply to a turn. turn: 0 is the first; grown_tokens: how many tokens the
-    prompt has more than the session's context had after the turn before. None: not known (yet)."""
+    """Return the indices of the weights that apply to a turn. turn: 0 is the first. grown_tokens: how many tokens the
+    prompt has more than the session's context had after the previous turn. None: not known, or not known yet."""
     found = [_TURN + min(turn, _TURNS)]
     if grown_tokens is not None:
         found.append(_GROWTH + (1 if grown_tokens < 0 else 2 if grown_tokens < 1024 else 3))
@@ -60,10 +60,10 @@ def features(
 
 
 class ReturnModel:
-    """A logistic regression of the return within a bin of age, given that the session has not come before.
+    """A logistic regression of whether a session returns within a bin of age, given that it has not returned before.
 
     The weights: one per bin, one per feature, one per distance between the age and the session's own last gap, and one
-    per length of the answer and period of age. A session that has not come yet teaches as much as one that has, so
+    per length of the answer and period of age. A session that has not returned yet teaches as much as one that has, so
     learning never waits for a label, and eviction does not affect what is learned. Each weight has its own learning
     rate (AdaGrad), so weights seen often move little.
     """
@@ -75,7 +75,8 @@ class ReturnModel:
         self._steps = [1.0] * _NUM_WEIGHTS
 
     def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
-        """Learn that a session with these features came back within a bin, or that it did not."""
+        """Learn whether a session returned within a bin of age. known: its features. gap_s: its own last gap. returned:
+        whether it did."""
         if known[-1] >= _ANSWER:
             known = (*known, known[-1] + _answer_at(age_bin))
         if gap_s is not None:
@@ -116,17 +117,19 @@ class ReturnModel:
         return found
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
-        """Return what keeping a session earns when it enters a bin of age (`best_rate`); 0 after the last bin."""
+        """Return the expected hits per second of keeping a session from this bin of age on (`best_rate`); 0 after the
+        last bin."""
         return best_rate(self._hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 
 def best_rate(hazards: Iterable[float], widths_s: Iterable[float], least_s: float) -> float:
     """Return the expected hits per second of space: the maximum, over all times to give up from `least_s` on, of
-    (chance to have come by then) / (mean time held). 0 if the bins end before `least_s`.
+    (chance that the session has returned by then) / (mean time that its space is held). 0 if the bins end before
+    `least_s`.
 
     This is the Gittins index, which ranks things that compete for the same space. A session ranks higher if it is
-    likelier to come within the time that it would be held, whether that time is short or long. Waiting through an hour
-    in which no session comes counts against a return after it.
+    likelier to return within the time that it would be held, whether that time is short or long. Waiting through an
+    hour in which no session returns counts against a return after it.
     """
     # `least_s` is needed because the best of many guesses is biased upwards, and the guesses for short bins rest on
     # little data.
@@ -149,7 +152,7 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """Return the distance from the index of an answer length's weight to the index of its weight at this age."""
+    """Return the offset from the weight index of an answer's length to the index of its weight at this age."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 

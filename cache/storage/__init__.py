@@ -1,1 +1,1 @@
-"""Holds the bytes: memory, files, and the threads that do blocking I/O."""
+"""Stores the bytes of KV: in memory, in files, in Redis, and with the threads that do blocking I/O."""

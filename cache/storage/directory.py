@@ -22,7 +22,7 @@ _RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A record of another fingerprint, or one of ours that cannot be read or trusted."""
+    """A record (file of the disk tier) of another fingerprint, or one of ours that cannot be read or trusted."""
 
     extent_id: int
     path: Path
@@ -30,8 +30,8 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """Return the sizes of our records by id, and the records of others. Deletes temporary files, since no process is
-    writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
+    """Return the sizes of our records by id, and the records of other fingerprints. Deletes temporary files, since no
+    process is writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
     for directory in _directories(root, _FINGERPRINT):
@@ -61,9 +61,9 @@ def stored_bytes(directory: Path) -> int:
 
 
 def stored_models(directory: Path, key: bytes) -> dict[bytes, SegmentSizes]:
-    """Map fingerprint to the sizes of segments for every model with an intact record in a disk tier's directory. Tools
-    need this to open the tier without the model. key: `reprise.cache.storage.extent_format.record_key`. Raises
-    OSError."""
+    """Return by fingerprint the segment sizes of every model that has an intact record in a disk tier's directory.
+    Tools need this to open the tier without the model. key: from `reprise.cache.storage.extent_format.record_key`.
+    Raises OSError."""
     models: dict[bytes, SegmentSizes] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():

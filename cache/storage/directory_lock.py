@@ -11,10 +11,11 @@ class DirectoryLocked(Exception):
 
 
 class DirectoryLock:
-    """The lock on `DIRECTORY/kv`. Not thread-safe."""
+    """A lock on `DIRECTORY/kv`, which ends with the process. Not thread-safe."""
 
     def __init__(self, directory: Path, owner: str) -> None:
-        """owner: name of this process, which error messages name if the directory is locked."""
+        """Set up; `take` takes the lock. owner: name of this process, for the error messages of others while the
+        directory is locked."""
         self._directory, self._owner = directory, owner
         self._path = os.path.join(directory, "kv", "lock")  # a plain string, because every write checks it
         self._fd: int | None = None

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
 
 
 class TierFull(Exception):
-    """There is no room, or the entry alone is larger than the tier. This is a normal outcome: the entry is not
+    """The tier has no room, or the entry alone is larger than the tier. This is a normal outcome: the entry is not
     stored."""
 
 
@@ -33,9 +33,9 @@ class TierFailed(Exception):
 
 
 class BlockMissing(Exception):
-    """Nothing complete and intact is stored under this key, so the caller must compute it. extent_id, block: the extent
-    and block that could not be read, among all that was asked for. None: the reason is not one extent, or it concerns
-    all of an extent. An extent in Redis has a name instead of an id."""
+    """No complete and intact block is stored under this key, so the caller must compute it. extent_id, block: the
+    extent and block that could not be read. None: the reason is not one extent, or it concerns all blocks of an extent.
+    An extent in Redis has a name instead of an id."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ParsedExtent:
-    """A verified header, and the file it was read from."""
+    """A verified header, and the file from which it was read."""
 
     header: ExtentHeader
     layout: Layout
@@ -119,7 +119,7 @@ def open_extent(
     known: ParsedExtent | None,
 ) -> tuple[int, ParsedExtent]:
     """Open an extent and verify its header, unless `known` is still the same file. Returns the descriptor and the
-    parsed extent. key: `reprise.cache.storage.extent_format.record_key`. Raises BlockMissing."""
+    parsed extent. key: from `reprise.cache.storage.extent_format.record_key`. Raises BlockMissing."""
     try:
         with _shard(path) as (shard, name):
             # Non-blocking: opening a FIFO in the file's place would wait for a writer for ever.
@@ -280,7 +280,7 @@ def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    """Whether direct I/O can use this memory. Read-only memory is a header, which is never aligned."""
+    """Return whether direct I/O can use this memory. Read-only memory is a header, which is never aligned."""
     return len(view) > 0 and not view.readonly and addressof(c_char.from_buffer(view)) % ALIGNMENT == 0
 
 
@@ -301,7 +301,7 @@ def _write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
 
 
 def _drop_front(parts: list[memoryview], count: int) -> None:
-    """Remove the first `count` bytes, which are done."""
+    """Remove the first `count` bytes, which have been read or written, from `parts`."""
     while parts and count >= len(parts[0]):
         count -= len(parts.pop(0))
     if count:

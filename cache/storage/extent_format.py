@@ -63,7 +63,7 @@ class ExtentHeader:
             raise ValueError(f"{len(self.checksums)} bytes are not a checksum per block and layer")
 
     def matches(self, layer: int, block: int, data: memoryview) -> bool:
-        """Whether `data` is what was stored."""
+        """Return whether `data` is what was stored as this block's segment of a layer, by its checksum."""
         return checksum(data) == self._checksum(layer, block)
 
     def checksums_of(self, block: int) -> tuple[bytes, ...]:
@@ -77,8 +77,8 @@ class ExtentHeader:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSizes:
-    """The bytes of one block's segment, by layer: of its rows, and of its coded form. coded: None where there is no
-    codec. Raises ValueError for impossible sizes."""
+    """The bytes of one block's segment, by layer. raw: as rows. coded: as a codec has compressed it; None where there
+    is no codec. Raises ValueError for impossible sizes."""
 
     raw: tuple[int, ...]
     coded: tuple[int, ...] | None = None
@@ -91,14 +91,14 @@ class SegmentSizes:
                 raise ValueError("a codec of as many layers")
 
     def of(self, extent: int | bytes) -> tuple[int, ...]:
-        """Return the segment sizes of an extent, by its id or its name in Redis."""
+        """Return the segment sizes of an extent, given its id or its name in Redis."""
         return self.coded if self.coded is not None and is_coded(extent) else self.raw
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentForm:
-    """The form that all extents of one model share. fingerprint: names the model and the form of its KV, in 1 to 64
-    bytes. key: `record_key`. Raises ValueError for another fingerprint."""
+    """The properties that all extents of one model share. fingerprint: names the model and the kind of its KV, in 1 to
+    64 bytes. key: from `record_key`. Raises ValueError for another length of the fingerprint."""
 
     fingerprint: bytes
     sizes: SegmentSizes
@@ -127,11 +127,11 @@ class Layout:
         return cls(header_bytes, segment_bytes, tuple(starts), end)
 
     def offset(self, layer: int, block: int) -> int:
-        """Return where a block's segment begins; for the number of blocks: where the last one ends."""
+        """Return the offset at which a block's segment begins; for the number of blocks: where the last one ends."""
         return self.layer_starts[layer] + block * self.segment_bytes[layer]
 
     def stored_bytes(self, layer: int, blocks: Sequence[int]) -> int:
-        """Return how many bytes in the file these blocks' segments are."""
+        """Return how many bytes these blocks' segments of a layer take in the file."""
         return len(blocks) * self.segment_bytes[layer]
 
 
@@ -159,7 +159,7 @@ def record_key(secret: bytes) -> bytes:
 
 
 def encode_header(header: ExtentHeader, key: bytes) -> bytes:
-    """Encode the header, padded to 4 KiB. key: `record_key`. Raises ValueError if it is too large."""
+    """Encode the header, padded to 4 KiB. key: from `record_key`. Raises ValueError if it is too large."""
     body = msgspec.msgpack.encode(header)
     size = aligned(_PREFIX.size + len(body))
     if size > MAX_HEADER_BYTES:
@@ -188,8 +188,9 @@ def header_size(start: bytes) -> int:
 
 
 def decode_header(data: bytes, key: bytes) -> ExtentHeader:
-    """Decode `data`, which has exactly `header_size` bytes. Raises BlockMissing (short_read, format, checksum, forged).
-    Nothing in the header is used before its hash and MAC are verified, and its values are still checked after that."""
+    """Decode a header. data: has exactly `header_size` bytes. Raises BlockMissing (short_read, format, checksum,
+    forged). Nothing in the header is used before its hash and MAC are verified, and its values are still checked after
+    that."""
     if len(data) != header_size(data):
         raise BlockMissing("the record ends inside its header", reason="short_read")
     _, _, length, digest, mac = _PREFIX.unpack_from(data)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ExtentOpener:
-    """Opens extents and reads their headers, for the ExtentStore. Thread-safe."""
+    """An opener of extents for the ExtentStore, which also reads their headers. Thread-safe."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ExtentOpener:
         self._damaged: set[int] = set()  # extents whose damage has been logged
 
     def open(self, extent_id: int, threads: IoThreads, *, trust_cached: bool = True) -> ExtentReader:
-        """Open an extent in one of the threads, which its reader then reads in. trust_cached: the header need not be
-        read again from a file that has not changed. Raises BlockMissing."""
+        """Open an extent in one of the threads, in which its reader then reads. trust_cached: whether a header that was
+        read before may be used if the file has not changed. Raises BlockMissing."""
         known = self._headers.get(extent_id) if trust_cached else None
         opened: list[int] = []
 
@@ -88,7 +88,7 @@ class ExtentOpener:
         return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
 
     def forget(self, extent_id: int) -> None:
-        """Forget what is known of an extent that is gone."""
+        """Forget the header and the damage of an extent that is gone."""
         self._headers.drop(extent_id)
         with self._lock:
             self._damaged.discard(extent_id)
@@ -104,8 +104,8 @@ class ExtentOpener:
         )
 
     def _tell(self, extent_id: int, missing: BlockMissing) -> None:
-        """Log why an extent could not be read. Damage is logged once per extent, since every reader of it would report
-        it again. An error that proves nothing about the record (of the device, no answer, no memory) is logged rarely,
+        """Log why an extent could not be read. Damage is logged once per extent, since every reader would report it
+        again. An error that proves nothing about the record (of the device, no answer, no memory) is logged rarely,
         since it may concern all extents."""
         if missing.reason in _PROVES_NOTHING:
             cannot = "a stored record cannot be read, its KV will be computed again: %s"

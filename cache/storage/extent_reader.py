@@ -25,11 +25,11 @@ from reprise.cache.storage.throttle import Throttle
 
 T = TypeVar("T")
 Landed = Callable[[int], int]
-"""Called in any thread with the number of layers that have arrived. Returns how many to read next; 0: stop."""
+"""Called in any thread with the number of layers that have been read. Returns how many to read next; 0: stop."""
 
 
 class ExtentReader:
-    """Reads one extent; a context manager. Must be used by one thread at a time."""
+    """A reader of one extent; a context manager. Must be used by one thread at a time."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class ExtentReader:
             raise
 
     def _call(self, work: Callable[[Beat], T], readers: "Sequence[ExtentReader]") -> T:
-        """Run `work` in an I/O thread, within the deadline. readers: those whose descriptors it uses. Raises
+        """Run `work` in an I/O thread, within the deadline. readers: those whose file descriptors it uses. Raises
         BlockMissing."""
         descriptors = [reader._descriptor() for reader in readers]
 
@@ -241,8 +241,8 @@ class ExtentReader:
 
 
 def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:
-    """Bring one item, then as many at a time as `landed` returns, until it returns 0 or all are there. Calls `landed`
-    after every step but the last. Returns how many were brought."""
+    """Call `bring(first, number)` for one item, then for as many as `landed` returns, until it returns 0 or `count`
+    items were brought. Calls `landed` after every step but the last. Returns how many were brought."""
     at, number = 0, 1
     while True:
         number = min(number, count - at)

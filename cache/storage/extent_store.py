@@ -43,10 +43,11 @@ T = TypeVar("T")
 
 
 class ExtentStore:
-    """Stores, reads and deletes extents. Thread-safe: between `open` and `close`, every method may be called from any
-    thread, and returns or raises within the deadlines of its steps (plus the time that the bandwidth caps demand).
+    """The disk tier: stores, reads and deletes extents. Thread-safe: between `open` and `close`, every method may be
+    called from any thread, and returns or raises within the deadlines of its steps (plus the time that the bandwidth
+    caps demand).
 
-    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM. Unlike there, it outlives the process.
+    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM. Unlike the paper's, it outlives the process.
     """
 
     name = "disk"
@@ -63,8 +64,8 @@ class ExtentStore:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """min_free_bytes: always left free on the file system. Bandwidth caps of 0: none. owner: name of this process,
-        which error messages name if the directory is locked."""
+        """Set up. min_free_bytes: always left free on the file system. read_bytes_per_s, write_bytes_per_s: caps; 0:
+        none. owner: name of this process, for the error messages of others while the directory is locked."""
         self.capacity_bytes = capacity_bytes
         self._num_layers = len(form.sizes.raw)
         self._codes = form.sizes.coded is not None
@@ -103,7 +104,7 @@ class ExtentStore:
         self.useless: dict[int, Problem] = {}
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        """Take the lock, delete what a crash left, and report what is stored: extents in order of writing, and the last
+        """Take the lock, delete what a crash left, and return what is stored: extents in order of writing, and the last
         record of each session. That may be more than capacity_bytes, if the cap was lowered; the caller then deletes
         extents down to it. Raises DirectoryLocked, OSError."""
         deadline_s = self._deadline_s
@@ -122,7 +123,7 @@ class ExtentStore:
 
     def close(self) -> None:
         """Wait for running operations up to their deadlines, then release the directory. If an operation hangs in it,
-        the lock is kept until the process ends."""
+        the lock stays taken until the process ends."""
         if self._writes is None:
             return
         if self._close_threads():
@@ -140,7 +141,7 @@ class ExtentStore:
         return all(ended)
 
     def used_bytes(self) -> int:
-        """Return the sizes of all record files in whole pages, including files being written."""
+        """The bytes of all record files in whole pages, including files being written."""
         return self._space.used_bytes
 
     def write(
@@ -157,10 +158,11 @@ class ExtentStore:
         No answer to a client depends on success.
 
         extent_id: None for a new one, or the id that the store of another rank has chosen for its part of the same
-        blocks. is_coded: these are coded segments. checksums: of all segments, layer by layer
+        blocks. is_coded: a codec has compressed these segments. checksums: of all segments, layer by layer
         (`reprise.cache.storage.extent_format.checksum`); they are compared with the bytes only on reading.
         segments(layer): the bytes of the layer's blocks in order, in any number of pieces. They are read until this
-        returns or raises (after a missed deadline perhaps later, but the result is discarded)."""
+        returns or raises (after a missed deadline perhaps later, but the result is discarded).
+        """
         views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
         new_id = self._new_id(is_coded) if extent_id is None else self._known_id(extent_id)
         try:
@@ -300,8 +302,8 @@ class ExtentStore:
 
     def _ensure_directory(self, beat: Beat) -> None:
         """Make the directory again if it was deleted under the running server. Its contents are not restored: they were
-        meant to go. The lock is taken again too, because the next server would otherwise create and lock another file.
-        Raises DirectoryLocked, OSError."""
+        meant to be deleted. The lock is taken again too, because the next server would otherwise create and lock
+        another file. Raises DirectoryLocked, OSError."""
         with self._making:
             has_lock = self._held.is_held
             if has_lock and self._index.is_there():

@@ -20,7 +20,7 @@ WRITE_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class EncodedExtent:
-    """An extent as it will be written."""
+    """An extent as it will be written to its file."""
 
     info: ExtentInfo
     header: bytes
@@ -29,7 +29,7 @@ class EncodedExtent:
 
 
 class ExtentWriter:
-    """Writes extents for the ExtentStore. Thread-safe."""
+    """A writer of extents for the ExtentStore. Thread-safe."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class ExtentWriter:
         )
 
     def write(self, extent: EncodedExtent, beat: Beat) -> float:
-        """Write an extent, durable on return. Returns the time until which the bandwidth cap makes the caller wait, for
-        `wait`. Blocks: called in an I/O thread. Raises TierFull, OSError."""
+        """Write an extent, durable on return. Returns the time until which the bandwidth cap makes the caller wait;
+        pass it to `wait`. Blocks: called in an I/O thread. Raises TierFull, OSError."""
         extent_id, size_bytes = extent.info.extent_id, extent.info.size_bytes
         self._space.reserve(size_bytes)
         due = self._throttle.book(size_bytes)
@@ -90,8 +90,8 @@ class ExtentWriter:
         return due
 
     def wait(self, due: float) -> None:
-        """Wait as long as the bandwidth cap demands. Must not be called in an I/O thread, whose deadline measures the
-        device."""
+        """Wait until `due`, as the bandwidth cap demands. Must not be called in an I/O thread, whose deadline measures
+        the device."""
         self._throttle.wait(due)
 
     def _write_file(self, path: str, extent: EncodedExtent, beat: Beat) -> None:

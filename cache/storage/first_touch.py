@@ -20,16 +20,16 @@ from reprise.cache.storage.slab import Slab
 from reprise.cache.storage.thread_priority import lower_priority
 from reprise.kernels.attention.ragged_batch import KvPages
 
-# beyond the last slot or page used, while nothing runs; not all of it, since gigabytes may never be needed
+# Bytes touched beyond the last used slot or page while nothing runs; not all memory, since much may never be needed.
 AHEAD_BYTES = 512 << 20
-BUSY_AHEAD_BYTES = 64 << 20  # the same while something runs; more than a second of prefill fills
+BUSY_AHEAD_BYTES = 64 << 20  # bytes touched ahead while something runs; more than a second of prefill fills
 _PIECE_BYTES = 128 << 20  # most bytes touched at once, beyond those needed soon
 _CALL_BYTES = 256 << 10  # most bytes per system call, which blocks all other threads that map memory
 _LOWEST_NICENESS = 19
 # MADV_POPULATE_WRITE, Linux 5.14: acts as if every page were written, without changing its contents
 _POPULATE_WRITE = 23
 Span = tuple[int, int]
-"""Address and size in bytes."""
+"""A span of memory: (address, size in bytes)."""
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class _Memory(Protocol):
     ready: int  # number of leading places that are in memory
 
     def spans(self, start: int, stop: int) -> list[Span]:
-        """Return where the bytes of places start..stop lie."""
+        """Return the spans of the bytes of places start..stop."""
         ...
 
 
@@ -79,9 +79,9 @@ class _Pages:
 
 
 class FirstTouch:
-    """Touches memory ahead of its use. Called by the engine's thread; short-lived threads of the lowest priority do the
-    work, one at a time. Contents never change, so this may run at any time. Does nothing where the kernel does not
-    support it, and for memory that is page-locked or on a device."""
+    """A part that touches memory ahead of its use. Called by the engine's thread; short-lived threads of the lowest
+    priority do the work, one at a time. Contents never change, so this may run at any time. Does nothing where the
+    kernel does not support it, and for memory that is page-locked or on a device."""
 
     def __init__(self, *, pages: Sequence[KvPages], slab: Slab) -> None:
         self._slots: _Slots | None = None
@@ -94,15 +94,17 @@ class FirstTouch:
 
     @property
     def pages_ready(self) -> int:
-        """The number of leading pages of the HBM pool that are in memory; all of them if touching is not done here."""
+        """The number of pages of the HBM pool, counted from the first, whose memory has been touched; all of them if
+        touching is not done here."""
         return self._num_pages if self._pages is None or self._populate is None else self._pages.ready
 
     def go_on(self, slots_used: int, pages_used: int, is_busy: Callable[[], bool]) -> None:
         """Start touching the next memory that will be needed, if any.
 
-        slots_used, pages_used: how many leading ones were ever used. is_busy: whether anything runs. The thread asks it
-        too, and while it is true leaves work that can wait: at any priority, the thread takes a processor from the
-        computation."""
+        slots_used, pages_used: how many slots and pages, counted from the first, were ever used. is_busy: returns
+        whether any request runs. The thread asks it too, and while it is true leaves work that can wait: at any
+        priority, the thread takes a processor from the computation.
+        """
         if self._populate is None or (self._thread is not None and self._thread.is_alive()):
             return
         if self._slots is not None:  # slots are used in order, so these have been written

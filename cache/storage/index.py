@@ -1,4 +1,4 @@
-"""Keeps an index of the disk tier in SQLite, so that a start need not read every record.
+"""Stores an index of the disk tier in SQLite, so that a start need not read every record.
 
 The records are authoritative: a wrong or missing row is rebuilt from the header of its file. Every row has a MAC, like
 every header, because a row written by others could name blocks in the wrong place. Rows of extents are written in
@@ -41,11 +41,11 @@ Row = TypeVar("Row", ExtentInfo, SessionRecord)
 
 
 class DiskIndex:
-    """The index of one fingerprint, for the ExtentStore. Thread-safe. Methods raise sqlite3.Error. `stamp`: orders the
-    records of a session; extent ids come from the same sequence."""
+    """An index of the records of one fingerprint, for the ExtentStore. Thread-safe. Methods raise sqlite3.Error.
+    `stamp`: orders the records of a session; extent ids come from the same sequence."""
 
     def __init__(self, *, path: Path, key: bytes) -> None:
-        """key: `reprise.cache.storage.extent_format.record_key`."""
+        """Set up. key: from `reprise.cache.storage.extent_format.record_key`."""
         self._path, self._key = path, key
         self._aside = path.with_suffix(".bad")
         self._lock = threading.Lock()
@@ -55,8 +55,9 @@ class DiskIndex:
         self._sessions: list[tuple[object, ...]] = []  # rows of these extents' sessions
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
-        """Return all intact rows: extents by id, and sessions by name with their stamps. Moves an index aside that is
-        damaged or of another schema. One that a full disk makes unusable is not moved, and is read if possible."""
+        """Return all intact rows: extents by id, and sessions by name with their stamps. An index that is damaged or of
+        another schema is renamed and replaced by an empty one. One that a full disk makes unusable is not, and is read
+        if possible."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
@@ -76,7 +77,7 @@ class DiskIndex:
         self._load(beat)
 
     def is_there(self) -> bool:
-        """Whether the open file still exists under its name."""
+        """Return whether the open file still exists under its name."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:
@@ -129,7 +130,7 @@ class DiskIndex:
             self._db = None
 
     def _catch_up(self, db: sqlite3.Connection) -> None:
-        """Write the batched rows. Called inside a transaction before its own changes, which may be about the same
+        """Write the batched rows. Called at the beginning of a transaction, whose own changes may be about the same
         rows."""
         extents, self._extents = self._extents, []
         sessions, self._sessions = self._sessions, []
@@ -177,7 +178,8 @@ class DiskIndex:
         return extents, sessions
 
     def _move_aside(self) -> None:
-        """Keep at most one old index. Delete its log, which SQLite would apply to the new file."""
+        """Rename the index, replacing an index renamed before. Delete its log, which SQLite would apply to the new
+        file."""
         for suffix in ("-wal", "-shm"):
             _remove(self._path.with_name(self._path.name + suffix))
         _remove(self._aside)

@@ -21,7 +21,7 @@ caller has stopped waiting."""
 
 
 class IoDeadline(Exception):
-    """The work did not finish in time, or no thread was free for it. `began`: it may still be running."""
+    """The work did not finish in time, or no thread was free for it. began: whether it may still be running."""
 
     def __init__(self, message: str, *, began: bool) -> None:
         super().__init__(message)
@@ -45,11 +45,12 @@ class _Job(Generic[T]):
 
 
 class IoThreads:
-    """A fixed number of daemon threads. A thread whose work is overdue counts as lost until the work ends. When all
-    threads are lost, every call fails at once, so a device that hangs costs its callers no time and no memory."""
+    """A pool of a fixed number of daemon threads. A thread whose work is overdue counts as lost until the work ends.
+    When all threads are lost, every call fails at once, so a device that hangs costs its callers no time and no memory.
+    """
 
     def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
-        """lower_by: steps of niceness, as in `lower_priority`."""
+        """Start the threads. lower_by: how much lower their priority is, in steps of niceness (`lower_priority`)."""
         self._lower_by = lower_by
         self._deadline_s = deadline_s
         self._num_threads = num_threads
@@ -66,7 +67,7 @@ class IoThreads:
 
     @property
     def lost(self) -> int:
-        """The number of threads inside work whose caller has stopped waiting."""
+        """The number of threads that are busy with work whose caller has stopped waiting."""
         with self._lock:
             return self._lost
 

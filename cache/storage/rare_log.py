@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class RareLog:
-    """Logs each kind of warning at most once per interval. Thread-safe."""
+    """A log that writes each kind of warning at most once per interval. Thread-safe."""
 
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
@@ -19,7 +19,7 @@ class RareLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *values: object) -> None:
-        """Log a warning, or count it. `kind`: one of a few. `message` and `values`: as for a logger."""
+        """Log a warning, or only count it. kind: one of a few. message, values: passed to the logger."""
         now = time.monotonic()
         with self._lock:
             said_s, count = self._kinds.get(kind, (float("-inf"), 0))

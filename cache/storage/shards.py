@@ -1,4 +1,4 @@
-"""Manages the directories that one model's extents lie in: 256 of them, by the last two digits of the ids."""
+"""Manages the directories in which one model's extents lie: 256 shards, by the last two digits of the ids."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ class Shards:
     OSError."""
 
     def __init__(self, root: Path, fingerprint: bytes) -> None:
-        """root: holds the directories of all models."""
+        """Set up. root: the directory that has the directories of all models."""
         self.root, self.own = root, root / fingerprint.hex()
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._unsynced: set[str] = set()  # directories in which something was deleted since their last sync
 
     def path(self, extent_id: int) -> str:
-        """Return where an extent lies. Avoids pathlib, whose cost every turn would pay."""
+        """Return the path of an extent's file. Avoids pathlib, whose cost every turn would pay."""
         name = f"{extent_id:016x}"
         return f"{self.own}/{name[-2:]}/{name}.kv"
 

@@ -1,5 +1,6 @@
 """Holds the memory of the DRAM tier: one slab of slots. Each slot has one block's KV with un-rotated keys, or the
-activations from which its KV is made. With a codec there is a second slab, of coded slots.
+activations from which its KV is made. With a codec there is a second slab, of slots for blocks that the codec has
+compressed (coded slots).
 
 Memory is layer-major: all slots of a layer lie together. A slot's part of a layer is its *segment*, [K of 32 rows][V of
 32 rows], as on disk, or [32 activations]. So one call gathers, reads or writes a layer of many blocks (AttentionStore
@@ -31,14 +32,14 @@ class LayerShape:
 
 
 def row_segments(shapes: Sequence[LayerShape], dtype: torch.dtype) -> list[int]:
-    """Return the bytes of a block's rows, by layer."""
+    """Return the bytes of a block's rows in each layer."""
     return [BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes]
 
 
 class Segments:
-    """Memory of slots, with a checksum per slot and layer. Any thread may use it; callers see to it that no slot is
-    read while it is written. segment_bytes: of one slot, by layer. pinned: use page-locked memory, for asynchronous
-    copies to and from CUDA."""
+    """The memory of slots, with a checksum per slot and layer. Any thread may use it; callers see to it that no slot is
+    read while it is written. segment_bytes: of one slot, by layer. pinned: whether to page-lock the memory, for
+    asynchronous copies to and from CUDA."""
 
     def __init__(self, *, segment_bytes: Sequence[int], num_slots: int, pinned: bool) -> None:
         self.num_slots = num_slots
@@ -62,7 +63,7 @@ class Segments:
         return self.span(layer, slot, slot + 1)
 
     def span(self, layer: int, first: int, stop: int) -> memoryview:
-        """Return the bytes of one layer of the slots `first` to before `stop`, back to back."""
+        """Return the bytes of one layer in the slots `first` to `stop` - 1, back to back."""
         size = self.segment_bytes[layer]
         return self._views[layer][first * size : stop * size]
 
@@ -74,19 +75,19 @@ class Segments:
             self._is_sealed[slot] = True
 
     def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
-        """Mark a slot as complete whose bytes were compared with these checksums, by layer."""
+        """Mark a slot as complete. checksums: by layer; its bytes must have been compared with them."""
         self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
         self._is_sealed[slot] = True
 
     def seal_all_as(self, slots: Sequence[int], checksums: bytes) -> None:
-        """Mark several slots as complete whose bytes were compared with these checksums, which are layer by layer as
-        `checksums` returns them."""
+        """Mark several slots as complete. checksums: layer by layer, in the form that `checksums` returns; the bytes
+        must have been compared with them."""
         self._checksums[list(slots)] = np.frombuffer(checksums, ">u8").reshape(self.num_layers, len(slots)).T
         for slot in slots:
             self._is_sealed[slot] = True
 
     def unseal(self, slot: int) -> None:
-        """Mark a slot as about to be filled."""
+        """Mark a slot as incomplete, because it is about to be filled."""
         self._is_sealed[slot] = False
 
     def is_sealed(self, slot: int | None) -> bool:
@@ -97,17 +98,18 @@ class Segments:
         return self._checksums[list(slots)].T.astype(np.uint64)
 
     def sums_now(self, layer: int, slots: NDArray[np.int64]) -> np.ndarray:
-        """Return the checksums that segments have now, uint64 [slots]."""
+        """Compute the checksums of a layer's segments as they are now, uint64 [slots]."""
         return checksums(self._streams[layer], self.segment_bytes[layer], slots)
 
     def checksums(self, slots: Sequence[int]) -> bytes:
-        """Return the checksums of sealed slots, layer by layer, as in an extent's header. They are from the time of
-        sealing: a later change in memory shows when the extent is read."""
+        """Return the checksums of sealed slots, layer by layer, in the form that an extent's header has. They are from
+        the time of sealing: a later change in memory shows when the extent is read."""
         return self._checksums[list(slots)].T.tobytes()
 
 
 class Slab(Segments):
-    """The slots of rows. projection: makes K and V from them; None: they are K and V."""
+    """The slots for blocks as rows. projection: makes K and V from the rows, which are activations; None: the rows are
+    K and V."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Slab(Segments):
         super().__init__(segment_bytes=row_segments(shapes, dtype), num_slots=num_slots, pinned=pinned)
         of_token = [sum(row_bytes) // dtype.itemsize for row_bytes in self._row_bytes]
         self.block_elements = [BLOCK_TOKENS * n for n in (projection.row_elements if projection else of_token)]
-        """Elements of a block's K and V, by layer."""
+        """Number of elements of a block's K and V, by layer."""
         self._k: list[Tensor] = []
         self._v: list[Tensor] = []
         for shape, memory in zip(shapes, self._memory, strict=True):
@@ -142,15 +144,18 @@ class Slab(Segments):
         return self._v[layer]
 
     def parts(self, layers: Sequence[int]) -> list[Tensor]:
-        """Return the slots of some layers: all K, then all V, if there is any."""
+        """Return the slots' memory in some layers as tensors: K of each layer, then V of each layer, if there is
+        any."""
         return [*map(self.k, layers), *(() if self.projection is not None else map(self.v, layers))]
 
     def segments(self, layer: int) -> Tensor:
-        """Return a layer as [slots, elements of a segment]: the K of each slot, then its V; or its activations."""
+        """Return a layer's memory as [slots, elements of a segment]: the K of each slot, then its V; or its
+        activations."""
         return self._memory[layer].view(self.dtype)
 
     def clear_behind(self, slot: int, num_rows: int) -> None:
-        """Zero the rows from `num_rows` on, which an open block does not have yet: they hold another block's data."""
+        """Set the rows from `num_rows` on to zero. An open block does not have them yet, and they hold another block's
+        data."""
         if num_rows == BLOCK_TOKENS:
             return
         for layer, row_bytes in enumerate(self._row_bytes):
@@ -162,7 +167,8 @@ class Slab(Segments):
 
 
 class CodedSlab(Segments):
-    """The slots of coded blocks. decodes: decoder for pages of a device; None: the codec itself, on the processor."""
+    """The slots for blocks that a codec has compressed. decodes: decoder for pages of a device; None: the codec itself,
+    on CPU."""
 
     def __init__(self, codec: Codec, *, num_slots: int, decodes: Decodes | None = None) -> None:
         self.codec, self.decodes = codec, decodes or codec
@@ -180,8 +186,8 @@ def _memory(num_slots: int, size: int) -> Tensor:
 
 
 def pin(owner: object, memory: Sequence[Tensor]) -> None:
-    """Page-lock memory as long as its owner lives. torch's own way rounds each piece up to a power of two, which is up
-    to twice what is asked for. Raises MemoryError."""
+    """Page-lock memory until `owner` is freed. torch's own way rounds each piece up to a power of two, which is up to
+    twice what is asked for. Raises MemoryError."""
     cuda = torch.cuda.cudart()
     for piece in memory:
         if piece.numel():

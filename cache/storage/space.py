@@ -12,12 +12,12 @@ from reprise.cache.storage.io_threads import Beat
 
 
 class DiskSpace:
-    """Enforces the disk tier's cap on bytes, for the ExtentStore. All files count, including files being written and
-    those of other fingerprints. Thread-safe; the lock is never held during I/O."""
+    """A counter that enforces the disk tier's cap on bytes, for the ExtentStore. All files count, including files being
+    written and those of other fingerprints. Thread-safe; the lock is never held during I/O."""
 
     def __init__(self, *, root: Path, own: Path, capacity_bytes: int, min_free_bytes: int) -> None:
-        """root: a path on the file system that must keep min_free_bytes free. own: the directory of our model, which is
-        kept."""
+        """Set up. root: a path on the file system that must keep min_free_bytes free. own: the directory of our model,
+        which is not deleted."""
         self._root, self._own = root, own
         self._capacity_bytes, self._min_free_bytes = capacity_bytes, min_free_bytes
         self._lock = threading.Lock()  # guards what follows
@@ -27,7 +27,8 @@ class DiskSpace:
         self._unwritten = 0  # the part of `_used` that may not have been taken from the file system yet
 
     def open(self, sizes: Mapping[int, int], foreign: Iterable[Foreign], beat: Beat) -> None:
-        """Start with the records found. Deletes records of other fingerprints while the total exceeds the cap."""
+        """Count the records that a scan found. Deletes records of other fingerprints while the total exceeds the
+        cap."""
         with self._lock:
             self._sizes = dict(sizes)
             self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))
@@ -71,8 +72,8 @@ class DiskSpace:
             self._drop(foreign)
 
     def settle(self, extent_id: int, size: int, *, stored: bool, stays: bool) -> None:
-        """End a reservation. stays: some of the bytes are on disk, even if only as a partial file that cannot be
-        deleted."""
+        """End a reservation. stored: whether the record was written. stays: whether some of the bytes are on disk, even
+        if only as a partial file that cannot be deleted."""
         with self._lock:
             self._unwritten -= size
             if stored:

@@ -10,8 +10,8 @@ WRITING = 10  # no request waits for writes to disk
 
 
 def lower_priority(by: int) -> None:
-    """Lower the priority of the calling thread by this many steps of niceness. Linux counts niceness per thread; on
-    other systems this does nothing."""
+    """Lower the priority of the calling thread by `by` steps of niceness. Linux counts niceness per thread; on other
+    systems this does nothing."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,4 +1,4 @@
-"""Caps bytes per second, to stand in for a slower link."""
+"""Caps bytes per second, in order to imitate a slower link."""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Throttle:
         return self._bytes_per_s > 0
 
     def book(self, num_bytes: int) -> float:
-        """Book a transfer. Returns the time at which it will have passed the link, on the injected clock, to give to
+        """Book a transfer. Returns the time, on the injected clock, at which it will have passed the link; pass it to
         `wait`."""
         now = self._clock()
         if self._bytes_per_s == 0:
@@ -36,7 +36,7 @@ class Throttle:
             return self._free_at
 
     def wait(self, until: float) -> None:
-        """Sleep until this time, unless it has passed."""
+        """Sleep until the time `until`, unless it has passed."""
         left = until - self._clock()
         if left > 0:
             self._sleep(left)

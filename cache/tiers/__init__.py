@@ -1,1 +1,2 @@
-"""Keeps the ledgers of the tiers: which block lies where, what is on its way, and what leaves. They touch no bytes."""
+"""Keeps the ledgers of the tiers: which block lies where, what is being moved, and what is evicted. They touch no
+bytes."""

@@ -1,4 +1,4 @@
-"""Keeps account of the disk: which extents are there, which copy of a block counts, and what leaves. Touches no
+"""Keeps account of the disk: which extents it has, which copy of a block is used, and what is evicted. Touches no
 bytes."""
 
 import math
@@ -34,8 +34,8 @@ class _Deletion:
 
 
 class DiskLedger:
-    """The ledger of the disk tier: orders deletions, makes room and knows each block's copy. The Hierarchy and the
-    CacheManager's other parts call it, on the engine's thread."""
+    """The ledger of the disk tier: records each block's copy on disk, orders deletions and makes room. The Hierarchy
+    and the CacheManager's other parts call it, on the engine's thread."""
 
     name: Final = "disk"
 
@@ -58,11 +58,11 @@ class DiskLedger:
         self._extents: dict[int, _Extent] = {}
         self._deletions: dict[int, _Deletion] = {}  # deletions under way, by job
         self.refused: list[_Deletion] = []
-        """Deletions that the disk refused. They are tried again, so that those bytes are not left on it. Read only."""
+        """Deletions that the disk refused. They are tried again, so that their bytes do not stay on disk. Read only."""
         self._again_s = math.inf
         self.ended_deletions: list[tuple[str, bool]] = []
-        """Requests that waited for a deletion which has ended, and whether it is done. If the disk refused it, bytes
-        may still be there, and it is tried again. `SessionDeletions.take_ended` clears it."""
+        """Requests that waited for a deletion which has ended, each with whether it succeeded. If the disk refused it,
+        bytes may remain, and it is tried again. `SessionDeletions.take_ended` clears this."""
         self._read: Counter[BlockKey] = Counter()  # blocks that loads and fetches read off the disk
         self._held = KeysWhere(self._is_held)
 
@@ -95,8 +95,8 @@ class DiskLedger:
         return extent_id in self._extents
 
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
-        """Record an extent that was found at the start. Called in order of writing: the newest copy of a block
-        counts."""
+        """Record an extent that was found on disk at the start. Called in order of writing: the newest copy of a block
+        is used."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, row in enumerate(rows):
@@ -116,7 +116,7 @@ class DiskLedger:
         enter(self.policy, row)
 
     def _detach(self, row: BlockRow) -> int | None:
-        """Stop counting a block's copy on disk. Returns the extent's id if no other block in it counts."""
+        """Stop using a block's copy on disk. Returns the id of its extent if no other block's copy in it is used."""
         copy = row.copies.pop("disk", None)
         if copy is None:
             return None
@@ -128,7 +128,7 @@ class DiskLedger:
         return None if extent.keys else extent_id
 
     def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Return the blocks with other owners that share an extent with one of these, and are not in DRAM."""
+        """Return the blocks that share an extent with one of `rows`, have other owners, and are not in DRAM."""
         extents = {row.copies["disk"][0] for row in rows if "disk" in row.copies}
         names = {owner for row in rows for owner in row.owners}
         keys = (key for extent in extents for key in self._extents[extent].keys)
@@ -146,8 +146,8 @@ class DiskLedger:
         self._read += Counter()  # forgets those at zero
 
     def _is_held(self, key: BlockKey) -> bool:
-        """Whether a block must stay, because a block of its extent is being read or is pinned: extents leave as a
-        whole."""
+        """Return whether a block must stay on disk, because a block of its extent is being read or is pinned: extents
+        are deleted as a whole."""
         row = self._table.get(key)
         if row is None or "disk" not in row.copies:
             return True
@@ -164,15 +164,15 @@ class DiskLedger:
     # --- what leaves --------------------------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> bool:
-        """Reserve room for an extent of at most `size` bytes until `give_back`; other extents leave for it. Returns
-        False if too few extents may leave."""
+        """Reserve room for an extent of at most `size` bytes until `give_back`, deleting other extents for it. Returns
+        False if too few extents may be deleted."""
         if not self._make_room(size):
             return False
         self.used_bytes += size
         return True
 
     def give_back(self, size: int) -> None:
-        """End a reservation: either the room is not needed, or the written extent counts by itself."""
+        """End a reservation of `size` bytes: either the room is not needed, or the written extent has been counted."""
         self.used_bytes -= size
 
     def _make_room(self, size: int) -> bool:
@@ -189,7 +189,7 @@ class DiskLedger:
         return True
 
     def touch(self, row: BlockRow) -> None:
-        """Record a hit of a block that is here."""
+        """Record a hit of a block that is on disk."""
         self.policy.touch(row.key)
 
     def drop(self, row: BlockRow) -> None:
@@ -201,8 +201,8 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete whole extents; `ended_deletions` names `waiter` when the bytes are gone. session: delete its record
-        too. write_again: blocks that DRAM still has come back to disk in another extent."""
+        """Delete whole extents; `ended_deletions` will list `waiter` when the bytes are gone. session: delete its
+        record too. write_again: whether blocks that DRAM still has are to be written to disk again."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._answer(waiter, is_done=True)
@@ -236,7 +236,7 @@ class DiskLedger:
         self._orders.add(DeleteExtents(job, deletion.extent_ids, session))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """Record the end of a deletion. problem: why bytes may still be there. The waiter is then told so, and the
+        """Record the end of a deletion. problem: why bytes may remain. If there is one, the waiter is told, and the
         deletion is tried again."""
         deletion = self._deletions.pop(job)
         if problem is None:
@@ -253,13 +253,13 @@ class DiskLedger:
             self.ended_deletions.append((waiter, is_done))
 
     def undone(self, tenant: str, session_id: str) -> list[SessionName]:
-        """Return the sessions of this name, one for each salt, that the disk could not delete in full."""
+        """Return the sessions of this tenant and id, one for each salt, whose deletion the disk has refused."""
         names = [deletion.session for deletion in self.refused if deletion.session is not None]
         return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
     def reborn(self, session: SessionName) -> None:
-        """Keep the record of a session that has begun anew: the refused deletion was meant for the earlier session of
-        that name."""
+        """Keep the record of a session that has begun again, although an earlier session with its name is still being
+        deleted."""
         if self.refused:
             same = [deletion.session == session for deletion in self.refused]
             self.refused = [
@@ -267,7 +267,8 @@ class DiskLedger:
             ]
 
     def delete_again(self, session: SessionName, waiter: str) -> bool:
-        """Try a refused deletion again, for this waiter from now on. Returns False if there is none."""
+        """Try a refused deletion of a session again, for the request `waiter` from now on. Returns False if there is
+        none."""
         found = next((deletion for deletion in self.refused if deletion.session == session), None)
         if found is not None:
             self.refused.remove(found)
@@ -275,7 +276,7 @@ class DiskLedger:
         return found is not None
 
     def quarantine(self) -> None:
-        """Stop using the disk in this process and trust nothing on it, because wrong results came off it although the
+        """Stop using the disk in this process, and everything on it, because it gave wrong results although the
         checksums were right."""
         for row in list(self._table):
             self.drop(row)
@@ -284,7 +285,7 @@ class DiskLedger:
         self.is_quarantined = True
 
     def go_on(self, now: float) -> None:
-        """Try refused deletions again, some seconds after the disk refused them."""
+        """Try refused deletions again, if some seconds have passed since the disk refused them."""
         if now >= self._again_s:
             undone, self.refused, self._again_s = self.refused, [], math.inf
             for deletion in undone:

@@ -1,12 +1,12 @@
-"""Keeps account of DRAM as a whole: the slots of rows, with a codec those of coded blocks, and what fills and empties
-them. Touches no bytes.
+"""Keeps account of all DRAM slots: those for blocks as rows, those for blocks that a codec has compressed (coded
+slots), and what fills and empties them. Touches no bytes.
 
-Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots of rows are one pool: `dram_slots`
-of them keep blocks; the others are for blocks that pass through on their way to disk or were refused. A slot is free
-again only when the last copy into or out of it is done; pins and tickets see to that.
+Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots for rows are one pool: `dram_slots`
+of them store blocks; the others are for blocks that are only on their way to disk. A slot is free again only when the
+last copy into or out of it is done; pins and tickets see to that.
 
-With a codec, DRAM is two pools in one budget: slots of rows, which are few, and coded slots. A block that may be coded
-is encoded before its rows leave, and stays in DRAM in that form.
+With a codec, DRAM is two pools in one budget: slots for rows, which are few, and coded slots. A block that the codec
+may compress is compressed before its rows leave, and stays in DRAM in that form.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _NEVER_CODED_BLOCKS = 2.0  # blocks of a session: its first, and the one that is
 
 def rows_share(session_blocks: float, ratio: float) -> float:
     """Return the share of DRAM's bytes that is for rows. session_blocks: mean blocks of a session; 0: not known. ratio:
-    how many times smaller a coded block is. Two blocks of a session are never coded."""
+    size of a block as rows over its size after the codec. Two blocks of a session are never compressed."""
     if session_blocks <= 0:
         return _LEAST_ROWS
     never = min(session_blocks, _NEVER_CODED_BLOCKS)
@@ -43,8 +43,8 @@ def rows_share(session_blocks: float, ratio: float) -> float:
 
 
 def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_blocks: float = 0.0) -> tuple[int, int]:
-    """Return how many slots for rows and how many coded slots a DRAM of so many bytes has. coded_bytes: size of a coded
-    block; 0: nothing is coded. session_blocks: as in `rows_share`."""
+    """Return how many slots for rows and how many coded slots a DRAM of `size_bytes` has. coded_bytes: size of a
+    compressed block; 0: there is no codec. session_blocks: mean blocks of a session; 0: not known."""
     if not coded_bytes:
         return size_bytes // slot_bytes, 0
     slots = int(size_bytes * rows_share(session_blocks, slot_bytes / coded_bytes)) // slot_bytes
@@ -55,8 +55,8 @@ class Dram:
     """The ledger of DRAM. The Hierarchy and the CacheManager's other parts call it, on the engine's thread.
 
     rows, coded    the two tiers of slots
-    saves          what is on its way into the slots of rows
-    encoder        what is on its way from those into coded slots
+    saves          what is being saved into the slots for rows
+    encoder        what is being compressed from those into coded slots
     """
 
     def __init__(
@@ -110,25 +110,25 @@ class Dram:
         self._counted = ((-1, -1), 0)  # changes of the dirty and the coded blocks, and how many were both then
 
     def slots_for(self, *, is_coded: bool) -> SlotTier:
-        """Return the tier whose slots hold blocks in this form."""
+        """Return the tier of slots for rows, or with `is_coded` the tier for compressed blocks."""
         return self.coded if is_coded else self.rows
 
     @property
     def is_pressed(self) -> bool:
-        """Whether slots are scarce, so that running turns write their blocks too. A DRAM full of blocks that are on
-        disk is not pressed, because those leave for newcomers."""
+        """Whether slots are scarce, so that the blocks of running turns are written to disk too. A DRAM full of blocks
+        that are on disk is not pressed, because they can be evicted for newcomers."""
         return self.rows.num_slots - self._unwritten < _PRESSURE_SHARE * self.rows.num_slots
 
     @property
     def room_bytes(self) -> int:
-        """C_mem: bytes of rows that DRAM may keep for turns to come, coded or not. `trim` leaves so many there, less
-        what has to stay until it is on disk. Staging slots keep nothing."""
+        """The paper's C_mem: bytes of KV, counted as rows, that DRAM may store for turns to come. `trim` leaves so many
+        there, less what has to stay until it is on disk. Slots for passing blocks do not count."""
         coded = max(0, self.coded.num_usable - self._coded_dirty)
         return (max(0, self.rows.most_resident - self._unwritten) + coded) * self.rows.slot_bytes
 
     @property
     def _unwritten(self) -> int:
-        """The number of blocks that are not on disk yet or still being saved, and lie in no coded slot either."""
+        """The number of blocks that are still being saved, or are only in slots for rows and not on disk yet."""
         return self.saves.in_flight + self._dirty.num_blocks - self._coded_dirty
 
     @property
@@ -148,7 +148,7 @@ class Dram:
 
     @property
     def capacity_bytes(self) -> int:
-        """The bytes of all slots that keep blocks."""
+        """The bytes of all slots that store blocks, without those for passing blocks."""
         return self.most_rows * self.rows.slot_bytes + self.coded.num_slots * self.coded.slot_bytes
 
     @property
@@ -157,18 +157,18 @@ class Dram:
         return self.saves.in_flight + self.encoder.in_flight
 
     def is_busy(self, name: SessionName) -> bool:
-        """Whether blocks of a session are being saved or encoded."""
+        """Return whether blocks of a session are being saved or compressed."""
         return self.encoder.concerns(name) or name in self.saves.owners()
 
     def drop(self, row: BlockRow) -> None:
-        """Take a block out of DRAM. Does not check whether it is anywhere else."""
+        """Remove a block from DRAM. Does not check whether another tier has it."""
         self.rows.drop(row)
         self.coded.drop(row)
 
     def trim(self) -> None:
-        """Let blocks leave the slots of rows, in the policy's order, until the slots are within their bounds. Called
+        """Evict blocks from the slots for rows, in the policy's order, until the slots are within their bounds. Called
         once for all that a step has saved, because finding victims means walking past all queued blocks. With a codec,
-        only rows leave that a coded slot has too; `Encoder.plan` does the rest."""
+        only blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
         if self.coded.is_on:
             if (excess := self.rows.resident - self.rows.most_resident) > 0:
                 self.rows.leave_covered(max(excess, self._batch))
@@ -177,7 +177,7 @@ class Dram:
             pass
 
     def shrink(self) -> None:
-        """Bring the slots of rows back within their bounds, encoding blocks for that where there is a codec."""
+        """Bring the slots for rows back within their bounds, compressing blocks for that where there is a codec."""
         self.trim()
         if self.coded.is_on:
             self.encoder.plan()

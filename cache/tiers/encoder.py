@@ -1,5 +1,5 @@
-"""Decides which blocks in DRAM are encoded, and when: the blocks of a turn before it is written to disk, and blocks
-whose slot is wanted. Touches no bytes."""
+"""Decides which blocks in DRAM the codec compresses, and when: the blocks of a turn before it is written to disk, and
+blocks whose slot is wanted. Touches no bytes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +15,8 @@ AT_ONCE = 64  # blocks under way: their slots are held until all of them are enc
 
 
 class Encoder:
-    """Orders blocks in DRAM to be encoded. Dram and WriteBehind call it, on the engine's thread. Without coded slots
-    everything is a no-op."""
+    """A part that orders blocks in DRAM to be compressed by the codec (encoded). Dram and WriteBehind call it, on the
+    engine's thread. Without slots for compressed blocks everything is a no-op."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Encoder:
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        """batch: least number of blocks that `plan` encodes at once."""
+        """Set up. batch: least number of blocks that `plan` compresses at once."""
         self._rows, self._coded, self._batch, self._form = rows, coded, batch, form
         self._table = table
         self._dirty, self._orders, self._stats = dirty, orders, stats
@@ -44,12 +44,12 @@ class Encoder:
         return len(self._under_way)
 
     def concerns(self, name: SessionName) -> bool:
-        """Whether a block of this session is being encoded."""
+        """Return whether a block of this session is being encoded."""
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._encoding)
 
     def encode(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Order blocks to be encoded that must be before their rows leave, or put that off while many are being
-        encoded. Returns the blocks for which no coded slot can be had."""
+        """Order blocks to be compressed that must be before their rows leave, or postpone that while many are being
+        compressed. Returns the blocks for which there is no slot for a compressed block."""
         left: list[BlockRow] = []
         blocks: list[tuple[BlockKey, int, int]] = []
         refused: set[SessionName | None] = set()
@@ -75,8 +75,8 @@ class Encoder:
         return left
 
     def plan(self) -> None:
-        """Encode blocks whose slots DRAM wants back, in the policy's order. A block for which no coded slot can be had
-        leaves DRAM, as it would without a codec."""
+        """Compress blocks whose slots DRAM wants back, in the policy's order. A block for which there is no slot for a
+        compressed block leaves DRAM, as it would without a codec."""
         excess = self._rows.resident - self._rows.most_resident - len(self._encoding)
         if excess <= 0 or len(self._encoding) >= AT_ONCE:
             return
@@ -91,7 +91,8 @@ class Encoder:
         return row is not None and key not in self._encoding and self._form.awaits(row)
 
     def on_encoded(self, job: int, taken: Sequence[bool]) -> None:
-        """Record the end of an encoding. Blocks that could not be encoded are kept as rows from now on."""
+        """Record the end of an encoding. taken: for each block, whether the codec could compress it; one that could not
+        be is stored as rows from now on."""
         self._dirty.changes += 1
         for (key, slot, target), was_taken in zip(self._under_way.pop(job).blocks, taken, strict=True):
             self._encoding.discard(key)

@@ -20,8 +20,8 @@ class _Fetch:
 
 
 class Fetches:
-    """Orders fetches and knows every one under way. LookAhead, Parking and the SessionStore order them and the
-    CacheManager reports their end, all on the engine's thread."""
+    """The fetches under way. LookAhead, Parking and the SessionStore order fetches and the CacheManager reports their
+    end, all on the engine's thread."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Fetches:
         self._orders, self._stats = orders, stats
         self._under_way: dict[int, _Fetch] = {}  # fetches under way, by job
         self._coming: dict[BlockKey, str] = {}  # block -> the tier from which it is fetched
-        self._coming_coded: set[BlockKey] = set()  # those of them that come coded
+        self._coming_coded: set[BlockKey] = set()  # blocks being fetched that a codec has compressed
 
     @property
     def in_flight(self) -> int:
@@ -54,23 +54,25 @@ class Fetches:
         return self._coming.get(key)
 
     def concern(self, name: SessionName) -> bool:
-        """Whether a block of this session is being fetched."""
+        """Return whether a block of this session is being fetched."""
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._coming)
 
     def has_room(self, *, coded: bool) -> bool:
-        """Whether DRAM would keep one more block, coded or not, besides those that are being fetched."""
+        """Return whether DRAM has room for one more block besides those that are being fetched. coded: whether the
+        block is compressed by the codec."""
         return self._room(coded) > 0 and self._dram.slots_for(is_coded=coded).num_free > 0
 
     def _room(self, coded: bool) -> int:
-        """Return how many more blocks DRAM would keep."""
+        """Return for how many more blocks DRAM has room, besides those that are being fetched. coded: whether they are
+        compressed."""
         tier = self._dram.slots_for(is_coded=coded)
         coming = len(self._coming_coded) if coded else len(self._coming) - len(self._coming_coded)
         return tier.most_resident - tier.resident - coming
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
-        """Fetch those of these blocks that are only on disk or in Redis, as far as DRAM may keep them. Only blocks that
-        should leave before one of that session are evicted for them, and no slot is taken that `trim` would empty
-        again. Returns whether all were fetched."""
+        """Fetch the blocks of `rows` that are only on disk or in Redis, as far as DRAM may store them. For them, only
+        blocks are evicted that should leave before a block of the session `newcomer`, and no slot is taken that `trim`
+        would empty again. Returns whether all were fetched."""
         from_disk, from_redis = [], []
         wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
         num_coded = sum(map(self._form.is_coded_below, wanted))
@@ -106,7 +108,7 @@ class Fetches:
         self._orders.add(order)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str], now: float) -> None:
-        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the tier below meanwhile. A
+        """Record the end of a fetch. Fetched blocks are in DRAM now, unless they have left the tier below meanwhile. A
         bad copy is forgotten."""
         fetch = self._under_way.pop(job)
         order = fetch.order

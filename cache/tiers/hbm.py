@@ -23,7 +23,7 @@ MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the 
 
 @dataclass(slots=True)
 class Placement:
-    """The copies and loads that have to be made before a context's new pages hold its rows."""
+    """The copies and loads that have to be made before a context's new pages have its rows."""
 
     copies: list[CopyRows] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
@@ -70,28 +70,29 @@ class HbmPool:
         self._has_slots = options.num_slots > 0  # blocks are saved below, so that a block that leaves need not be lost
         high_pages = int(options.hbm_high_water * pages.num_pages)
         self.least_free = pages.num_pages - high_pages if self._has_slots else 0
-        """Pages. With fewer free ones `offload` has to make more."""
+        """Number of free pages below which `offload` has to free more."""
         self._low_pages = int(options.hbm_low_water * pages.num_pages)
 
     # --- where a block can be used ------------------------------------------------------------------------------------
 
     def is_ready(self, row: BlockRow, block: int) -> bool:
-        """Whether a block is in HBM with its keys rotated for this place."""
+        """Return whether a block is in HBM with its keys rotated for the position of the `block`th block of a
+        context."""
         return row.page is not None and row.position == block * BLOCK_TOKENS
 
     def can_move(self, row: BlockRow) -> bool:
-        """Whether HBM's copy may be rotated anew. It may not if the block is saved, because its saved keys,
-        which were never rotated, are loaded instead."""
+        """Return whether HBM's copy of a block may be rotated to another position. It may not if the block is saved,
+        because its saved keys, which were never rotated, are loaded instead."""
         return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
 
     def _group_by_page(self, match: Match) -> list[list[tuple[BlockRow, int]]]:
-        """Split the blocks of a match by the pages of the new context that they go to."""
+        """Split the blocks of a match into those that go to the same page of the new context."""
         used, per_page = match.used, self.page_size // BLOCK_TOKENS
         return [used[start : start + per_page] for start in range(0, len(used), per_page)]
 
     def _claim(self, group: list[tuple[BlockRow, int]], first_block: int) -> int | None:
-        """Return the page in which a group of blocks can be used where it lies; None if it has to be copied or
-        loaded."""
+        """Return the page in which a group of blocks can be used without a copy; None if it has to be copied or loaded.
+        first_block: index of the first one in the context."""
         page = group[0][0].page
         if page is None or any(
             row.page != page or row.offset != place * BLOCK_TOKENS or not self.is_ready(row, first_block + place)
@@ -112,7 +113,7 @@ class HbmPool:
         return [self._claim(group, index * per_page) for index, group in enumerate(groups)]
 
     def usable_in_place(self, match: Match) -> Match:
-        """Return the part of a match that can be used where it lies."""
+        """Return the leading part of a match that can be used in its present pages."""
         claims = self._claims(self._group_by_page(match))
         if None not in claims:
             return match
@@ -130,8 +131,7 @@ class HbmPool:
     ) -> Placement | None:
         """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. Returns None,
         and changes nothing, if there is no room. num_tokens: length of the whole context, whose later pages should lie
-        in a row with these. parked: for a context that HBM cannot hold, the numbers of the pages that it does
-        without."""
+        adjacent to these. parked: for a context larger than HBM, the indices of the pages that it does without."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
         per_page, num_parked = self.page_size // BLOCK_TOKENS, len(parked or ())
@@ -191,7 +191,7 @@ class HbmPool:
                 placement.loads.append(load)
 
     def grow(self, rows: ContextRows, num_tokens: int) -> bool:
-        """Give a context room for so many more rows. Returns False, and changes nothing, if there is none."""
+        """Give a context room for `num_tokens` more rows. Returns False, and changes nothing, if there is none."""
         missing = self.num_pages(rows.computed + num_tokens) - len(rows.pages)
         if missing <= 0:
             return True
@@ -202,7 +202,7 @@ class HbmPool:
         return True
 
     def borrow(self, num_pages: int) -> list[int] | None:
-        """Take pages for no context, pinned. None if there is no room."""
+        """Return pinned pages that belong to no context; None if there is no room."""
         if not self.make_room(num_pages):
             return None
         pages: list[int] = []
@@ -211,8 +211,8 @@ class HbmPool:
         return pages
 
     def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
-        """Record that a block has arrived in a page. A request runs on the page. hop: the block's keys were un-rotated
-        on the way."""
+        """Record that a block has arrived in a page on which a request runs. hop: whether the block's keys were
+        un-rotated on the way."""
         row = self.table.get(key)
         if row is None or (row.page is not None and row.position == position):
             return
@@ -241,12 +241,13 @@ class HbmPool:
         return True
 
     def _make_run(self, num_pages: int, spare: int) -> None:
-        """Evict until a context finds `num_pages` pages in a row, and `spare` more if possible: a context in pieces
-        slows every step that attends to it.
+        """Evict until a context finds `num_pages` adjacent free pages, and `spare` more if possible: a context in
+        pieces slows every step that attends to it.
 
-        Only blocks that no request needs and DRAM has may leave. No more of them leave than the offloader would evict
-        after this context anyway, because free pages hold no history. Of the blocks to leave next, only those in the
-        way leave; otherwise a full pool would soon be in pieces too small to make a run."""
+        Only blocks that no request needs and that DRAM has may be evicted, and no more of them than the offloader would
+        evict after this context anyway, because free pages hold no history. Of the blocks to leave next, only those in
+        the way are evicted; otherwise a full pool would soon be in pieces too small to make a run.
+        """
         pages = self.pages
         run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
         if not (pages.prefer_contiguous and self._has_slots) or run >= num_pages + spare or budget <= 0:
@@ -278,9 +279,9 @@ class HbmPool:
         return []
 
     def offload(self) -> None:
-        """Evict blocks that no request needs, from the high-water mark down to the low one, a few at a time between
-        steps (CaR's background offloader, §III-C-2). Only saved blocks leave. They need no copy, because they were
-        copied while they were computed."""
+        """Evict a few blocks that no request needs, between steps, from the high-water mark of used pages down to the
+        low one (CaR's background offloader, §III-C-2). Only saved blocks are evicted. They need no copy, because they
+        were copied while they were computed."""
         pages = self.pages
         if pages.num_free >= self.least_free or not pages.num_cached:
             return
@@ -290,7 +291,7 @@ class HbmPool:
             self._stats.offloaded_blocks += 1
 
     def evict(self, key: BlockKey) -> None:
-        """Take a block out of HBM, and out of the table if no other tier has it."""
+        """Remove a block from HBM, and from the table if no other tier has it."""
         row = self.table.get(key)
         assert row is not None
         self.leave(row)
@@ -299,7 +300,7 @@ class HbmPool:
             self.table.forget(row)
 
     def leave(self, row: BlockRow) -> None:
-        """Take a block out of HBM. Does not check whether another tier has it."""
+        """Remove a block from HBM. Does not check whether another tier has it."""
         if row.page is not None:
             page, row.page = row.page, None
             self.table.moved()
@@ -307,7 +308,7 @@ class HbmPool:
             self.pages.drop_resident(page)
 
     def publish(self, row: BlockRow) -> None:
-        """Make a block findable that was computed in a page of a running context."""
+        """Enter a block in the table that was computed in a page of a running context."""
         assert row.page is not None
         known = self.table.get(row.key)
         if known is None:
@@ -321,5 +322,6 @@ class HbmPool:
 
 
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:
-    """Yield the keys that are in the table, from tail to head, so that what stays of a touched context is a prefix."""
+    """Yield the keys of `rows` that are in the table, from tail to head. Touched in this order, a context loses its
+    tail first, and the rest is a usable prefix."""
     return (row.key for row in reversed(rows) if row.key in table)

@@ -1,4 +1,4 @@
-"""Holds the tiers side by side, and does what has to be done in all of them at once."""
+"""Holds the tiers together, and does what has to be done in all of them at once."""
 
 from collections.abc import Iterable, Mapping
 
@@ -25,13 +25,13 @@ from reprise.cache.tiers.write_behind import WriteBehind
 
 
 class Hierarchy:
-    """Holds the ledgers of all tiers for the CacheManager's parts, which call it on the engine's thread.
+    """The ledgers of all tiers, for the CacheManager's parts, which call it on the engine's thread.
 
     hbm                 which blocks lie in pages
     dram, disk, redis   which blocks lie where in a tier below, and what leaves it; `below` has them by name
-    fetches, writes     what is on its way between DRAM and the tiers below
+    fetches, writes     what is being moved between DRAM and the tiers below
     dirty               which blocks in DRAM are still to be written to disk
-    form                which blocks and copies are coded
+    form                which blocks and copies a codec has compressed, or may
     orders              the moves that all of these and `cache/requests/` have decided on
     """
 
@@ -90,15 +90,15 @@ class Hierarchy:
             self.policies.append(self.dram.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """Record that a turn has arrived with a prompt of so many tokens. None: it will arrive soon, or did before a
-        restart."""
+        """Record that a turn of a session has arrived with a prompt of `num_tokens` tokens; None: it will arrive soon,
+        or did before a restart."""
         self.regulars.used(name, now)
         if num_tokens is not None:
             self.succession.came(name)
         self.returns.used(name, now, num_tokens)
 
     def answered(self, name: SessionName, now: float, num_tokens: int) -> None:
-        """Record that a turn is over and its session's context has so many tokens."""
+        """Record that a turn has ended and its session's context has `num_tokens` tokens."""
         self.returns.answered(name, now, num_tokens)
 
     def forget_session(self, name: SessionName) -> None:
@@ -110,7 +110,7 @@ class Hierarchy:
         self.returns.forget(name)
 
     def own(self, row: BlockRow, name: SessionName, place: int) -> None:
-        """Record that a block stands in a session's context, after `place` other blocks."""
+        """Record that a block stands at index `place` of a session's context."""
         if name not in row.owners:
             row.owners = (*row.owners, name)
         row.place = place
@@ -134,7 +134,7 @@ class Hierarchy:
         return sum(tier.bytes_of(row) for tier in tiers)
 
     def drop_copy(self, row: BlockRow, tier: TierName) -> None:
-        """Forget a block's copy in one tier, and the block if that was its last."""
+        """Forget a block's copy in one tier, and the block if that was its last copy."""
         self.below[tier].drop(row)
         if row.is_nowhere:
             self.table.forget(row)
@@ -151,8 +151,8 @@ class Hierarchy:
         self.table.forget(row)
 
     def quarantine(self, tier: str) -> None:
-        """Stop using `dram` or `disk` in this process and trust nothing in it, because wrong results came out of it
-        although the checksums were right."""
+        """Stop using `dram` or `disk` in this process, and everything in it, because it gave wrong results although the
+        checksums were right."""
         (self.dram if tier == "dram" else self.disk).quarantine()
 
     def condemn_codec(self) -> None:
@@ -161,13 +161,13 @@ class Hierarchy:
         self.dram.coded.quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
-        """Whether blocks of a session are being saved, encoded, fetched or written."""
+        """Return whether blocks of a session are being saved, encoded, fetched or written."""
         if self.redis.is_uploading(name) or self.dram.is_busy(name):
             return True
         return self.writes.is_writing(name) or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
-        """Remove these blocks from DRAM and disk, with the extents they are in. `DiskLedger.ended_deletions` names
+        """Remove these blocks from DRAM and disk, with the extents they are in. `DiskLedger.ended_deletions` will list
         `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM
         has them."""
         extent_ids: dict[int, None] = {}
@@ -182,8 +182,8 @@ class Hierarchy:
 
     @property
     def in_flight(self) -> int:
-        """The number of saves, encodings, fetches, writes and deletions under way and of sessions to be recorded; zero
-        at idle."""
+        """The number of saves, encodings, fetches, writes and deletions under way and of sessions to be recorded; 0
+        when idle."""
         return (
             self.dram.in_flight
             + self.fetches.in_flight

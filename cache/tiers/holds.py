@@ -1,5 +1,5 @@
 """Keeps blocks in DRAM and on disk whatever the policies say: those of pinned sessions, those still to be written, and
-those still to be coded."""
+those that a codec is still to compress."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from reprise.cache.blocks.table import BlockRow, SessionName
 
 
 class KeysWhere:
-    """A container of the blocks for which a function returns true."""
+    """A container of the block keys for which a function returns true."""
 
     def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
         self._contains = contains
@@ -22,60 +22,60 @@ class PinnedSessions(set[SessionName]):
     """A set of the sessions whose saved blocks are not evicted."""
 
     def own(self, row: BlockRow) -> bool:
-        """Whether a pinned session owns this block."""
+        """Return whether a pinned session owns this block."""
         return bool(self) and any(owner in self for owner in row.owners)
 
 
 class DirtyBlocks:
     """The blocks in DRAM that are still to be written to disk, by the session they are written with. Saves adds them
-    and WriteBehind takes them, on the engine's thread."""
+    and WriteBehind removes them, on the engine's thread."""
 
     def __init__(self, *, has_disk: bool) -> None:
-        """has_disk: without a disk no block is ever dirty."""
+        """Begin empty. has_disk: whether there is a disk; without one no block is ever dirty."""
         self._has_disk = has_disk
         self.changes = 0  # number of events after which there may be something new to write
         self.may_leave = False  # the disk refuses writes: DRAM must go on without these blocks
         self.sessions: dict[SessionName, dict[BlockKey, None]] = {}
-        """Sessions that may have blocks to write, and these blocks in the order in which they were noted. All of a
-        session's blocks may have left DRAM since. Read only."""
+        """Session -> its blocks to write, in the order in which they were added. All of a session's blocks may have
+        left DRAM since. Read only."""
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks. A block that was noted for two sessions counts twice."""
+        """The number of blocks to write. A block that was added for two sessions counts twice."""
         return sum(map(len, self.sessions.values()))
 
     def of(self, name: SessionName) -> list[BlockKey]:
-        """Return a session's blocks, in the order in which they were noted."""
+        """Return a session's blocks to write, in the order in which they were added."""
         return list(self.sessions.get(name, ()))
 
     def add(self, row: BlockRow) -> None:
-        """Note a block that has an owner and no copy on disk."""
+        """Add a block that has an owner and no copy on disk."""
         self.changes += 1
         if self._has_disk:
             self.sessions.setdefault(row.owners[0], {})[row.key] = None
 
     def hold(self, row: BlockRow) -> bool:
-        """Whether this block must stay in DRAM until it is on disk."""
+        """Return whether a block must stay in DRAM until it is on disk."""
         return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
-        """Forget a block that has left DRAM: there is nothing left from which to write it."""
+        """Remove a block that has left DRAM, from which it can no longer be written."""
         for owner in row.owners:
             if owner in self.sessions:
                 self.sessions[owner].pop(row.key, None)
 
     def written(self, name: SessionName, keys: list[BlockKey]) -> None:
-        """Forget blocks of a session that are on disk now."""
+        """Remove blocks of a session that are on disk now."""
         for key in keys:
             self.sessions.get(name, {}).pop(key, None)
 
     def settle(self, name: SessionName) -> None:
-        """Forget a session all of whose blocks are written."""
+        """Remove a session all of whose blocks are written."""
         if not self.sessions.get(name):
             self.sessions.pop(name, None)
 
     def forget(self, name: SessionName) -> list[BlockKey]:
-        """Forget a session that is gone. Returns the blocks that were to be written with it."""
+        """Remove a session that is gone. Returns the blocks that were to be written with it."""
         return list(self.sessions.pop(name, ()))
 
 
@@ -87,10 +87,11 @@ class Holds:
         self._form = form
 
     def keep(self, row: BlockRow) -> bool:
-        """Whether a block stays in DRAM, in one of its tiers: it is not on disk yet, or pinned by an owner."""
+        """Return whether a block must stay in DRAM, in one of its tiers of slots: it is not on disk yet, or its session
+        is pinned."""
         return ("disk" not in row.copies and self.dirty.hold(row)) or self.pinned.own(row)
 
     def keep_rows(self, row: BlockRow) -> bool:
-        """Whether a block's rows stay in DRAM. They stay if the block has to and is in no coded slot, and until it is
-        coded if it has to be."""
+        """Return whether a block's rows must stay in DRAM. They must if the block has to stay and no slot has it
+        compressed, and until it is compressed if it has to be."""
         return "coded" not in row.copies and (self._form.awaits(row) or self.keep(row))

@@ -1,5 +1,4 @@
-"""Counts the claims on each HBM page. A page is free, cached (blocks live in it, but no request runs on it) or
-pinned."""
+"""Counts the uses of each HBM page. A page is free, cached (blocks live in it, but no request runs on it) or pinned."""
 
 import re
 from collections.abc import Iterable
@@ -8,8 +7,8 @@ _HOLE = re.compile(rb"\x01+")
 
 
 class PageAllocator:
-    """Counts two kinds of claims on each page: pins (requests that run on it) and residents (published blocks in it). A
-    page without any claim is free. HbmPool and the parts that move rows call it, on the engine's thread."""
+    """A counter of two kinds of uses of each page: pins (requests that run on it) and residents (published blocks in
+    it). A page without any is free. HbmPool and the parts that move rows call it, on the engine's thread."""
 
     def __init__(self, *, num_pages: int, prefer_contiguous: bool) -> None:
         self.num_pages = num_pages
@@ -29,7 +28,7 @@ class PageAllocator:
         return self.num_pages - self.num_free - self.num_pinned
 
     def take(self, after: int | None, wanted: int) -> int:
-        """Take a free page, pinned once. If runs are preferred, takes the page after page `after` if that is free.
+        """Return a free page, pinned once. If runs are preferred, that is the page after page `after` if it is free.
         wanted: how many will be taken one after the other, this one included. Raises IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
@@ -62,20 +61,20 @@ class PageAllocator:
 
     @property
     def longest_run(self) -> int:
-        """The number of free pages in the longest row of them."""
+        """The number of pages in the longest run of adjacent free pages."""
         return self._largest_hole()[1]
 
     def _largest_hole(self, stop: int | None = None) -> tuple[int, int]:
-        """Return (first page, number of pages) of the largest row of free pages before page `stop`; 0 if none is
-        free."""
+        """Return (first page, number of pages) of the longest run of free pages before page `stop`; the number is 0 if
+        none is free."""
         holes = (match.span() for match in _HOLE.finditer(self._is_free, 0, self.num_pages if stop is None else stop))
         start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
         return start, end - start
 
     def window_for_run(self, leaving: Iterable[int], wanted: int, most: int) -> set[int] | None:
-        """Return the pages that have to become free, at most `most`, so that `wanted` free pages lie in a row; None if
-        that cannot be. leaving: the pages of residents that may leave, the best to lose first. Of all windows, takes
-        the one that is complete soonest, with as many pages in it as possible that are free already."""
+        """Return the pages that have to become free, at most `most`, so that `wanted` free pages are adjacent; None if
+        that cannot be. leaving: the pages of residents that may be evicted, the best to lose first. Of all possible
+        runs, chooses the one that is complete soonest in this order, with as many free pages in it as possible."""
         is_free = bytearray(self._is_free)
         left: dict[int, int] = {}
         for page in leaving:
@@ -95,7 +94,7 @@ class PageAllocator:
         return None
 
     def pin(self, page: int) -> None:
-        """Count one more request that runs on a page. The page is not free."""
+        """Count one more request that runs on a page, which must not be free."""
         assert not self._is_free[page]
         if self._pins[page] == 0:
             self.num_pinned += 1
@@ -109,7 +108,7 @@ class PageAllocator:
             self._release_if_unclaimed(page)
 
     def add_resident(self, page: int) -> None:
-        """Count one more published block that lives in a page. The page is not free."""
+        """Count one more published block that lives in a page, which must not be free."""
         assert not self._is_free[page]
         self._residents[page] += 1
 

@@ -1,8 +1,8 @@
 """Keeps account of Redis: which blocks have a copy there, and what is uploaded next. Touches no bytes.
 
 Extents in Redis are immutable, shared with other servers, and may vanish at any time: by their time to live, by Redis'
-own eviction, or because their session was deleted elsewhere. So a copy in this ledger may be gone. The load that wants
-it then finds out, and the copy is forgotten.
+own eviction, or because their session was deleted elsewhere. So a copy in this ledger may be gone. A load of such a
+copy fails, and the copy is then forgotten.
 """
 
 import math
@@ -41,7 +41,7 @@ class _Deletion:
 
 
 class RedisLedger:
-    """The ledger of the Redis tier: knows the copies there and orders uploads, renewals and deletions. The Hierarchy
+    """The ledger of the Redis tier: records the copies there and orders uploads, renewals and deletions. The Hierarchy
     and the CacheManager's other parts call it, on the engine's thread. Without Redis everything is a no-op."""
 
     name: Final = "redis"
@@ -70,7 +70,7 @@ class RedisLedger:
         self.used_bytes = 0  # bytes of all servers' extents, by the books of a few seconds ago
         self.num_blocks = 0  # blocks that have a copy which counts
         self.uploaded: list[SessionName] = []
-        """Sessions of which an upload has ended. `SessionStore.take_heads` clears it."""
+        """Sessions for which an upload has ended. `SessionStore.take_heads` clears it."""
 
     @property
     def in_flight(self) -> int:
@@ -78,20 +78,20 @@ class RedisLedger:
         return len(self._uploads) + len(self._deletions)
 
     def bytes_of(self, row: BlockRow) -> int:
-        """Return what a block takes in Redis, if it is not coded."""
+        """Return the bytes that a block takes in Redis if no codec has compressed it."""
         return row.size_bytes
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def add(self, extent: RedisExtent) -> None:
-        """Record an extent that was uploaded: its blocks that are still known have a copy there."""
+        """Record an extent that was uploaded: its blocks that are still in the table have a copy in Redis."""
         for index, block in enumerate(extent.blocks):
             row = self._table.get(block.key)
             if row is not None and "redis" not in row.copies:
                 self._attach(row, extent.name, index)
 
     def adopt(self, extent: RedisExtent, name: SessionName, wanted: Iterable[BlockKey]) -> None:
-        """Record which of these blocks are in an extent of another server, for a session that is taken over."""
+        """Record which of the `wanted` blocks are in an extent of another server, for a session that is taken over."""
         keys = set(wanted)
         for index, block in enumerate(extent.blocks):
             if block.key not in keys:
@@ -118,10 +118,10 @@ class RedisLedger:
         self._table.moved()
 
     def touch(self, row: BlockRow) -> None:
-        """Do nothing: Redis judges by what is loaded from it (`settle`, `renew`)."""
+        """Do nothing: Redis evicts by what is loaded from it (`settle`, `renew`)."""
 
     def drop(self, row: BlockRow) -> None:
-        """Forget a block's copy. Does not check whether another tier has it."""
+        """Forget a block's copy in Redis. Does not check whether another tier has the block."""
         if row.copies.pop("redis", None) is not None:
             self.num_blocks -= 1
             self._table.moved()
@@ -133,9 +133,9 @@ class RedisLedger:
         name: SessionName,
         now: float,
     ) -> None:
-        """Record that blocks were loaded or fetched for a session from these copies, except those in `failed`. Redis
-        keeps the useful extents for another time to live. An extent with a damaged block leaves Redis, so that other
-        servers do not try it either, and none of its blocks are looked for there again."""
+        """Record that blocks were loaded or fetched for a session from these copies, except those in `failed`. Extends
+        the life of useful extents. Deletes an extent with a damaged block, so that other servers do not try it either,
+        and forgets all copies in it."""
         damaged = {extent for key, (extent, _) in copies.items() if failed.get(key, "late") not in NOT_ITS_COPY}
         used: dict[bytes, None] = {}
         for key, copy in copies.items():
@@ -155,8 +155,8 @@ class RedisLedger:
     def renew(self, name: SessionName, keys: Collection[BlockKey], renewed_s: float, now: float) -> float:
         """Extend the life of the extents that a turn has used, even if it was loaded from another tier. Otherwise a
         session that this server always serves from its own memory would expire in Redis, and be lost when the server
-        dies. renewed_s: time of the session's last renewal; within a minute of it this does nothing. Return the time of
-        the latest renewal."""
+        dies. renewed_s: time of the session's last renewal; within a minute of it this does nothing. Returns the time
+        of the latest renewal."""
         if now - renewed_s < _RENEW_S:
             return renewed_s
         if names := self.names_of(keys):
@@ -182,7 +182,7 @@ class RedisLedger:
                 self.uploaded.append(name)
 
     def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
-        """Return the extents that have copies of these blocks, each once, in the blocks' order."""
+        """Return the names of the extents that have copies of these blocks, each once, in the blocks' order."""
         rows = (self._table.get(key) for key in keys)
         return list(dict.fromkeys(row.copies["redis"][0] for row in rows if row is not None and "redis" in row.copies))
 
@@ -217,7 +217,7 @@ class RedisLedger:
                     self._wanted.setdefault(extent[0], name)
 
     def plan(self, now: float) -> None:
-        """Order uploads, those of the sessions most worth keeping first, and deletions that were refused."""
+        """Order uploads, for the sessions most worth keeping first, and deletions that were refused before."""
         if now < self._retry_s:
             return
         while self._wanted and len(self._uploads) < _MAX_UPLOADS:
@@ -244,7 +244,7 @@ class RedisLedger:
         return any(upload.session == name for upload in self._uploads.values())
 
     def on_uploaded(self, job: int, extent: RedisExtent | None, reason: str | None, now: float) -> None:
-        """Record the end of an upload. extent: None if nothing was stored; if Redis did not answer, the upload is tried
+        """Record the end of an upload. extent: None if nothing was stored. If Redis did not answer, the upload is tried
         again."""
         upload = self._uploads.pop(job)
         if extent is not None:
@@ -259,7 +259,7 @@ class RedisLedger:
     # --- what is adopted ----------------------------------------------------------------------------------------------
 
     def read_headers(self, names: Sequence[bytes]) -> int:
-        """Order the headers of extents to be read. Returns the job that HeadersRead will name."""
+        """Order the headers of extents to be read. Returns the job number that HeadersRead will have."""
         job = self._orders.next_job()
         self._orders.add(ReadHeaders(job, tuple(names)))
         return job
@@ -267,8 +267,8 @@ class RedisLedger:
     # --- what leaves --------------------------------------------------------------------------------------------------
 
     def delete(self, tenant: str, session_id: str, waiter: str | None) -> None:
-        """Delete everything that Redis has of the sessions of an id, whatever their salts. `waits` says whether that is
-        under way for `waiter`."""
+        """Delete everything that Redis has of a tenant's sessions with one id, whatever their salts. `waits` tells
+        whether that is under way for `waiter`."""
         if not self.is_on:
             return
         names = (tenant, session_id)
@@ -278,7 +278,7 @@ class RedisLedger:
         self._orders.add(DeleteRemote(job, tenant, session_id))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """Record the end of a deletion. problem: why bytes may still be there; it is then tried again."""
+        """Record the end of a deletion. problem: why bytes may remain; if there is one, the deletion is tried again."""
         deletion = self._deletions.pop(job)
         if problem is not None:
             self._refused.append(deletion)
@@ -287,7 +287,7 @@ class RedisLedger:
                 self._undeleted.add(deletion.waiter)
 
     def waits(self, waiter: str) -> bool:
-        """Whether a deletion for this request is under way."""
+        """Return whether a deletion for this request is under way."""
         return any(deletion.waiter == waiter for deletion in self._deletions.values())
 
     def take_refusal(self, waiter: str) -> bool:

@@ -1,5 +1,5 @@
-"""Knows every save under way: which rows fill which DRAM slot, and what becomes findable when it is sealed
-(AttentionStore §3.2.2). Touches no bytes."""
+"""Records every save under way: which rows fill which DRAM slot, and which block requests can find once the slot is
+complete (AttentionStore §3.2.2). Touches no bytes."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ from reprise.cache.tiers.slot_tier import SlotTier
 
 @dataclass(slots=True)
 class _Ticket:
-    """A save under way: its slot, and the row that its block will have. row None: the slot is only given back."""
+    """A save under way: its slot, and the table row that its block will have; row None: the slot is only given back."""
 
     row: BlockRow | None
     slot: int
 
 
 class Saves:
-    """Orders saves into slots of rows, for the Saver, and hears of their end from the CacheManager, on the engine's
-    thread."""
+    """The saves under way into slots for rows. The Saver orders saves and the CacheManager reports their end, on the
+    engine's thread."""
 
     def __init__(
         self, *, table: CacheTable, pages: PageAllocator, rows: SlotTier, dirty: DirtyBlocks, orders: Orders
@@ -41,26 +41,27 @@ class Saves:
         return key in self._saving
 
     def slot_of(self, row: BlockRow) -> int | None:
-        """Return the slot that holds a block's rows for every later order; the rows may still be on their way to it."""
+        """Return the slot that has a block's rows, or will have them before any later order is carried out; None if
+        there is none."""
         slot = row.copies.get("dram")
         ticket = self._saving.get(row.key) if slot is None else None
         return slot if ticket is None else self._tickets[ticket].slot
 
     def fill_from_slot(self, source: int, slot: int, num_rows: int) -> None:
-        """Order the first rows of `slot` to be copied from another slot, which keeps its bytes until then."""
+        """Order the first rows of `slot` to be copied from another slot, which stays unchanged until then."""
         self._rows.pin(source)
         self._sources.setdefault(slot, ([], []))[1].append(source)
         self._orders.add(FillFromSlot(source, slot, num_rows))
 
     def fill_from_page(self, move: FillFromPage) -> None:
-        """Order rows of a slot to be copied out of a page, which stays pinned until then."""
+        """Order rows to be copied from a page to a slot. The page stays pinned until then."""
         self._pages.pin(move.page)
         self._sources.setdefault(move.slot, ([], []))[0].append(move.page)
         self._orders.add(move)
 
     def seal(self, slot: int, row: BlockRow | None, num_rows: int) -> None:
-        """Order a slot to be sealed, after everything that fills it. row: the row for the table, without an address
-        (`BlockRow.unstored`); None: give the slot back."""
+        """Order a slot to be marked as complete, after everything that fills it. row: the block's row for the table,
+        without an address (`BlockRow.unstored`); None: give the slot back instead."""
         ticket = self._orders.next_job()
         self._tickets[ticket] = _Ticket(row, slot)
         if row is not None:
@@ -68,14 +69,14 @@ class Saves:
         self._orders.add(SealSlot(ticket, slot, num_rows if row is not None else 0))
 
     def cancel(self, key: BlockKey) -> None:
-        """Keep nothing of a block that is being saved."""
+        """Discard a block that is being saved, when its save ends."""
         ticket = self._saving.pop(key, None)
         if ticket is not None:
             self._dirty.changes += 1
             self._tickets[ticket].row = None
 
     def on_saved(self, ticket_id: int) -> None:
-        """Record that a slot is sealed: its block is in DRAM now, and is to be written to disk."""
+        """Record that a slot is complete: its block is in DRAM now, and is to be written to disk."""
         self._dirty.changes += 1
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._sources.pop(ticket.slot, ([], []))

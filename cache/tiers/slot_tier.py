@@ -1,5 +1,5 @@
-"""Keeps account of blocks in DRAM slots of one size: which slot has which block, and which blocks leave. Touches no
-bytes."""
+"""Keeps account of blocks in DRAM slots of one size: which slot has which block, and which blocks are evicted. Touches
+no bytes."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -13,11 +13,12 @@ from reprise.cache.tiers.slots import SlotPool
 
 
 class SlotTier:
-    """The ledger of one part of DRAM: the slots of rows (`dram`) or, with a codec, those of coded blocks (`coded`).
-    Dram and the CacheManager's other parts call it, on the engine's thread. With no slots everything is a no-op.
+    """The ledger of one part of DRAM: the slots for rows (`dram`) or, with a codec, those for compressed blocks
+    (`coded`). Dram and the CacheManager's other parts call it, on the engine's thread. With no slots everything is a
+    no-op.
 
-    A block may be in both. Then its rows, which are exact, are the ones that are loaded. They leave without a loss when
-    their slot is wanted, because the coded slots cover them.
+    A block may be in both. Then its rows, which are exact, are loaded. They can be evicted without a loss when their
+    slot is wanted, because the compressed copy covers them.
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class SlotTier:
         holds: Holds,
         stats: CacheStats,
     ) -> None:
-        """most_resident: most blocks that stay when the slots for blocks in passing are empty. covered_by: the tier
-        that may have the same blocks, so that they leave from here first; None: there is none."""
+        """Set up. most_resident: most blocks that stay when no slots are used for passing blocks. covered_by: the tier
+        of slots that may have the same blocks, so that they are evicted from here first; None: there is none."""
         self.name: Literal["dram", "coded"] = name
         self._slots = slots
         self.num_slots, self.slot_bytes = slots.num_slots, slots.slot_bytes
@@ -61,7 +62,7 @@ class SlotTier:
 
     @property
     def reached(self) -> int:
-        """The number of leading slots that may have been filled; the others never were."""
+        """The number of slots, counted from the first, beyond which none was ever filled."""
         return self._slots.reached
 
     def bytes_of(self, row: BlockRow) -> int:
@@ -71,8 +72,8 @@ class SlotTier:
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def take_slot(self, newcomer: SessionName | None) -> int | None:
-        """Take a slot to fill; None if there is none. If none is free, a block leaves for it. With a newcomer, only a
-        block leaves that should leave before a block of that session."""
+        """Return a slot to fill; None if there is none. If none is free, a block is evicted for it. With a newcomer,
+        only a block is evicted that should leave before a block of that session."""
         if self._is_quarantined:
             return None
         if not self._slots.num_free and self.resident:
@@ -80,7 +81,7 @@ class SlotTier:
         return self._slots.take()
 
     def give_back(self, slot: int) -> None:
-        """Give back a slot that is not needed any more for what it was taken for."""
+        """Free a slot that was taken and is not needed any more."""
         self._slots.give_back(slot)
 
     def pin(self, slot: int) -> None:
@@ -93,8 +94,8 @@ class SlotTier:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def attach(self, row: BlockRow, slot: int) -> bool:
-        """Record that a block, which was in no slot, is complete in this one. Returns False if it may not stay, because
-        the tier was quarantined while the block was on its way."""
+        """Record that a block, which was in no slot of this tier, is complete in `slot`. Returns False if it may not
+        stay, because the tier was quarantined meanwhile."""
         if self._is_quarantined:
             self._slots.give_back(slot)
             return False
@@ -106,7 +107,8 @@ class SlotTier:
         return True
 
     def keep(self, key: BlockKey, slot: int) -> None:
-        """Keep a block that came from below and passed through this slot, if it is still wanted."""
+        """Store a block that was loaded from a lower tier through this slot, if it is still wanted; otherwise free the
+        slot."""
         row = self._table.get(key)
         if row is not None and self.name not in row.copies and row.is_below_dram:
             self.attach(row, slot)
@@ -114,11 +116,11 @@ class SlotTier:
             self._slots.give_back(slot)
 
     def touch(self, row: BlockRow) -> None:
-        """Record a hit of a block that is here."""
+        """Record a hit of a block that is in this tier."""
         self.policy.touch(row.key)
 
     def drop(self, row: BlockRow) -> None:
-        """Take a block out of its slot. Does not check whether another tier has it."""
+        """Remove a block from its slot. Does not check whether another tier has it."""
         slot = row.copies.pop(self.name, None)
         if slot is None:
             return
@@ -133,7 +135,7 @@ class SlotTier:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _is_immovable(self, key: BlockKey) -> bool:
-        """Whether a block must not leave its slot now: it is being read, or it is held."""
+        """Return whether a block must not leave its slot now, because it is being read or `Holds` keeps it."""
         row = self._table.get(key)
         slot = None if row is None else row.copies.get(self.name)
         if row is None or slot is None or self._slots.is_pinned(slot):
@@ -148,8 +150,8 @@ class SlotTier:
         return row is None or not self._is_covered(row) or self._is_immovable(key)
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
-        """Let `count` blocks leave, or as many as may. With a newcomer, only blocks leave that should leave before a
-        block of that session. Returns False if none may."""
+        """Evict `count` blocks, or as many as may leave. With a newcomer, only blocks are evicted that should leave
+        before a block of that session. Returns False if none may leave."""
         covered = self.leave_covered(count)
         if covered >= count:
             return True
@@ -158,8 +160,8 @@ class SlotTier:
         return bool(covered or victims)
 
     def leave_covered(self, count: int) -> int:
-        """Let up to `count` blocks leave that the covering tier has too, so that no block leaves DRAM. Returns how many
-        left."""
+        """Evict up to `count` blocks that the covering tier has too, so that no block leaves DRAM. Returns how many
+        were evicted."""
         if self._covered_by is None or count <= 0:
             return 0
         victims = self.policy.victims(count, self._not_covered)
@@ -167,7 +169,7 @@ class SlotTier:
         return len(victims)
 
     def evict(self, rows: Iterable[BlockRow]) -> None:
-        """Let these blocks leave, unless they are being read, are to be written, or are pinned."""
+        """Evict these blocks, except those that are being read, are still to be written, or are pinned."""
         for row in rows:
             slot = row.copies.get(self.name)
             if slot is None or self._slots.is_pinned(slot) or (not self._is_covered(row) and self._holds.keep(row)):
@@ -178,8 +180,8 @@ class SlotTier:
                 self._table.forget(row)
 
     def quarantine(self) -> None:
-        """Stop using the tier in this process and trust nothing in it, because wrong results came out of it although
-        the checksums were right."""
+        """Stop using this tier in this process, and everything in it, because it gave wrong results although the
+        checksums were right."""
         for row in list(self._table):
             self.drop(row)
             if row.is_nowhere:

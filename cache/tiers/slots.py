@@ -1,4 +1,4 @@
-"""Knows which DRAM slots are free and which are being read. Touches no bytes."""
+"""Records which DRAM slots are free and which are being read. Touches no bytes."""
 
 
 class SlotPool:
@@ -17,7 +17,7 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Take a slot to fill; None if none is free."""
+        """Return a slot to fill; None if none is free."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -39,7 +39,7 @@ class SlotPool:
             self._free.append(slot)
 
     def give_back(self, slot: int) -> None:
-        """Free a slot, once it is not being read any more."""
+        """Free a slot, now or when it is not being read any more."""
         if self._pins[slot]:
             self._doomed.add(slot)
         else:

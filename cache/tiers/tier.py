@@ -1,4 +1,4 @@
-"""Defines the interface by which the cache speaks to any tier below HBM."""
+"""Defines the interface by which the cache uses any tier below HBM."""
 
 from typing import Protocol
 
@@ -6,11 +6,12 @@ from reprise.cache.blocks.table import BlockRow, TierName
 
 
 class Tier(Protocol):
-    """A place below HBM that keeps copies of blocks, and writes only its own entry of `BlockRow.copies`. Each tier
-    decides which blocks come and leave. The Hierarchy calls it, on the engine's thread; it holds no bytes.
+    """A place below HBM that stores copies of blocks, and writes only its own entry of `BlockRow.copies`. Each tier
+    decides which blocks enter and leave it. The Hierarchy calls it, on the engine's thread; it holds no bytes.
 
     The interface knows only sizes and addresses of copies. Another kind of content, such as the state of a layer that
-    has no KV, is one more tier of each medium, with slots of its own size."""
+    has no KV, would be one more tier of each medium, with slots of its own size.
+    """
 
     @property
     def name(self) -> TierName: ...
@@ -20,9 +21,9 @@ class Tier(Protocol):
         ...
 
     def touch(self, row: BlockRow) -> None:
-        """Record a hit of a block that is here."""
+        """Record a hit of a block that is in this tier."""
         ...
 
     def drop(self, row: BlockRow) -> None:
-        """Forget the copy of a block, if there is one. Does not check whether another tier has one."""
+        """Forget the tier's copy of a block, if there is one. Does not check whether another tier has one."""
         ...

@@ -23,11 +23,11 @@ _RETRY_S = 5.0  # wait after a failed write; the blocks stay in DRAM meanwhile
 _EXTENT_OVERHEAD_BYTES = 3 * 4096
 IsRunning = Callable[[SessionName], bool]
 RecordOf = Callable[[SessionName], SessionRecord | None]
-"""Returns what is to be recorded of a session; None if there is no session by this name."""
+"""Returns the record of a session that is to be stored on disk; None if there is no session by this name."""
 
 
 class _Kind(IntEnum):
-    """The form in which a block is written."""
+    """The form in which a block is written: as rows, or compressed by a codec."""
 
     RAW = 0  # as its rows are
     ENCODED = 1  # coded by the thread that writes it: there is no coded slot for it
@@ -44,8 +44,8 @@ class _Write:
 
 
 class WriteBehind:
-    """Decides which blocks and sessions are written to disk, and when. The CacheManager calls `plan` before every step
-    on the engine's thread. Without a disk everything is a no-op."""
+    """A part that decides which blocks and sessions are written to disk, and when. The CacheManager calls `plan` before
+    every step on the engine's thread. Without a disk everything is a no-op."""
 
     def __init__(
         self,
@@ -64,29 +64,29 @@ class WriteBehind:
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
         self.unrecorded: dict[SessionName, None] = {}
-        """Sessions that have changed since the disk was told of them. Read only."""
+        """Sessions that have changed since their record was last written to disk. Read only."""
         self._retry_s = 0.0  # time at which the disk is asked again; 0: it has not refused
         self.seen = (-1, -1)
-        """`DirtyBlocks.changes` and `runners` when `plan` looked for blocks last. Read only."""
+        """The values of `DirtyBlocks.changes` and `runners` when `plan` last looked for blocks. Read only."""
         self._run: set[SessionName] = set()  # dirty sessions that were seen to run
         self._runners = -1  # `runners` when they were seen
 
     @property
     def in_flight(self) -> int:
-        """The number of writes under way and of sessions to be recorded; zero at idle."""
+        """The number of writes under way and of sessions to be recorded; 0 when idle."""
         return len(self._writes) + len(self.unrecorded)
 
     def is_writing(self, name: SessionName) -> bool:
         return name in self._writing
 
     def session_changed(self, name: SessionName) -> None:
-        """Note that a session has to be recorded on disk: with its next extent, which records it too, or alone."""
+        """Note that a session's record has to be written to disk: with the session's next extent, or alone."""
         if self._disk.capacity_bytes:
             self.unrecorded[name] = None
             self._disk.reborn(name)
 
     def forget(self, name: SessionName) -> None:
-        """Forget a session that is gone. Blocks that other sessions own too are written with those."""
+        """Forget a session that is gone. Its blocks that other sessions own too are written with those sessions."""
         for key in self._dirty.forget(name):
             left = self._table.get(key)
             if left is not None and left.in_dram and left.owners:
@@ -106,7 +106,7 @@ class WriteBehind:
             self._record_sessions(is_running, record)
 
     def _may_write(self, now: float) -> bool:
-        """Whether there is something to be written, and nothing that forbids it."""
+        """Return whether there are blocks to write and nothing forbids it."""
         is_open = self._disk.capacity_bytes and now >= self._retry_s and not self._disk.is_quarantined
         return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 
@@ -176,8 +176,8 @@ class WriteBehind:
         self._orders.add(WriteExtent(job, record, blocks, tuple(slots), is_coded=is_coded, from_coded=from_coded))
 
     def on_written(self, job: int, extent: ExtentInfo | None, refused: Sequence[BlockKey], now: float) -> None:
-        """Record the end of a write. extent: None if the disk has refused; it is asked again later. refused: blocks
-        that the codec could not encode. If there are any, extent None means that they were all of the blocks."""
+        """Record the end of a write. extent: None if the disk has refused; it is tried again later. refused: blocks
+        that the codec could not compress. If there are any, extent None means that they were all of the blocks."""
         self._dirty.changes += 1
         write = self._writes.pop(job)
         for key in refused:
@@ -202,14 +202,14 @@ class WriteBehind:
         self._dram.trim()
 
     def _refused_until(self, retry_s: float) -> None:
-        """Ask the disk again only at this time, because it has refused a write. Until then blocks may leave DRAM
-        without having been written. 0: ask now."""
+        """Try no write before the time `retry_s`, because the disk has refused one. Until then blocks may leave DRAM
+        without having been written. 0: try now."""
         self._retry_s = retry_s
         self._dirty.may_leave = retry_s > 0
 
     def _record_sessions(self, is_running: IsRunning, record: RecordOf) -> None:
-        """Record the changed sessions of which no extent is about to be written. An extent records its session too, and
-        a record alone costs as much as half a small extent."""
+        """Write the records of changed sessions for which no extent is about to be written. An extent records its
+        session too, and a record alone costs as much as half a small extent."""
         coming: set[SessionName] = set()
         if not self._retry_s and not self._disk.is_quarantined:
             coming = self._writing.union(self._dirty.sessions, self._saves.owners())

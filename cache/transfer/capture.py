@@ -1,4 +1,4 @@
-"""Holds the KV of steps, or the activations from which it is made, on its way into DRAM."""
+"""Holds the KV of steps, or the activations from which it is made, until it is copied into DRAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from reprise.cache.transfer.device_streams import Fence
 @dataclass(slots=True)
 class Captured:
     """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; or the input of its layers' attention,
-    [tokens, 1, width]. These are the step's own tensors, not copies. layers: the layers held here; the others have
-    saved their rows themselves."""
+    [tokens, 1, width]. These are the step's own tensors, not copies. layers: the layers whose rows are here; the others
+    have saved their rows themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -46,23 +46,23 @@ class SavedRows:
 
 
 class CaptureSink:
-    """Keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements
+    """A sink that keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements
     `reprise.engine.model.hf_model.KvSink`; layers come in order."""
 
     def __init__(self) -> None:
         self.step: Captured | None = None
-        """Receives what layers write. Whoever runs a step puts an empty one here, and takes it afterwards. None: nobody
-        saves what layers write, as while the model is tried out."""
+        """The record into which layers write. The runner of a step sets an empty one here, and takes it afterwards.
+        None: what layers write is not saved, for instance while the model is tried out."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Keep a layer's K and V of a step, as `KvSink.write` demands."""
+        """Record a layer's K and V of a step, as `KvSink.write` demands."""
         if self.step is not None:
             self.step.keys.append(k_plain)
             self.step.values.append(v)
             self.step.layers.append(layer)
 
     def write_input(self, layer: int, x: Tensor) -> None:
-        """Keep the input of a layer's attention, [tokens, width], where that is saved instead of KV."""
+        """Record the input of a layer's attention, [tokens, width], where that is saved instead of KV."""
         if self.step is not None:
             self.step.inputs.append(x[:, None])
             self.step.layers.append(layer)

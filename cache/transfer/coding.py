@@ -1,4 +1,5 @@
-"""Encodes blocks in DRAM, and decodes them, or projects activations, on their way to HBM."""
+"""Compresses blocks in DRAM with a codec, and decodes them, or projects activations to K and V, while they are loaded
+into HBM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ DECODING_FACTOR = 6  # decoding takes at most so many times PART_BYTES
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlocks:
-    """The blocks that a codec has encoded. taken: for each block given, whether it could be encoded. The other fields
-    hold only the encoded ones."""
+    """The blocks that a codec has compressed. taken: for each block given, whether it could be compressed. The other
+    fields have only the compressed ones."""
 
     taken: list[bool]
     layers: list[Tensor]  # uint8 [blocks, segment bytes], by layer
@@ -30,9 +31,9 @@ class EncodedBlocks:
 
 
 def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlocks:
-    """Encode sealed slots, which stay as they are. A slot whose bytes have changed since they were sealed is not taken:
-    its coded form would get a checksum that is right for wrong bytes. May be called by any thread; no thread may write
-    to the slots meanwhile."""
+    """Compress the blocks in sealed (complete) slots, which stay unchanged. A slot whose bytes have changed since it
+    was sealed is not taken: its compressed form would get a checksum that is right for wrong bytes. May be called by
+    any thread; no thread may write to the slots meanwhile."""
     taken = np.ones(len(slots), np.bool_)
     layers, sealed = [], slab.sums(slots)
     for layer in range(slab.num_layers):
@@ -46,9 +47,9 @@ def encode_slots(codec: Codec, slab: Slab, slots: Sequence[int]) -> EncodedBlock
 
 
 def encode_into(coded: CodedSlab, targets: Sequence[int], slab: Slab, slots: Sequence[int]) -> list[bool]:
-    """Encode sealed slots into coded ones, and seal those. Returns for each whether it could be encoded; the target of
-    one that could not stays unsealed. May be called by any thread; no other may write to the slots or use the targets
-    meanwhile."""
+    """Compress the blocks in sealed (complete) slots into the slots `targets`, and seal those. Returns for each whether
+    it could be compressed; if not, its target stays unsealed. May be called by any thread; no other may write to the
+    slots or use the targets meanwhile."""
     for target in targets:
         coded.unseal(target)
     encoded = encode_slots(coded.codec, slab, slots)
@@ -67,16 +68,17 @@ class Decoder:
         self._decodes, self._slab, self._num_blocks = decodes, slab, num_blocks
         self._device = decodes.device
         self.raw = torch.empty(0)
-        """[blocks, elements] of the layer that was decoded last."""
+        """The rows of the layer that was decoded last, [blocks, elements]."""
 
     @property
     def device(self) -> torch.device:
-        """The device on which `raw` lies. Segments may lie there too."""
+        """The device on which `raw` lies. Segments may lie on it too."""
         return self._device
 
     def decode(self, layer: int, segments: Tensor, *, together: bool) -> None:
-        """Decode blocks that were compared with their checksums. segments uint8 [blocks, segment bytes]. together: with
-        torch's team of threads. Raises RuntimeError if a device has no memory (`reprise.kernels.device_errors`)."""
+        """Decode a layer of blocks into `raw`. segments uint8 [blocks, segment bytes], compared with their checksums.
+        together: whether to use torch's team of threads. Raises RuntimeError if a device has no memory
+        (`reprise.kernels.device_errors`)."""
         shape = self._num_blocks, self._slab.block_elements[layer]
         if self.raw.shape != shape:
             pinned = self._device.type == "cpu" and self._slab.segments(layer).is_pinned()
@@ -90,8 +92,8 @@ class Decoder:
 
 
 def decoder_of(slab: Slab, coded: CodedSlab | None, num_blocks: int) -> Decoder | None:
-    """Return the decoder that makes rows of a load's blocks; None: they are rows. coded: the slots of coded blocks, if
-    all of these are coded."""
+    """Return the decoder that makes rows of a load's blocks; None if they are rows already. coded: the slab of
+    compressed blocks, if all of the load's blocks are compressed."""
     decodes: Decodes | None = slab.projection if coded is None else coded.decodes
     return None if decodes is None else Decoder(decodes, slab, num_blocks)
 

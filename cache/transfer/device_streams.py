@@ -1,4 +1,4 @@
-"""Orders what the device does for the step and for the transfer threads: streams, and fences between them.
+"""Orders the device's work for the step and for the transfer threads: streams, and fences between them.
 
 When a forward pass or a copy returns, it was launched, and the host goes on while the device works. The host decides
 which computation or copy gets which pages. Its stream has to follow a fence of the stream that used them before;
@@ -27,16 +27,18 @@ class Fence(Protocol):
         ...
 
     def seconds_since(self, earlier: "Fence") -> float:
-        """Return the time between the moments at which two fences of one stream were done. Both must be done."""
+        """Return the seconds between the moments at which the device passed two fences of one stream. It must have
+        passed both."""
         ...
 
 
 class DeviceStream(Protocol):
-    """A queue of work for the device, which is done in order and beside other streams. Belongs to one thread."""
+    """A queue of work for the device, which is done in order, at the same time as other streams' work. Belongs to one
+    thread."""
 
     def launch(self, work: Callable[[], object]) -> None:
         """Have the device do some work. It may not have begun on return, and what it reads must not change until a
-        later fence is done. On the host `work` runs once, at the latest while such a fence is waited for."""
+        later fence is passed. On the host `work` runs once, at the latest while such a fence is waited for."""
         ...
 
     def fence(self) -> Fence:
@@ -44,7 +46,7 @@ class DeviceStream(Protocol):
         ...
 
     def follow(self, fence: Fence) -> None:
-        """Have everything that is launched from now on begin after another stream's fence. Does not wait."""
+        """Let everything that is launched from now on begin after another stream's fence. Does not wait."""
         ...
 
 
@@ -67,7 +69,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 class HostFence:
-    """A fence on the host, where everything is done when a call returns."""
+    """A fence on the host, where all work is done when a call returns."""
 
     is_done = True
 
@@ -84,7 +86,7 @@ class HostFence:
 
 
 class HostStream:
-    """A stream on the host, which does everything at once."""
+    """A stream on the host, which does all work at once."""
 
     def launch(self, work: Callable[[], object]) -> None:
         """Do the work now."""
@@ -99,7 +101,7 @@ class HostStream:
 
 
 class HostStreams:
-    """The streams where there is no device: threads do everything themselves."""
+    """The streams where there is no device: threads do all work themselves."""
 
     def __init__(self) -> None:
         self.compute = HostStream()
@@ -147,8 +149,7 @@ class CudaStream:
         return CudaFence(event)
 
     def follow(self, fence: Fence) -> None:
-        """Have this stream wait for another stream's event before all that is launched from now on. The host does not
-        wait."""
+        """Let everything launched from now on begin after another stream's event. The host does not wait."""
         if isinstance(fence, CudaFence):
             torch.cuda.current_stream(self._device).wait_event(fence.event)
 

@@ -1,4 +1,5 @@
-"""Encodes blocks in DRAM, on a thread of its own whose priority is low: no request waits for it."""
+"""Compresses blocks in DRAM with a codec, on a thread of its own whose priority is low, since no request waits for
+it."""
 
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -14,8 +15,9 @@ _AT_ONCE = 8  # blocks, so that copies of their rows stay small
 
 
 class EncodeStream:
-    """Encodes blocks for a Transfer. `run` is the work of a thread; the engine's thread calls the other methods. The
-    thread that saves could not do this too: pages wait for that one, and encoding takes fifty times as long."""
+    """A stream that compresses blocks for a Transfer. `run` is the work of a thread; the engine's thread calls the
+    other methods. The thread that saves cannot do this too: pages wait for saves, and compressing takes fifty times as
+    long."""
 
     def __init__(self, *, slab: Slab, coded: CodedSlab, completions: Events) -> None:
         self._slab, self._coded, self._completions = slab, coded, completions
@@ -23,15 +25,15 @@ class EncodeStream:
         self._log = RareLog()
 
     def put(self, order: EncodeBlocks) -> None:
-        """Order blocks to be encoded, after those ordered before."""
+        """Queue blocks to be compressed, after those queued earlier."""
         self._orders.put(order)
 
     def close(self) -> None:
-        """Let the thread do what it was given, and end."""
+        """Let the thread finish the queued work and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Encode until `close`."""
+        """Compress queued blocks until `close`."""
         while (order := self._orders.get()) is not None:
             taken: list[bool] = []
             for first in range(0, len(order.blocks), _AT_ONCE):
@@ -40,7 +42,7 @@ class EncodeStream:
             self._completions.tell(Encoded(order.job_id, tuple(taken)))
 
     def _encode(self, targets: Sequence[int], slots: Sequence[int]) -> list[bool]:
-        """Encode blocks. Returns which could be encoded; none if there was no memory: they are kept as they are."""
+        """Compress blocks. Returns for each whether it could be compressed; False for all if there was no memory."""
         try:
             return encode_into(self._coded, targets, self._slab, slots)
         except MEMORY_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Carries what the transfer threads report to the engine's thread."""
+"""Carries the reports of the transfer threads to the engine's thread."""
 
 import os
 import threading
@@ -10,13 +10,14 @@ from reprise.cache.moves import Event
 
 class Events:
     """A queue of events from the transfer threads to the engine's thread. Thread-safe, but `bell` and `take` are for
-    the engine's thread alone. `changed` guards what threads and engine share; a thread that changes any of that
+    the engine's thread alone. `changed` guards the data that threads and engine share; a thread that changes any of it
     notifies it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.has_news = False
-        """Whether `take` has something to return or to raise. May be read without the lock, and true for nothing."""
+        """Whether `take` has something to return or to raise. May be read without the lock, and may be true although
+        there is nothing."""
         self._events: deque[Event] = deque()
         self._awaited = False  # whether the engine's thread waits
         self._failure: BaseException | None = None
@@ -24,7 +25,8 @@ class Events:
 
     @property
     def bell(self) -> int:
-        """A file descriptor that can be read when there is news, for a loop that waits for other things too."""
+        """A file descriptor that becomes readable when there is an event, for a loop that waits for other things
+        too."""
         if self._bell is None:
             made = os.pipe()
             for end in made:
@@ -37,7 +39,7 @@ class Events:
         return self._bell[0]
 
     def tell(self, *events: Event) -> None:
-        """Report events. The bytes that they tell of must be in place already."""
+        """Report events. The bytes that they report must be in place already."""
         with self.changed:
             self._events.extend(events)
             self._note_news()
@@ -76,7 +78,7 @@ class Events:
                 self._awaited = False
 
     def _note_news(self) -> None:
-        """Ring once for all events before the next `take`, so that the pipe never fills."""
+        """Make the bell readable once for all events before the next `take`, so that the pipe never fills."""
         if not self.has_news:
             self.has_news = True
             self._ring()

@@ -1,4 +1,4 @@
-"""Fetches from disk and Redis into DRAM for turns that are queued (AttentionStore §3.3.1), on a thread for each."""
+"""Fetches blocks from disk and Redis into DRAM for queued turns (AttentionStore §3.3.1), on one thread per tier."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,31 +18,31 @@ from reprise.cache.transfer.events import Events
 from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 Found = Sequence[tuple[BlockKey, int, int]]
-"""Blocks of one extent, each with its place in it and its slot; places ascend."""
+"""Blocks of one extent: (key, index in the extent, DRAM slot), with ascending indices."""
 
 
 class FetchStream(ABC):
-    """Fetches blocks for a Transfer out of one tier. `run` is the work of a thread; the engine's thread calls the other
-    methods."""
+    """A stream that fetches blocks from one tier for a Transfer. `run` is the work of a thread; the engine's thread
+    calls the other methods."""
 
     direction: ClassVar[str]
 
     def __init__(self, *, slab: Slab, completions: Events, coded: CodedSlab | None = None) -> None:
-        """coded: the slots for coded extents."""
+        """Set up. coded: the slab for blocks that a codec has compressed."""
         self._slab, self._coded, self._completions = slab, coded, completions
         self._orders: SimpleQueue[FetchBlocks | FetchRemote | None] = SimpleQueue()
         self._log = RareLog()
 
     def put(self, order: FetchBlocks | FetchRemote) -> None:
-        """Order a fetch, after those ordered before."""
+        """Queue a fetch, after those queued earlier."""
         self._orders.put(order)
 
     def close(self) -> None:
-        """Let the thread do what it was given, and end."""
+        """Let the thread finish the queued fetches and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Fetch until `close`."""
+        """Fetch queued blocks until `close`."""
         while (order := self._orders.get()) is not None:
             self._fetch(order)
 
@@ -66,8 +66,8 @@ class FetchStream(ABC):
         self._completions.tell(Fetched(order.job_id, failed))
 
     def _fetch_what_can_be(self, extent: int | bytes, found: Found) -> dict[BlockKey, str]:
-        """Fetch the blocks of an order that can be read. Returns the others, and why. A damaged block does not keep
-        back the others of its extent."""
+        """Fetch the blocks of an extent that can be read. Returns the others, with the reasons. A damaged block does
+        not prevent others of its extent from being fetched."""
         failed: dict[BlockKey, str] = {}
         while found:
             try:
@@ -92,10 +92,10 @@ class FetchStream(ABC):
 
     @abstractmethod
     def _fill(self, extent: int | bytes, found: Found) -> list[tuple[bytes, ...]]:
-        """Fill the slots with verified bytes. Returns the checksums of these bytes, by layer. Raises BlockMissing."""
+        """Read blocks into their slots and verify them. Returns their checksums, by layer. Raises BlockMissing."""
 
     def _read(self, extent: int | bytes, found: Found, read: Callable[[int, list[memoryview]], None]) -> None:
-        """Read all layers into the slots. read(layer, one buffer for each block) fills the buffers with verified
+        """Read all layers into the slots. read(layer, one buffer for each block): fills the buffers with verified
         bytes."""
         slots = self._slots_for(extent)
         for layer in range(slots.num_layers):

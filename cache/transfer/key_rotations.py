@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyRotations(Protocol):
-    """Rotates keys to their positions (RoPE) and takes such a rotation back, for one transfer thread.
+    """A rotator of keys to their positions (RoPE) and back, for one transfer thread.
     `reprise.engine.model.rotations.ModelRotations` implements it."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...

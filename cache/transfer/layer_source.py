@@ -1,4 +1,4 @@
-"""Gives a load its bytes, layer by layer: from slots in DRAM, or from extents on disk or in Redis."""
+"""Provides the bytes of a load, layer by layer: from slots in DRAM, or from extents on disk or in Redis."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -37,17 +37,17 @@ class LayerSource(Protocol):
 
     @property
     def blocks(self) -> Sequence[BlockLoad]:
-        """The blocks, in the order in which `segments` has them."""
+        """The blocks of the load, in the order in which `segments` has them."""
         ...
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """Make a layer ready for `segments`, `sums` and `altered`, if it is not yet. together: with torch's team of
-        threads. Returns blocks that are not what was stored; if there is one, the layer must not be placed."""
+        """Make a layer ready for `segments`, `sums` and `altered`, if it is not yet. together: whether to use torch's
+        team of threads. Returns the blocks whose bytes are not what was stored; if there is one, the layer must not be
+        placed."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return where a layer lies: memory [segments, elements], and the indices of the blocks' segments in it,
-        int64."""
+        """Return the memory of a layer, [segments, elements], and in it the indices of the blocks' segments, int64."""
         ...
 
     def sums(self, layer: int) -> Sums:
@@ -61,8 +61,8 @@ class LayerSource(Protocol):
 
 
 class SlotSource:
-    """A source of blocks in DRAM. unsealed: the blocks whose slots are not sealed, so that no checksum vouches for
-    them. If there is one, nothing else may be asked for."""
+    """A source of blocks in DRAM. unsealed: the blocks whose slots are not complete, so that no checksum vouches for
+    them. If there is one, no other method may be called."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Segments) -> None:
         self.blocks, self._slab = blocks, slab
@@ -87,7 +87,7 @@ class SlotSource:
 
 
 class DecodedSource(SlotSource):
-    """A source of blocks in DRAM that are not rows: `prepare` checks and decodes them."""
+    """A source of blocks in DRAM that are compressed or activations: `prepare` checks and decodes them."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slots: Segments, decoder: Decoder) -> None:
         super().__init__(blocks, slots)
@@ -117,9 +117,9 @@ class DecodedSource(SlotSource):
 
 
 def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
-    """Return the chosen segments on a device, [chosen, elements]. Segments that lie side by side in the host's memory
-    go to CUDA in one copy, right out of the page-locked slots, so that no processor touches them. Scattered segments
-    are gathered first, because every copy costs a call."""
+    """Return the chosen segments on a device, [chosen, elements]. Segments that are adjacent in the host's memory go to
+    CUDA in one copy, directly from the page-locked slots, so that no processor touches them. Scattered segments are
+    gathered first, because every copy costs a call."""
     if device.type == "cpu" or memory.is_cuda:
         return memory.index_select(0, chosen.to(memory.device)).to(device)
     numbers = chosen.numpy()
@@ -136,7 +136,7 @@ def brought(memory: Tensor, chosen: Tensor, device: torch.device) -> Tensor:
 
 
 def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None) -> SlotSource:
-    """Return the source of blocks in DRAM. coded: the slots of coded blocks, if all of these are coded."""
+    """Return the source of blocks in DRAM. coded: the slab of compressed blocks, if all of these are compressed."""
     decoder = decoder_of(slab, coded, len(blocks))
     return (
         SlotSource(blocks, slab)
@@ -146,18 +146,18 @@ def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return how many layers of a load may have come off the disk before they are placed. sizes: of segments, by
+    """Return how many layers of a load may have been read from disk before they are placed. sizes: of segments, by
     layer."""
     return min(len(sizes), max(LAYERS_LANDED, LANDING_BYTES // _room(sizes, num_blocks)))
 
 
 def _room(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return the bytes of memory that any one layer of a load needs."""
+    """Return the bytes of memory that suffice for any one layer of a load."""
     return -(-num_blocks * max(sizes) // ALIGNMENT) * ALIGNMENT
 
 
 class Landings:
-    """Keeps the memory for reads from one load to the next. Thread-safe."""
+    """A pool of the memory into which loads read, reused from one load to the next. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: deque[mmap] = deque()
@@ -173,7 +173,7 @@ class Landings:
         return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
 
     def give_back(self, memory: mmap) -> None:
-        """Keep memory for the next load. Nothing may write to it any more."""
+        """Return memory to the pool for the next load. Nothing may write to it any more."""
         if len(memory) > KEPT_BYTES:
             return  # it would only drive out the others
         dropped = []  # unmapped after the lock was released
@@ -184,13 +184,14 @@ class Landings:
 
 
 class LandedSource(ABC):
-    """A source of blocks on disk or in Redis. A layer is read into landing memory as it is, checked by the thread that
-    places it, and copied from there into slots if DRAM is to have it too. Coded blocks and activations are checked and
+    """A source of blocks on disk or in Redis. A layer is read into memory unchanged, checked by the thread that places
+    it, and copied from there into slots if DRAM is to have it too. Compressed blocks and activations are checked and
     decoded by `prepare`.
 
     Making one raises MemoryError if there is no room to read into; end with `close`. One thread may call `read` while
-    another places layers that were read; up to `layers_landed` layers may be in memory. coded: the slots of coded
-    blocks, if all of these are coded."""
+    another places layers that were read; up to `layers_landed` layers may be in memory. coded: the slab of compressed
+    blocks, if all of these are compressed.
+    """
 
     def __init__(
         self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings, coded: CodedSlab | None = None
@@ -231,7 +232,7 @@ class LandedSource(ABC):
 
     def read(self, layer: int, count: int, landed: Landed) -> int:
         """Read `count` layers from `layer` on, unchecked, calling `landed` as `ExtentReader.land` does. Returns how
-        many have come. Raises BlockMissing."""
+        many were read. Raises BlockMissing."""
         if not self._checksums:
             checksums = self._open()
             numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in checksums), ">u8")
@@ -242,18 +243,19 @@ class LandedSource(ABC):
 
     @abstractmethod
     def _open(self) -> list[tuple[bytes, ...]]:
-        """Find the extents. Returns the blocks' checksums, by layer. Raises BlockMissing."""
+        """Find the extents. Returns the checksums of each block, by layer. Raises BlockMissing."""
 
     @abstractmethod
     def _land(self, layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
-        """Read the layers from `layer` on, one into each of `outs`. Returns how many have come. Raises BlockMissing."""
+        """Read the layers from `layer` on, one into each of `outs`. Returns how many were read. Raises BlockMissing."""
 
     def _landed(self, layer: int) -> memoryview:
         start = layer % self._num_landed * self._room
         return self._view[start : start + len(self.blocks) * self._sizes[layer]]
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """Check and decode a layer that is not rows. Returns blocks that are not what was stored."""
+        """Check and decode a layer of compressed blocks or activations. Returns the blocks whose bytes are not what was
+        stored."""
         if self._decoder is None:
             return []
         altered = self._altered(layer)
@@ -278,7 +280,8 @@ class LandedSource(ABC):
         return sums
 
     def altered(self, layer: int) -> list[BlockKey]:
-        """Return the blocks whose segments do not match their checksums. Decoded blocks were compared before."""
+        """Return the blocks whose segments do not match their checksums; none for decoded blocks, which `prepare` has
+        compared."""
         return self._altered(layer) if self._decoder is None else []
 
     def _altered(self, layer: int) -> list[BlockKey]:
@@ -286,7 +289,7 @@ class LandedSource(ABC):
         return [self.blocks[number].key for number in np.flatnonzero(wrong).tolist()]
 
     def keep(self, layer: int) -> None:
-        """Copy a layer that was checked into the slots that are to hold it."""
+        """Copy a layer that was checked into the DRAM slots that are to have it."""
         numbers, slots = self._kept
         if len(numbers):
             stored = self._as_stored(layer)
@@ -294,13 +297,13 @@ class LandedSource(ABC):
             kept[slots] = stored.view(kept.dtype)[numbers]
 
     def seal(self) -> None:
-        """Seal the slots that `keep` has filled with all layers."""
+        """Mark the slots as complete that `keep` has filled with all layers."""
         for number, slot in self._kept.T.tolist():
             self._keeping.seal_as(slot, self._checksums[number])
 
     @abstractmethod
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
-        """Report damaged blocks to the tier they come from."""
+        """Report damaged blocks to the tier that they were read from."""
 
 
 class ExtentSource(LandedSource):

@@ -1,4 +1,4 @@
-"""Places the layers of loads in HBM, and reports when a load has ended."""
+"""Writes the layers of loads into pages of HBM, and reports when a load has ended."""
 
 import time
 from functools import partial
@@ -18,8 +18,8 @@ from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class LoadPlacer:
-    """Places layers for a LoadStream. `run` is the work of a thread. That thread and the engine's call `place` and
-    `end`, each for its own parts (`LoadPart.in_step`)."""
+    """A placer of layers (it writes them into pages of HBM) for a LoadStream. `run` is the work of a thread. That
+    thread and the engine's call `place` and `end`, each for its own parts (`LoadPart.in_step`)."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class LoadPlacer:
         self._log = RareLog()
 
     def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Place layers that no step places by itself, until the queue is closed. rotations, stream: the calling
+        """Place the layers that no step places by itself, until the queue is closed. rotations, stream: the calling
         thread's."""
         while self.place_next(rotations, stream):
             pass

@@ -1,4 +1,5 @@
-"""Keeps the loads under way: how far each part has come, what may be done for it, and which part is next."""
+"""Keeps the loads under way: how many layers of each part have arrived, what may be done for it, and which part is
+next."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from reprise.cache.transfer.loader import Loader
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load under way. It has one part for each tier and form (rows or coded) in which its blocks lie: one to six."""
+    """A load under way. It has one part for each tier, and for compressed and raw blocks in it: one to six."""
 
     job_id: int
     after: Fence  # after everything that has used its pages before
@@ -27,14 +28,15 @@ class LoadJob:
 
     @property
     def arrived(self) -> int:
-        """The number of leading layers of which all parts have arrived."""
+        """The number of layers, counted from the first, that all parts have placed."""
         return min([part.layers for part in self.parts])
 
 
 @dataclass(slots=True, eq=False)
 class LoadPart:
-    """The blocks of a load that lie in one tier and form. If `in_step`, the step that uses them places its layers and
-    ends it; otherwise the thread that places does. Only the engine's thread changes `in_step`, and only to false."""
+    """The blocks of a load that lie in one tier and are all compressed by the codec or all raw. If `in_step`, the step
+    that uses them places its layers and ends it; otherwise the thread that places does. Only the engine's thread
+    changes `in_step`, and only to false."""
 
     blocks: tuple[BlockLoad, ...]
     load: LoadJob
@@ -57,7 +59,7 @@ class LoadPart:
 
     @property
     def is_far(self) -> bool:
-        """Whether its layers have to be read into memory before they are placed."""
+        """Whether the part's layers have to be read into memory before they are placed."""
         return self.tier != "dram"
 
     @property
@@ -74,8 +76,8 @@ class LoadPart:
         return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
 
     def progress(self, now_s: float) -> LoadProgress | None:
-        """Return how far the disk has come; None if the load does not wait for it, because all layers have come, the
-        load was given up, or it has failed and nothing is being read."""
+        """Return how many layers the disk has read; None if the load does not wait for it, because all layers have been
+        read, the load was given up, or it has failed and nothing is being read."""
         is_awaited = not self.load.is_abandoned and (self.reading or not self.load.failed)
         if not is_awaited or self.landed == self.num_layers:
             return None
@@ -85,11 +87,11 @@ class LoadPart:
 
 class LoadQueue:
     """A queue of the parts that have not ended, in the order in which they were given. A part whose request runs goes
-    first; any other comes no further than the read buffer reaches. The engine's thread and the transfer threads use it;
-    a caller holds `changed` while it calls a method or changes a part."""
+    first; any other is read and placed only as far as the read buffer allows. The engine's thread and the transfer
+    threads use it; a caller holds `changed` while it calls a method or changes a part."""
 
     def __init__(self, *, num_layers: int, read_buffer_layers: int, changed: threading.Condition) -> None:
-        """read_buffer_layers: how many layers may come before the request runs."""
+        """Begin empty. read_buffer_layers: how many layers of a load may be read and placed before its request runs."""
         self._num_layers, self._read_buffer_layers = num_layers, read_buffer_layers
         self.changed = changed
         self.parts: list[LoadPart] = []
@@ -116,14 +118,14 @@ class LoadQueue:
         return self._first(self._may_be_placed)
 
     def may_land(self, part: LoadPart) -> int:
-        """Return how many more layers of a part may come off the disk now."""
+        """Return how many more layers of a part may be read from disk now."""
         stop = min(self._num_layers, part.placed + part.ahead)  # what `ExtentSource` has room for
         if not self._may_come(part):
             stop = min(stop, self._read_buffer_layers)
         return stop - part.landed
 
     def gives_way(self, part: LoadPart) -> bool:
-        """Whether another part is more urgent to read."""
+        """Return whether reading another part is more urgent."""
         return not self._may_come(part) and any(
             p.tier == part.tier and self._may_come(p) and self._may_be_read(p) for p in self.parts
         )
@@ -133,13 +135,13 @@ class LoadQueue:
         return next((part for part in wanted if self._may_come(part)), wanted[0] if wanted else None)
 
     def _may_come(self, part: LoadPart) -> bool:
-        """Whether a part may come further than the read buffer reaches."""
+        """Return whether a part may be read and placed further than the read buffer allows."""
         return part.load.started or bool(part.load.failed) or self.closing
 
     def _may_be_read(self, part: LoadPart) -> bool:
         return part.is_far and not part.reading and not part.load.failed and self.may_land(part) > 0
 
     def _may_be_placed(self, part: LoadPart) -> bool:
-        """Whether the thread that places may go on with a part."""
+        """Return whether the thread that places may continue with a part."""
         within = self._may_come(part) or part.placed < self._read_buffer_layers
         return not part.in_step and part.has_come and within

@@ -18,11 +18,11 @@ MakeSource = Callable[[LoadPart, Landings], LandedSource]
 
 
 class LoadReader:
-    """Reads layers out of one tier for a LoadStream. `run` is the work of a thread. The tier may not answer, so only
-    `run` waits for its bytes."""
+    """A reader of layers from one tier for a LoadStream. `run` is the work of a thread. The tier may not answer, so
+    only `run` waits for its bytes."""
 
     def __init__(self, *, queue: LoadQueue, slab: Slab, tier: str, make: MakeSource, completions: Events) -> None:
-        """make: returns the source of a part of a load."""
+        """Set up. make: returns the source of a part of a load."""
         self._queue, self._changed = queue, queue.changed
         self._slab, self._tier, self._make = slab, tier, make
         self._completions = completions
@@ -64,7 +64,7 @@ class LoadReader:
                 self._changed.notify_all()
 
     def tell_not_transferred(self, part: LoadPart, progress: LoadProgress) -> None:
-        """Report that a part did not come, and how long it would have taken at its pace."""
+        """Report that a part was not read, and how long it would have taken at its pace."""
         seconds = progress.whole_s(self._slab.num_layers)
         self._completions.tell(NotTransferred(f"{part.tier}_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
 
@@ -76,7 +76,7 @@ class LoadReader:
             return part
 
     def _open(self, part: LoadPart) -> LandedSource | None:
-        """Return the source of a part. None if its load has failed: others have its slots then."""
+        """Return the source of a part; None if its load has failed, since its slots may then belong to others."""
         with self._changed:
             if part.source is None and not part.load.failed:
                 part.source = self._make(part, self._landings)
@@ -84,11 +84,12 @@ class LoadReader:
             return part.source
 
     def _on_landed(self, part: LoadPart, count: int) -> int:
-        """Note layers that have come off the disk. Returns how many to read next; 0, which ends the read, if the load
+        """Note that `count` more layers were read. Returns how many to read next; 0, which ends the read, if the load
         has failed or another one is more urgent.
 
         That is as many layers as wait to be placed. Every call takes processor time from the step that computes
-        meanwhile, and as long as there is something to place, the first of the next layers is not waited for."""
+        meanwhile, and as long as there are layers to place, the next ones are not waited for.
+        """
         with self._changed:
             part.landed += count
             part.landed_s = part.reading_s + time.perf_counter() - part.asked_s

@@ -1,5 +1,6 @@
-"""Loads from DRAM, disk or Redis into HBM, layer by layer (AttentionStore §3.2.1). One thread reads off the disk, one
-out of Redis. Another places layers in HBM, or where processors copy, the step that waits for them does."""
+"""Loads blocks from DRAM, disk or Redis into HBM, layer by layer (AttentionStore §3.2.1). One thread reads from disk,
+one from Redis. Another places layers (writes them into pages of HBM); where the CPU copies, the step that waits for
+them does."""
 
 import logging
 import time
@@ -30,15 +31,15 @@ log = logging.getLogger(__name__)
 
 
 class LoadStream:
-    """Carries out the loads of a Transfer. The `run` of each reader and `place` are the work of threads; the engine's
-    thread calls the other methods. Disk and Redis may not answer, so only their readers wait for their bytes. The
-    thread that ends a load closes its files.
+    """The loads of a Transfer. `place` and the `run` of each reader are the work of threads; the engine's thread calls
+    the other methods. Disk and Redis may not answer, so only their readers wait for their bytes. The thread that ends a
+    load closes its files.
 
-    Where processors do the copying, a load beside a computation takes from it: a product that is split evenly over all
-    cores is as slow as the core that copies too. With 142 tokens after 1,600 in DRAM (125 M model, two cores), layers
-    took up to 10 ms instead of 4. So there a step places its own blocks, each layer just before it attends, with all
-    its threads and at the speed of memory; attention then finds them in the caches. A thread only has to ask the disk,
-    which brings bytes to memory by itself.
+    Where the CPU does the copying, a load during a computation takes time from it: a product that is split evenly over
+    all cores is as slow as the core that copies too. With 142 tokens after 1,600 in DRAM (125 M model, two cores),
+    layers took up to 10 ms instead of 4. So in that case a step places its own blocks, each layer just before it
+    attends, with all its threads and at the speed of memory; attention then finds them in the caches. A thread only has
+    to ask the disk, which brings bytes to memory by itself.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class LoadStream:
         compute: DeviceStream,
         completions: Events,
     ) -> None:
-        """rotations, compute: the engine thread's. read_buffer_layers: how many layers may come before the request
-        runs; negative: all."""
+        """Set up. rotations, compute: the engine thread's. read_buffer_layers: how many layers may be loaded before the
+        request runs; negative: all."""
         slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._slab, self._coded = slab, coded
         self._pool = PagePool(pages)
@@ -71,7 +72,7 @@ class LoadStream:
             num_layers=slab.num_layers, read_buffer_layers=self._read_buffer_layers, changed=self._changed
         )
         self.readers: dict[str, LoadReader] = {}
-        """The readers, by tier. The `run` of each is the work of a thread."""
+        """Tier -> its reader, whose `run` is the work of a thread."""
         if disk is not None:
             self.readers["disk"] = LoadReader(
                 queue=self._queue,
@@ -97,7 +98,7 @@ class LoadStream:
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def place(self, rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Place layers that no step places by itself, until `close`. rotations, stream: the calling thread's."""
+        """Place the layers that no step places by itself, until `close`. rotations, stream: the calling thread's."""
         if self._coded is not None and self._coded.decodes.device.type != "cpu":
             self._decode_once(together=False)
         self._placer.run(rotations, stream)
@@ -120,13 +121,13 @@ class LoadStream:
         return self._placer.place_next(rotations, stream)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """Return a reader that brings blocks of pinned slots to pages whenever a step asks for it, without a load."""
+        """Return a reader that copies blocks from pinned slots to pages whenever a step asks for it, without a load."""
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Take a load. It comes after earlier loads, and only as far as the read buffer lets it; it writes to its pages
-        after everything that was launched to compute before. in_step: the next step uses it, and places it by itself if
-        it can."""
+        """Queue a load. It is made after earlier loads, and at first only as far as the read buffer allows; it writes
+        to its pages after everything that was launched to compute before. in_step: whether the next step uses it, and
+        places it by itself if it can."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
@@ -153,8 +154,8 @@ class LoadStream:
         return self._coded if part.is_coded else None
 
     def start(self, job_id: int) -> None:
-        """Let the layers beyond the read buffer come, because the request of a load runs now or does not wait for it
-        any more."""
+        """Allow the layers beyond the read buffer, because the request of a load runs now or does not wait for it any
+        more."""
         load = self._loads.get(job_id)
         if load is not None and not load.started:
             with self._changed:
@@ -177,8 +178,8 @@ class LoadStream:
             self._changed.notify_all()
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """Return how far disk and Redis have come with a load: the slower of the two. None if it does not wait for
-        them, because they bring none of it, have brought all, or have failed."""
+        """Return the progress of a load's disk or Redis reads: the slower of the two. None if it does not wait for
+        them, because they read none of it, have read all, or have failed."""
         with self._changed:
             now_s = time.perf_counter()
             parts = self._queue.far_parts(self._loads.get(job_id))
@@ -186,8 +187,8 @@ class LoadStream:
         return max(found, key=lambda progress: progress.left_s(self._slab.num_layers), default=None)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Wait until layer `layer` of a load has arrived or failed, for at most that long. Returns whether it has.
-        Places layers itself that the step has to place."""
+        """Wait until layer `layer` of a load has arrived or failed, for at most `timeout_s` seconds. Returns whether it
+        has. Places layers itself that the step has to place."""
         load = self._loads.get(job_id)
         if load is None or load.arrived > layer:
             return True
@@ -204,7 +205,8 @@ class LoadStream:
         return load.arrived > layer
 
     def _may_be_placed(self, part: LoadPart, until: float) -> bool:
-        """Wait until the next layer of a part has come off the disk, or its load has failed."""
+        """Wait, at most until the time `until`, for the next layer of a part to be read. Returns whether it can be
+        placed."""
         if part.landed > part.placed and not part.load.failed:
             return True
         with self._changed:
@@ -215,7 +217,7 @@ class LoadStream:
         return True
 
     def _wait(self, left_s: float) -> None:
-        """Wait on the engine's thread until something has come, or a second at most."""
+        """Wait on the engine's thread until something has changed, or at most for `left_s` or one second."""
         self._completions.check()
         self._queue.step_waits = True
         self._changed.wait(min(left_s, 1.0))
@@ -230,7 +232,7 @@ class LoadStream:
                 self._changed.notify_all()  # there is room for another layer
 
     def leave_to_threads(self) -> None:
-        """Leave the layers that steps have not placed to the thread, because no step waits for loads any more."""
+        """Let the placing thread place the layers that steps have not, because no step waits for loads any more."""
         if not self._queue.parts:
             return
         with self._changed:
@@ -239,17 +241,17 @@ class LoadStream:
                 self._changed.notify_all()
 
     def layers_arrived(self, job_id: int) -> int:
-        """Count the leading layers that have arrived of a load. Returns 0 for a load that was not ordered, or whose end
-        the engine has heard of."""
+        """Return how many layers of a load, counted from the first, have arrived; 0 for a load that was not queued, or
+        whose end the engine has been told."""
         load = self._loads.get(job_id)
         return 0 if load is None else load.arrived
 
     def forget(self, job_id: int) -> None:
-        """Forget a load, because the engine has heard of its end."""
+        """Forget a load, because the engine has been told of its end."""
         del self._loads[job_id]
 
     def close(self) -> None:
-        """Let the threads bring the loads that they were given, and end."""
+        """Let the threads finish the queued loads and end."""
         self.leave_to_threads()
         with self._changed:
             self._queue.closing = True

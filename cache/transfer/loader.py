@@ -1,4 +1,4 @@
-"""Copies a load's blocks into pages, layer by layer and checked, out of slots or landing memory."""
+"""Copies a load's blocks into pages, layer by layer and checked, from DRAM slots or from memory that was read into."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from reprise.kernels.kv_copy import write_rows
 
 
 class PagePool:
-    """The pages of all layers, with the compiled functions that write into them where there are any. Made once, before
+    """The pages of all layers, with the compiled functions that write into them, where there are any. Made once, before
     the threads begin, because it may compile."""
 
     def __init__(self, pages: Sequence[KvPages]) -> None:
@@ -35,7 +35,8 @@ class PagePool:
 
 
 class Loader:
-    """Places one load, or a part of one, for a LoadPlacer or a SlotReader. Used by one thread at a time."""
+    """A part that writes one load, or a part of one, into pages, for a LoadPlacer or a SlotReader. Used by one thread
+    at a time."""
 
     def __init__(self, *, source: LayerSource, pool: PagePool) -> None:
         self._source, self._pool = source, pool
@@ -50,10 +51,10 @@ class Loader:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def place(self, layer: int, failed: dict[BlockKey, str], rotations: KeyRotations, *, together: bool) -> None:
-        """Write the layer that the source has brought, with its keys rotated. The layer is in place on return, or on
-        CUDA when the current stream is done. Altered blocks are noted in `failed`; they are not written, or on CUDA
-        written as they are. rotations: the calling thread's. together: with torch's team of threads, which only the
-        thread that computes has (`reprise.cache.transfer.transfer`)."""
+        """Write one layer of the source's blocks into pages, with its keys rotated. The layer is in place on return, or
+        on CUDA when the current stream is done. Altered blocks are added to `failed`; they are not written, or on CUDA
+        written as they are. rotations: the calling thread's. together: whether to use torch's team of threads, which
+        only the thread that computes has (`reprise.cache.transfer.transfer`)."""
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop, self._pool.device) if writer is not None else None
         if writer is None or tables is None:
@@ -81,14 +82,14 @@ class Loader:
         write_rows(pages.v, slots, pages.to_rows(v))
 
     def _wanted(self, rows: Tensor) -> Tensor:
-        """Return the wanted rows of all blocks: [blocks, 32, ...] -> [rows, ...]."""
+        """Return the rows of all blocks that are to be loaded: [blocks, 32, ...] -> [rows, ...]."""
         if all(count == BLOCK_TOKENS for count in self._num_rows):
             return rows.flatten(0, 1)
         return torch.cat([block[:count] for block, count in zip(rows, self._num_rows, strict=True)])
 
     def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
-        """Return the pool row and the position of every wanted row: the same tensors for all layers, so that
-        `KeyRotations` recognises them."""
+        """Return the index in the pool and the position of every row that is to be loaded: the same tensors for all
+        layers, so that `KeyRotations` recognises them."""
         if self._rows is None:
             _, counts, slots, positions = self._numbers.T
             within = np.concatenate([np.arange(count) for count in counts])

@@ -12,9 +12,9 @@ from reprise.kernels.row_copies import copy_into_blocks
 
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
-    """Copy the captured rows of `layers` into their slots; done on return, or on CUDA when the current stream is, which
-    has to follow the steps. Every step must have captured these layers and no others. Called by the saving thread, or
-    on CPU in bf16 by the engine's."""
+    """Copy the captured rows of `layers` into their slots. The copy is complete on return, or on CUDA when the current
+    stream is done, which has to follow the steps. Every step must have captured these layers and no others. Called by
+    the saving thread, or on CPU in bf16 by the engine's."""
     targets = slab.parts(layers)
     sources: list[Sequence[Tensor]] = [capture.step.parts for capture in captures]
     pieces = [
@@ -32,8 +32,8 @@ def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[in
 
 
 def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return rows in memory that kernels for processors can read: the rows themselves, or copies of CUDA's, which are
-    complete on return. The copies are made together, in page-locked memory, as fast as the link is."""
+    """Return rows in memory that CPU kernels can read: the rows themselves, or copies of CUDA's, which are complete on
+    return. The copies are made together, in page-locked memory, as fast as the link is."""
     if not parts[0].is_cuda:
         return parts
     memories: dict[int, Tensor] = {}  # what parts share is copied once
@@ -65,7 +65,7 @@ def _place_by_index(
 
 
 def _wanted_rows(capture: CapturedRows) -> Tensor | None:
-    """Return the indices of the rows of a step that are to be saved; None for all of them."""
+    """Return the indices of a step's rows that are to be saved; None for all of them."""
     rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
     return None if len(rows) == capture.step.num_rows else rows
 

@@ -1,8 +1,8 @@
-"""Saves from HBM into DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
+"""Saves rows from HBM into DRAM slots while the engine computes (AttentionStore §3.2.2), on a thread of its own.
 
-On CPU nothing copies beside the processors: a thread that saves takes one away from the step's team, which then waits
-for the slowest of its members, and takes the GIL from the engine's loop. So on CPU in bf16 the kernels of a layer write
-the rows that they have at hand to the slots themselves, and the engine's thread saves the rest between steps.
+On CPU the processors themselves copy: a thread that saves takes one away from the step's team, which then waits for the
+slowest of its members, and takes the GIL from the engine's loop. So on CPU in bf16 the kernels of a layer write the
+rows that they have at hand to the slots themselves, and the engine's thread saves the rest between steps.
 """
 
 import threading
@@ -33,8 +33,8 @@ _FEW_ROWS = 64
 
 
 class SaveStream:
-    """Saves rows for a Transfer. `run` is the work of a thread; the engine's thread calls the other methods and owns
-    `rotations`."""
+    """A stream that saves rows for a Transfer. `run` is the work of a thread; the engine's thread calls the other
+    methods and owns `rotations`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SaveStream:
         compute: DeviceStream,
         completions: Events,
     ) -> None:
-        """compute: the stream of the steps whose rows are saved."""
+        """Set up. compute: the stream of the steps whose rows are saved."""
         self._pages, self._slab = pages, slab
         self._device = pages[0].k.device
         self._throttle = throttle
@@ -70,8 +70,9 @@ class SaveStream:
         self._orders: SimpleQueue[tuple[Sequence[Save], Fence] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         self.is_due = False
-        """Whether what is held is too large to be held for long. Then `flush` is to be called between steps, where the
-        engine's thread saves by itself: within the step, its first token would wait for that."""
+        """Whether the steps that are held back have become too large to be held for long. If so, `flush` is to be
+        called between steps, where the engine's thread saves by itself: within the step, its first token would wait for
+        that."""
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
         self.placed_bytes = 0  # saved by layers themselves, which no event reports
         # Compile the kernels that save before they are needed.
@@ -106,8 +107,8 @@ class SaveStream:
         return SavedRows(self._blocks, spots)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps wait
-        to be saved already, and always if saving is synchronous."""
+        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps are
+        still to be saved, and always if saving is synchronous."""
         if step is None or not pieces:
             return
         if step.num_layers < self._slab.num_layers:
@@ -121,7 +122,7 @@ class SaveStream:
             self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
-        """Order saves, to be made after all that was given to `save` and launched to compute before. They are given
+        """Queue saves, to be made after all that was given to `save` and launched to compute before. They are queued
         together, because waking a thread costs both threads as much as some saves take."""
         if not orders:
             return
@@ -132,7 +133,7 @@ class SaveStream:
             self._save_orders(orders, self._rotations, self._compute)
 
     def flush(self) -> None:
-        """Hand the steps that were held back to the thread. Every order about a slot has to come after them."""
+        """Pass the steps that were held back to the thread. Every order about a slot has to come after them."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -152,18 +153,18 @@ class SaveStream:
                 self._drained.wait(1.0)
 
     def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
-        """Return the size of all rows of these steps, even those that are not saved: all are kept in memory
+        """Return the bytes of all rows of these steps, even those that are not saved, since they stay in memory
         together."""
         rows = sum(capture.step.num_rows for capture in captures)
         return rows * self._slab.slot_bytes // BLOCK_TOKENS
 
     def close(self) -> None:
-        """Let the thread save what it was given, and end."""
+        """Let the thread finish the queued saves and end."""
         self.flush()
         self._orders.put(None)
 
     def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Save until `close`. rotations, stream: the calling thread's."""
+        """Save queued rows until `close`. rotations, stream: the calling thread's."""
         while self.save_next(rotations, stream):
             pass
 
@@ -181,8 +182,8 @@ class SaveStream:
         return True
 
     def _save_orders(self, orders: Sequence[Save], rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Carry out orders, and seal their slots together at the end. No slot is filled again before the engine has
-        heard that it was saved."""
+        """Carry out orders, and mark their slots as complete together at the end. No slot is filled again before the
+        engine has been told that it was saved."""
         sealed, events = [], []
         is_under_way = False
         for order in orders:

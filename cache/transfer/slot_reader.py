@@ -1,4 +1,5 @@
-"""Brings blocks of sealed slots to pages of HBM for a step that reads parked blocks, again in every layer."""
+"""Copies parked blocks, which lie only in DRAM, from their slots to pages of HBM for a step that reads them, again in
+every layer."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from reprise.cache.transfer.loader import Loader, PagePool
 
 
 class SlotReader:
-    """Reads some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
+    """A reader of some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
 
     def __init__(
         self,
@@ -23,16 +24,16 @@ class SlotReader:
         rotations: KeyRotations,
         throttle: Throttle,
     ) -> None:
-        """blocks: the blocks, with the pages that they are brought to. rotations: the engine thread's. throttle: cap of
-        the link."""
+        """Set up. blocks: the blocks, with the pages that they are copied to. rotations: the engine thread's. throttle:
+        cap of the link."""
         self._num_blocks, self._slab, self._pool = len(blocks), slab, pool
         self._rotations, self._throttle = rotations, throttle
         self._source = SlotSource(blocks, slab)
         self._loader = Loader(source=self._source, pool=pool)
 
     def bring(self, layer: int) -> list[BlockKey]:
-        """Write a layer of the blocks to their pages. Returns the blocks that have changed since their slots were
-        sealed. If there is one, the contents of the pages must not be used."""
+        """Copy one layer of the blocks to their pages. Returns the blocks whose bytes have changed since their slots
+        were complete. If there is one, the contents of the pages must not be used."""
         if self._source.unsealed:
             return self._source.unsealed
         failed: dict[BlockKey, str] = {}

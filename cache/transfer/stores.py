@@ -1,4 +1,4 @@
-"""Defines values that the streams of a Transfer share: the memory below HBM, and the links to it."""
+"""Defines the values that the streams of a Transfer share: the memory below HBM, and the links to it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Work = dict[str, tuple[Callable[[], None], int]]
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The memory below HBM that bytes move into and out of."""
+    """The memory below HBM, from and to which bytes move."""
 
     slab: Slab  # DRAM's slots of rows
     coded: CodedSlab | None = None  # DRAM's coded slots, with the codec of extents that are coded; None: no codec
@@ -27,7 +27,7 @@ class Stores:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The caps on the bytes per second between HBM and DRAM, each way."""
+    """The caps on bytes per second between HBM and DRAM, one for each direction."""
 
     load: Throttle
     save: Throttle
@@ -40,15 +40,15 @@ class RemoteStreams(Protocol):
     work: Work
 
     def source(self, blocks: Sequence[BlockLoad], landings: Landings, *, is_coded: bool) -> LandedSource:
-        """Return the source from which a load gets these blocks."""
+        """Return the source from which a load reads these blocks. is_coded: whether a codec has compressed them."""
         ...
 
     def put(self, move: Remote) -> None:
-        """Take a move, which an event will answer."""
+        """Queue a move, whose end an event will report."""
         ...
 
     def stop(self) -> None:
-        """Let the threads end once they have done what they were given."""
+        """Let the threads finish the queued moves and end."""
         ...
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
 `load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from disk
-into DRAM, `encode_stream` encodes in DRAM where KV is coded, and `write_stream` writes to disk. So a load, for which a
-request waits, never waits for a fetch or a write. The streams to and from Redis are a wing, `cache/transfer/redis/`.
+into DRAM, `encode_stream` compresses blocks in DRAM where there is a codec, and `write_stream` writes to disk. So a
+load, for which a request waits, never waits for a fetch or a write. The streams to and from Redis are in
+`cache/transfer/redis/`.
 
 Torch and the kernels release the GIL while they copy. The threads report what has ended by events, which the engine's
 thread takes with `poll`. On CUDA the copies run on streams of their own over pinned memory, and a thread reports a copy
@@ -58,8 +59,8 @@ log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Owns the streams and their threads, which end with the process or by `close`. Every public method is called by
-    the engine's thread."""
+    """The streams that move KV, and their threads, which end with the process or by `close`. Every public method is
+    called by the engine's thread."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Transfer:
         max_backlog_bytes: int,
         streams: DeviceStreams | None = None,
     ) -> None:
-        """streams: the device's streams; None: those of the pages' device."""
+        """Set up. streams: the device's streams; None: those of the pages' device."""
         slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._pages = pages
         self._slab = slab
@@ -81,7 +82,8 @@ class Transfer:
         self._device = pages[0].k.device
         self._streams = streams_of(self._device) if streams is None else streams
         self.compute = self._streams.compute
-        """The stream that steps are computed on. What is ordered here comes behind what was launched on it before."""
+        """The stream on which steps are computed. Work that is launched here is done after what was launched on it
+        before."""
         self._inline = rotations()
         self._completions = Events()
         self._remote = None if stores.remote is None else stores.remote(stores, self._completions)
@@ -134,7 +136,7 @@ class Transfer:
             thread.start()
 
     def carry_out(self, moves: Sequence[Move], running: Container[str] = ()) -> None:
-        """Make the copies inside HBM at once, in order, on the current stream, and hand every other move to its stream.
+        """Make the copies inside HBM at once, in order, on the current stream, and pass every other move to its stream.
         running: requests of the step that follows; until the next `poll`, `wait_layer` may place their loads itself."""
         saves: list[Save] = []
         for move in moves:
@@ -162,8 +164,8 @@ class Transfer:
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps wait
-        to be saved already."""
+        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps are
+        still to be saved."""
         self._saves.save(step, pieces)
 
     @property
@@ -176,29 +178,30 @@ class Transfer:
         return self._saves.places(pieces, num_rows)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """Return a reader that brings blocks of pinned slots to pages whenever a step asks for it, without a load."""
+        """Return a reader that copies blocks from pinned slots to pages whenever a step asks for it, without a load."""
         return self._loads.reader_of(blocks)
 
     def start(self, job_id: int) -> None:
-        """Let the layers beyond the read buffer come, because the request of a load runs now or does not wait for it
-        any more."""
+        """Allow the layers beyond the read buffer, because the request of a load runs now or does not wait for it any
+        more."""
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Wait until a layer of a load has arrived or failed, for at most that long. Returns whether it has."""
+        """Wait until a layer of a load has arrived or failed, for at most `timeout_s` seconds. Returns whether it
+        has."""
         return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
-        """Count the leading layers that have arrived of a load."""
+        """Return how many layers of a load, counted from the first, have arrived."""
         return self._loads.layers_arrived(job_id)
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """Return how far disk and Redis have come with a load; None if it does not wait for them."""
+        """Return the progress of a load's disk and Redis reads; None if it does not wait for them."""
         return self._loads.progress(job_id)
 
     @property
     def waited_s(self) -> float:
-        """The seconds that steps have waited for loads."""
+        """The seconds that steps have waited for loads since the start."""
         return self._loads.waited_s
 
     def poll(self) -> list[Event]:
@@ -215,15 +218,15 @@ class Transfer:
 
     @property
     def bell(self) -> int:
-        """A file descriptor that can be read when `poll` has something to return."""
+        """A file descriptor that becomes readable when `poll` has something to return."""
         return self._completions.bell
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has ended, or until the timeout."""
+        """Wait until a move has ended, or until the timeout."""
         self._completions.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Let the threads finish what they were given. Returns False if that took too long."""
+        """Let the threads finish their queued work and end. Returns False if that took longer than `timeout_s`."""
         end = time.monotonic() + timeout_s
         self._saves.close()
         self._loads.close()
@@ -274,7 +277,7 @@ class Transfer:
             self._completions.fail(error)
 
     def _on_stream(self, work: Callable[[DeviceStream], None]) -> Callable[[], None]:
-        """Return work for a thread with a stream of its own."""
+        """Return a function for a thread that makes a stream and calls `work` with it."""
 
         def run() -> None:
             with self._streams.own() as stream:

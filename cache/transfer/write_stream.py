@@ -1,4 +1,5 @@
-"""Writes from DRAM to disk and deletes there, on a thread of its own: no request waits for writes."""
+"""Writes extents from DRAM to disk and deletes them there, on a thread of its own, since no request waits for
+writes."""
 
 import time
 from collections import deque
@@ -23,8 +24,8 @@ WriteOrder = WriteExtent | DeleteExtents | PutSession
 
 
 class WriteStream:
-    """Writes and deletes extents for a Transfer. `run` is the work of a thread; the engine's thread calls the other
-    methods."""
+    """A stream that writes and deletes extents for a Transfer. `run` is the work of a thread; the engine's thread calls
+    the other methods."""
 
     def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events, coded: CodedSlab | None = None) -> None:
         self._slab, self._disk, self._coded, self._completions = slab, disk, coded, completions
@@ -37,11 +38,11 @@ class WriteStream:
         self._orders.put(order)
 
     def close(self) -> None:
-        """Let the thread do what it was given, and end."""
+        """Let the thread finish the queued work and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Write and delete until `close`."""
+        """Write and delete queued extents until `close`."""
         while (order := self._next()) is not None:
             match order:
                 case WriteExtent():
@@ -106,9 +107,9 @@ class WriteStream:
         return self._looked_at.popleft() if self._looked_at else self._orders.get()
 
     def _with_later_ones(self, order: DeleteExtents) -> list[DeleteExtents]:
-        """Return a deletion and those that follow it directly, to be made together: a deletion waits for the device
-        some five times, however much it deletes. A hundred sessions deleted one by one held up a turn's KV for
-        seconds."""
+        """Return a deletion and those that follow it directly in the queue, to be made together: a deletion waits for
+        the device some five times, however much it deletes. A hundred sessions deleted one by one held up a turn's KV
+        for seconds."""
         orders = [order]
         while len(orders) < _DELETIONS_TOGETHER:
             try:

@@ -1,4 +1,4 @@
-"""Chooses the codec of KV below HBM or DRAM."""
+"""Chooses the codec that compresses KV where it is stored, outside HBM."""
 
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -12,8 +12,9 @@ from reprise.engine.codec.transform import make_transform
 from reprise.engine.config import CacheConfig, SelectorConfig
 
 CODECS: Mapping[str, Callable[[CacheConfig, Subject, Path, bytes], ChosenCodec]] = {"transform": make_transform}
-"""Value of `cache.codec` -> what makes the codec of a model: (settings, the model, its `tokenizer.json`, its
-fingerprint). Raises ModelRefused. `activation` is no codec: it replaces the rows themselves."""
+"""Maps a value of `cache.codec` to the function that makes the codec of a model: (settings, the model, path of its
+`tokenizer.json`, its fingerprint). That raises ModelRefused. `activation` is missing because it is no codec: it stores
+other data instead of KV."""
 
 
 def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
@@ -27,8 +28,8 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def coded_fingerprint(model: bytes, codec: str) -> bytes:
-    """Return the fingerprint that names KV: the model's, combined with the codec's if there is one. So a server that
-    codes otherwise, or not at all, never finds coded KV, or KV that was computed on it."""
+    """Return the fingerprint that names KV: the model's, combined with the name of the codec unless that is `raw`. So a
+    server with another codec never finds KV that this codec has compressed, or KV that was computed from such."""
     if codec == "raw":
         return model
     return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()

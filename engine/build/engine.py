@@ -32,7 +32,7 @@ from reprise.kernels.attention.watched import WatchedAttention
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
     """A model that several engines of one process may run, one step at a time. first_steps: the directory that
-    remembers the first steps of these engines."""
+    remembers the results of these engines' first steps."""
 
     loaded: LoadedModel
     probed: ProbedModel
@@ -43,7 +43,7 @@ def build_engine(
     config: EngineConfig, go_on: Callable[[], None] = lambda: None, ready: ReadyModel | None = None
 ) -> Engine:
     """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
-    called every now and then by long work. ready: a model that was loaded and probed before, for the same settings of
+    long work calls it every now and then. ready: a model that was loaded and probed before, for the same settings of
     the model and without ranks. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
         from reprise.engine.build.shared import build_shared
@@ -92,7 +92,7 @@ def _most_tokens(room: Room, probed: ProbedModel, warm: WarmModel) -> int | None
 
 
 def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, unix_offset_s: float) -> CacheManager:
-    """Make the cache, with the blocks and sessions that the disk has kept."""
+    """Make the cache manager, and restore the blocks and sessions that an earlier server has left on disk."""
     settings, on_cpu = config.cache, tiers.pages[0].k.device.type == "cpu"
     domain_of = functools.lru_cache(maxsize=4096)(
         lambda tenant, salt: KeyDomain(
@@ -146,7 +146,8 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
 
 
 def _head_key(secret: bytes, fingerprint: bytes) -> bytes:
-    """Derive the key that signs heads of sessions: of one installation and one model."""
+    """Derive the key that signs heads, the records by which another replica takes over a session, from the
+    installation's secret and the model's fingerprint."""
     return blake2b(typed_fields("reprise-heads", fingerprint), key=blake2b(secret).digest(), digest_size=32).digest()
 
 

@@ -1,4 +1,5 @@
-"""Runs the first steps of an engine before it is composed: they show what steps take, and what rows depend on."""
+"""Runs the first steps of an engine before it is composed. They show how long steps take, and whether a row's result
+depends on the rest of its batch."""
 
 import functools
 import logging
@@ -39,7 +40,7 @@ _FREE_PROOF_S = 3.0  # longest proof at a start that was not asked for
 
 @dataclass(frozen=True, slots=True)
 class WarmModel:
-    """A model that has run on the pages it will be served from."""
+    """A model that has already run on the pages from which it will be served."""
 
     runner: ModelRunner
     sink: CaptureSink | None  # None while there is no tier below HBM
@@ -61,9 +62,9 @@ def warm_up(
     *,
     remembered_in: str | Path,
 ) -> WarmModel:
-    """Run the first steps on pages that are not in use yet, and tell the tiers' rates what steps take. remembered_in:
-    the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if less is proven than the
-    settings demand."""
+    """Run the first steps on pages that are not in use yet, and tell the tiers' rates how long steps take.
+    remembered_in: the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if less is proven
+    than the settings demand."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}
@@ -136,8 +137,8 @@ def _graphs_or(
 
 
 def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes: int) -> int | None:
-    """Return the largest step, in tokens, for which the device has memory beside loads; None: the wanted size fits.
-    Raises ModelRefused."""
+    """Return the largest step, in tokens, for which the device has memory while `kept_bytes` are reserved for loads;
+    None: the wanted size fits. Raises ModelRefused."""
     if device.type != "cuda":
         return None
     try:
@@ -167,7 +168,8 @@ def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes:
 
 
 def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> int:
-    """Return the bytes of the device in which one load of a whole window becomes rows, a layer at a time."""
+    """Return the bytes of device memory that loads need to decode a whole window of stored rows, one layer at a
+    time."""
     decodes = probed.codec.projection or probed.codec.decodes
     if decodes is None or decodes.device.type == "cpu" or not tiers.num_slots:
         return 0
@@ -177,7 +179,7 @@ def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers:
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:
-    """Return a key of everything that decides what first steps show: these settings, the machine and the code."""
+    """Return a key of everything that decides the results of first steps: these settings, the machine and the code."""
     made = type(runner).__name__, type(probed.backend).__name__, runner.saves_rows, loaded.num_ranks, loaded.rank
     # The proof needs a few hundred tokens of room; how much more there is depends on the memory that is free.
     sizes = min(room.num_pages, _PROOF_PAGES), room.max_context, probed.page_size, config.step_tokens
@@ -199,8 +201,8 @@ def _exactness(
     runner: ModelRunner,
     token_s: float,
 ) -> Exactness:
-    """Find out whether this engine's rows depend on their own tokens alone. Raises ModelRefused if that is demanded and
-    not proven."""
+    """Find out whether this engine's rows depend only on their own tokens, not on the rest of a batch. Raises
+    ModelRefused if the settings demand that and it is not proven."""
     if probed.codec.codec is not None:
         return Exactness(False, "not asked for (cache.codec is lossy)")
     if probed.codec.projection is not None:
@@ -223,7 +225,8 @@ def _exactness(
 
 
 def _proven(wanted: str, proof: Proof, proof_s: float) -> Exactness:
-    """Run the proof if the setting and its duration allow it. Raises ModelRefused if it is demanded and fails."""
+    """Run the proof if the setting allows it and it does not take too long. Raises ModelRefused if the setting demands
+    it and it fails."""
     if wanted == "off":
         return Exactness(False, "not asked for (model.exact off)")
     if wanted == "auto" and proof_s > _FREE_PROOF_S:

@@ -1,5 +1,5 @@
-"""Measures the link between memory and a device, and how fast the device decodes, when the engine starts, so that the
-first loads are priced rightly."""
+"""Measures how fast memory is copied to and from a device, and how fast the device decodes stored KV, when the engine
+starts, so that already the first loads are priced rightly."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +17,8 @@ _DECODED_BLOCKS = 256  # a device takes as long for a few
 
 
 def link_rates(device: torch.device, stream: DeviceStream, *, most_gbps: float = 0.0) -> dict[str, float]:
-    """Return direction -> bytes per second, for page-locked memory. stream: the calling thread's. most_gbps: cap of
-    loads; 0: none."""
+    """Return the measured bytes per second of page-locked memory for each direction (`dram_to_hbm`, `hbm_to_dram`).
+    stream: the calling thread's. most_gbps: cap of loads in 10^9 bytes per second; 0: none."""
     on_host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     rates = {}
@@ -35,15 +35,15 @@ def link_rates(device: torch.device, stream: DeviceStream, *, most_gbps: float =
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The speed at which a device decodes."""
+    """The speed at which a device decodes blocks that a codec has compressed."""
 
     fixed_s: float  # time of any load, through all layers
     bytes_per_s: float  # further rows per second
 
 
 def decoding(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> Decoding | None:
-    """Time the decoding of one block and of many, after a first run. Returns None where processors decode, or if there
-    is no memory for many. stream: the calling thread's."""
+    """Time the decoding of one block and of many, after a first run. Returns None where the CPU decodes, or if there is
+    no memory for many. stream: the calling thread's."""
     if coded.decodes.device.type == "cpu" or not slab.num_slots:
         return None
     times_s = []

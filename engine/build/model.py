@@ -1,4 +1,4 @@
-"""Loads the model of an engine, probes it, and gives it the attention that runs it."""
+"""Loads the model of an engine, probes it, and installs the attention that runs it."""
 
 import logging
 import math
@@ -67,12 +67,12 @@ class LoadedModel:
 
     @property
     def text(self) -> Any:
-        """The configuration of its language model."""
+        """The configuration of the language model within the model."""
         return self.module.config.get_text_config()  # type: ignore[operator,union-attr]
 
     @property
     def hbm_weight_bytes(self) -> int:
-        """The bytes of the weights that stay in HBM, and of the buffers through which the others pass."""
+        """The bytes of the weights that stay in HBM, and of the buffers through which the weights in DRAM pass."""
         all_bytes = self.weight_bytes
         return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
 
@@ -82,12 +82,12 @@ class LoadedModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """The weights by name, wherever they lie, before any is packed."""
+        """Return all weights by name, from HBM and DRAM, as they are before packing."""
         return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: generation_config's, or else the config's."""
+        """The token ids that end a text, from generation_config or else from the config."""
         for holder in (getattr(self.module, "generation_config", None), self.module.config):
             value = getattr(holder, "eos_token_id", None)
             if value is not None:
@@ -97,7 +97,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """A loaded model with the attention, codec and pages with which it runs, and what the probe found."""
+    """A loaded model with the attention, codec and pages with which it runs, and the findings of the probe."""
 
     backend: AttentionBackend
     page_size: int  # tokens
@@ -111,12 +111,12 @@ class ProbedModel:
 
     @property
     def coded_segment_bytes(self) -> Sequence[int] | None:
-        """The size of one coded block's segment, by layer; None: nothing is coded."""
+        """The bytes, by layer, of one block's segment after the codec has compressed it; None: there is no codec."""
         return None if self.codec.codec is None else self.codec.codec.segment_bytes
 
     @property
     def coded_bytes(self) -> float:
-        """The size of a coded block, as a share of a raw one's."""
+        """The size of a stored block as a share of the block's size in HBM rows; 1 without a codec."""
         coded = self.coded_segment_bytes
         if coded is None:
             return self.stored_bytes_per_token / self.kv_bytes_per_token
@@ -124,7 +124,8 @@ class ProbedModel:
 
     @property
     def stored_bytes_per_token(self) -> int:
-        """The bytes of a token's rows below HBM, over all layers and ranks: of its KV, or of activations."""
+        """The bytes that a token's rows take below HBM, over all layers and ranks, before a codec: of KV, or of
+        activations."""
         made = self.codec.projection
         return self.kv_bytes_per_token if made is None else made.bytes_per_token
 
@@ -165,7 +166,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
 
 
 def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Path:
-    """Return the directory of the model, whose weights have the form that `model.weights` demands. Raises
+    """Return the directory of the model, whose weights are packed or not, as `model.weights` demands. Raises
     ModelRefused."""
     wanted, kept = config.model.weights, Path(config.cache.disk_dir) / "models"
     against = _against_packing(config, device, dtype)
@@ -178,7 +179,7 @@ def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Pa
 
 
 def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why this engine cannot compute with packed weights; empty if it can."""
+    """Return the reason why this engine cannot compute with packed weights; empty if it can."""
     if device.type != "cpu" and (dtype == torch.float32 or triton_packed() is None):
         return "packed weights need Triton, and model.dtype bfloat16 or float16"
     if device.type == "cpu" and (dtype != torch.bfloat16 or decode_kernels() is None):
@@ -189,12 +190,13 @@ def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dt
 
 
 def dram_link(config: ExperimentConfig, num_ranks: int) -> Throttle:
-    """Return the cap for one direction of the link between DRAM and HBM: a rank's part of the whole cap."""
+    """Return a throttle that caps one direction of the link between DRAM and HBM at this rank's share of
+    `dram_gbps`."""
     return Throttle(bytes_per_s=config.dram_gbps / num_ranks * 1e9, clock=time.monotonic, sleep=time.sleep)
 
 
 def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: Throttle) -> OffloadedWeights:
-    """Move weights to DRAM if the settings say so; None if not. Raises ModelRefused."""
+    """Move the weights of layers after the first `hbm_layers` to DRAM, and return them. Raises ModelRefused."""
     num_layers: int = module.config.get_text_config().num_hidden_layers  # type: ignore[operator,union-attr]
     if hbm_layers >= num_layers:
         raise ModelRefused(
@@ -208,7 +210,7 @@ def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: T
 
 def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> ProbedModel:
     """Find an attention that computes what the model asks for, and replace modules that are slow on a CPU. Changes the
-    model. go_on: called every now and then. Raises ModelRefused."""
+    model. go_on: long work calls it every now and then. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
     backend, page_size, found = find_attention(module, device)
     log.debug(
@@ -249,7 +251,7 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
 
 
 def _lookahead(module: nn.Module, found: ProbeResult) -> Lookahead:
-    """Return what guesses queries ahead, if the selector needs it. Raises ModelRefused."""
+    """Return the part that guesses a layer's queries ahead, for the selector `infinigen`. Raises ModelRefused."""
     try:
         return Lookahead(module, found)
     except ValueError as error:
@@ -273,8 +275,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
-    """Return the first backend that runs here and computes what the model asks for, its page size, and the probe's
-    findings. Raises ModelRefused."""
+    """Return the first attention backend that runs here and computes what the model asks for, its page size, and the
+    findings of the probe. Raises ModelRefused."""
     problems = []
     for name in _ON_CUDA if device.type == "cuda" else ("torch_cpu",):
         try:

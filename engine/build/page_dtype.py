@@ -1,4 +1,4 @@
-"""Chooses the type of the numbers of KV in HBM, and measures at the first start how much it changes answers."""
+"""Chooses the number type of KV in HBM, and measures at the first start how much that type changes answers."""
 
 import logging
 import os
@@ -26,8 +26,8 @@ _VERSION = 1  # version of the packing, and of its measurement
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """The format of pages in HBM. divergence: nats a token by which the format changes answers of this model; None: it
-    changes nothing. warning: text for people, if the settings asked for another format."""
+    """The chosen format of pages in HBM. divergence: nats per token by which the format changes answers of this model;
+    None: it changes nothing. warning: text for people, if the settings asked for a format that was not chosen."""
 
     format: PageFormat
     divergence: float | None = None
@@ -77,7 +77,8 @@ def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
 
 
 def _measured(subject: Subject, tokenizer: Path, path: Path | None) -> float:
-    """Measure now, and keep the result for later starts."""
+    """Measure how much int8 pages change answers, in nats per token, and write the result to `path` for later
+    starts."""
     log.info("measuring what pages of int8 change of this model's answers, once")
     started = time.perf_counter()
     _, texts = calibration_text(tokenizer)
@@ -106,7 +107,8 @@ def _keep(path: Path, measured: _Measured) -> None:
 
 
 def _read(path: Path) -> float | None:
-    """Return the divergence that an earlier start has measured; None if there is none that still holds."""
+    """Return the divergence, in nats per token, that an earlier start has measured; None if there is none that is still
+    valid."""
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
     except (OSError, msgspec.MsgspecError, ValueError):

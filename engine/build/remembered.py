@@ -27,9 +27,9 @@ _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a model's first steps. step_s, token_s: as from `WarmUp.step_times`. least_chunk_tokens: as from
-    `WarmUp.efficient_tokens`, 0 if not measured. rows_agree: as from `WarmUp.rows_agree`. proven, detail: as in
-    `Exactness`."""
+    """The results of a model's first steps. step_s, token_s: returned by `WarmUp.step_times`. least_chunk_tokens:
+    returned by `WarmUp.efficient_tokens`, 0 if not measured. rows_agree: returned by `WarmUp.rows_agree`. proven,
+    detail: the fields of `Exactness`."""
 
     step_s: float
     token_s: float
@@ -44,7 +44,8 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remembered:
-    """The file, and the entry of one model in it. `key` combines everything that the results depend on."""
+    """The file of remembered results, and the entry of one model in it. `key` combines everything that the results
+    depend on."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path, self._key = directory / "first_steps.json", key
@@ -53,7 +54,8 @@ class Remembered:
         return self._read().get(self._key)
 
     def keep(self, shown: FirstSteps) -> None:
-        """Write the entry. Only the entries written last stay. A directory that cannot be written to is no error."""
+        """Write the results as this model's entry. Only the entries written last stay. A directory that cannot be
+        written to is no error."""
         entries = {key: entry for key, entry in self._read().items() if key != self._key}
         entries = dict([*entries.items(), (self._key, shown)][-_KEPT_MODELS:])
         new = self._path.with_suffix(f".{os.getpid()}.new")
@@ -74,7 +76,8 @@ class Remembered:
 
 
 def key_of(*parts: object) -> str:
-    """Return the key of the results of first steps for these parts, on this machine with this code."""
+    """Return a key of these parts, this machine and this code, under which the results of first steps are
+    remembered."""
     everything = (*parts, torch.get_num_threads(), _processor(), *map(_version_of, _LIBRARIES), _code())
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
 
@@ -96,7 +99,7 @@ def _code() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Return the processor's model and abilities, as far as the system tells them."""
+    """Return text that names the processor's model and abilities, as far as the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

@@ -27,7 +27,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The file names of one kind of control groups."""
+    """The file names that one version of control groups uses."""
 
     limit: str
     used: str
@@ -39,7 +39,7 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def memory() -> Memory:
-    """Measure the memory that this process may use, now."""
+    """Return the memory that this process may use, measured now."""
     machine = psutil.virtual_memory()
     try:
         own = _OWN.read_text(encoding="utf-8")
@@ -49,8 +49,8 @@ def memory() -> Memory:
 
 
 def disk_room(directory: Path, min_free_bytes: int) -> int:
-    """Return the bytes that cache files of a directory may take: the free space of its file system above the floor, and
-    the bytes that they take already. The directory need not be there yet. Raises OSError."""
+    """Return the bytes that cache files in a directory may take: the free space of its file system above
+    `min_free_bytes`, plus the bytes that they take already. The directory need not exist yet. Raises OSError."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return max(0, shutil.disk_usage(existing).free + stored_bytes(directory) - min_free_bytes)
 

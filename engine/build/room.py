@@ -1,4 +1,5 @@
-"""Finds the room that an engine has for KV: its window, its pages, and the sizes that the settings leave open."""
+"""Finds how much KV an engine has room for: its context window, its pages in HBM, and the sizes that the settings leave
+open."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Room:
 
 
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
-    """Return the room of an engine. Raises ModelRefused if HBM is too small."""
+    """Return the window, pages and sizes of an engine. Raises ModelRefused if HBM is too small."""
     device, warnings = loaded.device, list[str]()
     on_cpu = device.type == "cpu"
     if not probed.found.decouplable:
@@ -58,7 +59,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
-    """Return the bytes that encoding takes besides the tiers."""
+    """Return the bytes of memory that encoding blocks takes besides the tiers."""
     if config.mode != "attentionstore":
         return 0
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
@@ -67,8 +68,8 @@ def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> 
 
 
 def _disk_room(config: CacheConfig, num_ranks: int) -> int:
-    """Return the space for cache files, if the config leaves the disk's size open; 0 if it does not, or the disk is not
-    used."""
+    """Return the bytes that cache files may take, if the config leaves the disk's size open; 0 if it does not, or the
+    disk is not used."""
     if config.disk_bytes is not None or config.mode != "attentionstore":
         return 0
     try:
@@ -79,7 +80,7 @@ def _disk_room(config: CacheConfig, num_ranks: int) -> int:
 
 
 def _window(wanted: int, text: Any, warnings: list[str]) -> int:
-    """Return the window in tokens. wanted: the setting; text: the configuration of the language model."""
+    """Return the context window in tokens. wanted: the setting; text: the configuration of the language model."""
     trained: int = text.max_position_embeddings
     limit = rope_limit(text)
     if limit is not None and limit < trained:
@@ -111,7 +112,8 @@ def _num_pages(
 def _with_parking(
     config: EngineConfig, probed: ProbedModel, automatic: Sizes, coding: int, window: int, warnings: list[str]
 ) -> Room:
-    """Return the room of an engine whose contexts may be as long as DRAM holds. Raises ModelRefused."""
+    """Return the sizes of an engine whose contexts may be larger than HBM, up to what DRAM holds. Raises
+    ModelRefused."""
     cache, page_size = config.cache, probed.page_size
     tokens = cache.hbm_tokens or automatic.hbm // probed.hbm_bytes_per_token
     pages, spare = tokens // page_size, page_size // BLOCK_TOKENS  # as in `_num_pages`

@@ -1,4 +1,4 @@
-"""Makes the scheduler of an engine: resolves the automatic settings, and logs what they are."""
+"""Makes the scheduler of an engine: resolves the automatic settings, and logs the results."""
 
 from reprise.cache.manager import CacheManager
 from reprise.cache.rates import Rates
@@ -26,8 +26,8 @@ def build_scheduler(
     max_context: int,
     most_tokens: int | None = None,
 ) -> Scheduler:
-    """Make the scheduler. least_chunk_tokens: size of a prompt's chunk below which products are inefficient on this
-    machine. most_tokens: largest step; None: no limit."""
+    """Make the scheduler. least_chunk_tokens: size of a prompt's chunk below which matrix products are inefficient on
+    this machine. most_tokens: largest step; None: no limit."""
     lone_tokens = lone_step_tokens(config, step_tokens)
     if most_tokens is not None:
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
@@ -68,12 +68,13 @@ def build_scheduler(
 
 
 def lone_step_tokens(config: EngineConfig, step_tokens: int) -> int:
-    """Return the budget of a step in which no sequence decodes. step_tokens: the budget of any other."""
+    """Return the budget, in tokens, of a step in which no sequence decodes. step_tokens: the budget of any other
+    step."""
     return step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
 
 
 def _window(cache: CacheManager, max_context: int) -> int:
-    """Return the window of the queue: as many turns as HBM holds sessions, because that is how much KV can be there, or
-    on its way, at once."""
+    """Return the size of the queue's window, in requests: as many turns as HBM holds sessions of mean length, because
+    only their KV can be in HBM or on its way at once."""
     session_tokens = cache.sessions.mean_tokens or max_context / 4
     return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(cache.hbm_tokens / session_tokens)))

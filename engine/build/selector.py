@@ -1,4 +1,5 @@
-"""Makes the selector of KV that the settings ask for, calibrated, and compiled before the first request."""
+"""Makes the selector, which chooses the parts of long contexts that decoding reads, calibrates it, and compiles it
+before the first request."""
 
 import logging
 import time
@@ -26,8 +27,8 @@ def build_selector(
     num_pages: int,
     max_context: int,
 ) -> Selecting | None:
-    """Make the selector and install it in the runner. Writes to pages from 0 on, which must not be in use. Returns None
-    where contexts are read whole. Raises ModelRefused."""
+    """Make the selector and install it in the runner. Overwrites pages from 0 on, which must not be in use. Returns
+    None where contexts are read whole. Raises ModelRefused."""
     settings = config.selector
     make = SELECTORS[settings.name]
     if make is None:

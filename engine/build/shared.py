@@ -1,4 +1,5 @@
-"""Builds the parts of a tensor-parallel engine: rank 0's here, while the other ranks build theirs."""
+"""Builds the parts of a tensor-parallel engine: rank 0's in this process, while the processes of the other ranks build
+theirs."""
 
 import functools
 from dataclasses import replace
@@ -29,7 +30,7 @@ def decode_room(encoded: msgspec.Raw) -> Room:
 
 
 def build_shared(config: EngineConfig) -> tuple[LoadedModel, ProbedModel, Room, Tiers, WarmModel]:
-    """Start the ranks, load the model together with them, and have all make tiers of the same size. Raises
+    """Start the other ranks, load the model together with them, and have all ranks make tiers of the same size. Raises
     ModelRefused."""
     path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")  # once, not by every rank
     check_split(path, config.model.tensor_parallel)

@@ -1,7 +1,7 @@
 """Chooses the sizes of tiers that the settings leave open, as shares of the memory that machine and model leave free.
 Pure.
 
-docs/sizes.md tabulates it.
+docs/sizes.md has a table of the results.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,9 @@ class Sizes:
 
 
 def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None) -> int:
-    """Return the most memory that coding takes besides the tiers: encoded blocks for DRAM and for the disk at once,
-    with the rows of a layer. segment_bytes: of a block, by layer; coded_segment_bytes: None without a codec."""
+    """Return the most memory, in bytes, that compressing KV takes besides the tiers: encoded blocks for DRAM and for
+    the disk at once, with the raw rows of one layer. segment_bytes: of a raw block, by layer. coded_segment_bytes: of a
+    compressed block, by layer; None without a codec."""
     if coded_segment_bytes is None:
         return 0
     return _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))
@@ -61,12 +62,13 @@ def automatic_sizes(
     stored_bytes_per_token: int | None = None,
     coding: int = 0,
 ) -> Sizes:
-    """Return the sizes for a model.
+    """Return the sizes of the tiers for a model.
 
-    memory: bytes that were available before its load; device_memory: bytes of the accelerator that the weights leave
-    free, None if the model runs on the CPU; weights: bytes of memory, not of the accelerator's, that they take; disk:
-    most bytes of cache files; hbm_tokens: the setting, or 0; stored_bytes_per_token: of rows below HBM, None: the same
-    as in it; coding: as from `coding_bytes`."""
+    memory: bytes that were available before its load. device_memory: bytes of the accelerator that the weights leave
+    free; None if the model runs on the CPU. weights: bytes of the machine's memory that the weights take. disk: most
+    bytes of cache files. hbm_tokens: the setting, or 0. stored_bytes_per_token: bytes of a token's rows below HBM;
+    None: as many as in HBM. coding: the result of `coding_bytes`.
+    """
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
     free = max(0, memory - weights)
@@ -101,7 +103,7 @@ def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list
 
 
 def parking_pages(num_pages: int, page_size: int) -> tuple[int, int]:
-    """Return (pages of HBM through which contexts larger than HBM are read, most pages of one such context). The other
-    half of HBM is for the requests that run beside it."""
+    """Return (ring, most): the number of HBM pages through which contexts larger than HBM are read, and the most pages
+    of one such context. Half of the other pages stay for the requests that run beside it."""
     ring = max(1, min(_RING_TOKENS // page_size, num_pages // 8))
     return ring, (num_pages - ring) // 2

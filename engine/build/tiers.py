@@ -1,4 +1,4 @@
-"""Makes all tiers of an engine from an EngineConfig."""
+"""Makes all tiers of an engine (HBM, DRAM, disk, Redis) from an EngineConfig."""
 
 import functools
 import logging
@@ -59,7 +59,7 @@ _PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The memory for KV, and the parts that move KV in it."""
+    """The memory for KV, and the parts that move KV between the tiers."""
 
     pages: list[KvPages]  # pages of HBM, by layer
     num_slots: int  # DRAM slots for rows, including staging
@@ -74,7 +74,7 @@ class Tiers:
     records: Sequence[SessionRecord]
 
     def arrived(self, job_id: int) -> float:
-        """Return the share of a load that is in HBM."""
+        """Return the share of a load, from 0 to 1, that is in HBM. job_id: the load's id."""
         return self.transfer.layers_arrived(job_id) / self.rates.num_layers
 
 
@@ -156,8 +156,8 @@ def build_tiers(
 
 
 def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
-    """Return the mean blocks of the sessions that a disk has kept; 0 if it has none. A session counts one block that is
-    not full, however many of its turns have left such a block on disk."""
+    """Return the mean number of blocks per session in `extents`, which a disk has kept; 0 if there are none. A session
+    counts one block that is not full, however many of its turns have left such a block on disk."""
     full = Counter[tuple[str, str, str]]()
     for extent in extents:
         full[extent.session.names] += sum(not block.is_open for block in extent.blocks)
@@ -171,8 +171,8 @@ def _stored_shapes(probed: ProbedModel) -> list[LayerShape]:
 
 
 def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | None) -> dict[str, float]:
-    """Return the rates at which transfers are priced until some were measured. rates: of the links. Activations have to
-    become K and V on the way to HBM, which takes time."""
+    """Return the rates, in bytes per second, at which transfers are priced until some were measured. rates: those of
+    the links. projection: if given, loads also take the time in which activations become K and V."""
     if projection is None:
         return rates
     projecting = projection.flops_per_token / projection.bytes_per_token / _PRIOR_PREFILL_FLOPS
@@ -180,7 +180,7 @@ def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | No
 
 
 def _lower_sizes(config: EngineConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
-    """Return (bytes of DRAM, slots of staging besides, bytes of disk)."""
+    """Return (bytes of DRAM, number of staging slots besides, bytes of disk)."""
     cache, staging_bytes = config.cache, config.experiment.staging_bytes
     if cache.mode != "attentionstore":
         return 0, 0, 0
@@ -220,7 +220,7 @@ def _form(fingerprint: bytes, config: EngineConfig, probed: ProbedModel, segment
 
 
 def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[int]) -> RedisExtents | None:
-    """Make the Redis tier; None if it is off. Whether a server answers shows later, at the first use. Raises
+    """Make the Redis tier; None if it is off. Does not connect: whether a server answers shows at the first use. Raises
     ModelRefused for an invalid URL."""
     cache = config.cache
     if not (cache.redis_urls and cache.redis_bytes):

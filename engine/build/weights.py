@@ -1,4 +1,4 @@
-"""Finds the files of a model and loads its weights from any form: safetensors, GGUF or packed."""
+"""Finds the files of a model and loads its weights, whether stored as safetensors, GGUF or packed."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
-    """Load the model in a directory, whose weights may be packed. Otherwise the same as `load_model`. Raises
+    """Load the model in a directory on the CPU or a device, as `load_model` does, but also with packed weights. Raises
     ModelRefused."""
     if not is_packed(path):
         return load_model(path, dtype, device, num_ranks)

@@ -1,8 +1,8 @@
-"""Keeps activations instead of KV below HBM: the input of a layer's attention, which has half the bytes of its K and V
-where every head has its own. A load makes K and V from it again, with the layer's own weights.
+"""Stores activations instead of KV below HBM: the input of a layer's attention, which has half the bytes of its K and V
+where every head has its own. A load computes K and V from it again, with the layer's own weights.
 
-Sources: HybridServe (arXiv 2501.01792) and HCache (arXiv 2410.05004). Both keep the hidden state and compute the norm
-again; this keeps the norm's output, which has the same size.
+Sources: HybridServe (arXiv 2501.01792) and HCache (arXiv 2410.05004). Both store the hidden state and compute the norm
+again; this stores the norm's output, which has the same size.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,8 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 @dataclass(frozen=True, slots=True)
 class LayerProjection:
-    """Makes a layer's keys [rows, kv_heads * k_dim], without position, and values from activations [rows, width]."""
+    """A function that makes a layer's keys [rows, kv_heads * k_dim], without position, and values from activations
+    [rows, width]."""
 
     shape: KvShape
     width: int
@@ -54,8 +55,8 @@ class LayerProjection:
 
 
 class KvProjection:
-    """Makes K and V from activations in all layers. Implements `reprise.kernels.codecs.codec.Projection`; a Decoder
-    calls it."""
+    """A converter that makes K and V from activations in all layers. Implements
+    `reprise.kernels.codecs.codec.Projection`; a Decoder calls it."""
 
     name = "activation"
 
@@ -70,8 +71,8 @@ class KvProjection:
         self.weight_bytes = products * dtype.itemsize if device.type == "cpu" else 0
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """Make the rows of a layer from activations, as `Decodes.decode` demands. Torch's products use as many threads
-        as the caller has."""
+        """Make the K and V rows of a layer from activations, as `Decodes.decode` demands. Torch's products use as many
+        threads as the caller has."""
         project = self._layers[layer]
         x = segments.view(self._dtype).view(-1, project.width).to(self.device)
         keys, values = project(x)
@@ -82,8 +83,8 @@ class KvProjection:
 
 @torch.inference_mode()
 def find_projection(subject: Subject) -> KvProjection:
-    """Find the products that make K and V in a model that was not optimised yet. Raises ModelRefused if activations are
-    not smaller than KV, or the model makes its KV in an unknown way."""
+    """Find the matrix products that make K and V in a model that was not optimised yet. Raises ModelRefused if
+    activations are not smaller than KV, or the model makes its KV in an unknown way."""
     found = _attentions(subject.model)
     if sorted(found) != list(range(len(subject.found.shapes))):
         raise ModelRefused(_unknown(f"its attention has none of {', '.join(('k_proj', *_FUSED))}"))
@@ -113,8 +114,8 @@ def find_projection(subject: Subject) -> KvProjection:
 
 @torch.inference_mode()
 def watch_inputs(subject: Subject, projection: KvProjection) -> None:
-    """Have the layers of a model, optimised or not, show the input of their attention (`Step.inputs`), and check that
-    it gives the K and V that they compute. Raises ModelRefused."""
+    """Have the layers of a model, optimised or not, report the input of their attention (`Step.inputs`), and check that
+    `projection` makes the same K and V from it as the layers compute. Raises ModelRefused."""
     for layer, attention in _attentions(subject.model).items():
         getattr(attention, _entry(attention)).register_forward_pre_hook(partial(_show, layer))
     for num_tokens in _CHECK_TOKENS:
@@ -144,13 +145,13 @@ def _unknown(why: str) -> str:
 
 
 def _attentions(model: nn.Module) -> dict[int, Any]:
-    """Return layer -> its attention, for the layers whose K and V can be made from activations."""
+    """Return the attention module of each layer, by the layer's index, where K and V can be made from activations."""
     modules: Any = model.modules()
     return {module.layer_idx: module for module in modules if hasattr(module, "layer_idx") and _entry(module)}
 
 
 def _entry(attention: nn.Module) -> str:
-    """Return the name of the child that gets the input of an attention and makes keys from it; empty if there is
+    """Return the name of the child module that gets an attention's input and makes keys from it; empty if there is
     none."""
     if all(isinstance(getattr(attention, name, None), nn.Module) for name in _APART):
         return _APART[0]
@@ -158,11 +159,11 @@ def _entry(attention: nn.Module) -> str:
 
 
 Part = tuple[Tensor, Tensor | None]
-"""Weight and bias of a product."""
+"""Weight and bias of one matrix product; None: no bias."""
 
 
 def _parts(subject: Subject, attentions: dict[int, Any]) -> dict[int, tuple[Part, Part]]:
-    """Return layer -> the products that give its K and its V."""
+    """Return, by layer, the matrix products that give its K and its V."""
     fused = {layer: getattr(attention, _entry(attention)) for layer, attention in attentions.items()}
     parts = {}
     for layer, attention in attentions.items():
@@ -190,8 +191,8 @@ def _parts(subject: Subject, attentions: dict[int, Any]) -> dict[int, tuple[Part
 
 
 def _columns(outputs: Tensor, wanted: Tensor) -> Tensor:
-    """Return which columns of `outputs` equal those of `wanted`, because models lay out the results of one product in
-    many ways. Raises ModelRefused if there are none."""
+    """Return the index of each column of `wanted` among the columns of `outputs`, since models lay out the results of
+    one product in many ways. Raises ModelRefused if a column is missing."""
     whole = outputs.float().T.contiguous()
     index = torch.cat([torch.cdist(columns, whole).argmin(1) for columns in wanted.float().T.split(256)])
     if not torch.equal(outputs[:, index], wanted):
@@ -200,7 +201,7 @@ def _columns(outputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 class _Seen:
-    """The inputs and KV that the layers of one step have shown."""
+    """A recorder of the attention inputs and the KV that the layers report during one step."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []  # layers that have shown their inputs
@@ -209,7 +210,7 @@ class _Seen:
         self.values: list[Tensor] = []
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Keep a layer's K and V, as `KvSink.write` demands."""
+        """Record a layer's K and V, as `KvSink.write` demands."""
         self.keys.append(k_plain.clone())
         self.values.append(v.clone())
 
@@ -219,7 +220,7 @@ class _Seen:
 
 
 def _seen(subject: Subject, num_tokens: int) -> _Seen:
-    """Compute a random text and return what its layers have shown."""
+    """Compute a random text of `num_tokens` tokens and return what its layers have reported."""
     model: Any = subject.model
     text, device = model.config.get_text_config(), next(model.parameters()).device
     num_tokens = min(num_tokens, getattr(text, "max_position_embeddings", None) or num_tokens)

@@ -1,4 +1,5 @@
-"""Finds the steps of the transform codec at which a model's answers keep to a budget, on texts that ship with Reprise.
+"""Finds the quantisation steps of the transform codec at which a model's answers change by no more than a budget, on
+texts that ship with Reprise.
 
 Some texts give the statistics, others the measured divergence. Keys and values get half of the budget each. One more
 bit lowers the divergence of either by the same factor, and both have as many numbers, so equal shares cost the fewest
@@ -30,7 +31,7 @@ _LEAST_STEP, _MOST_CHANGE = 1e-3, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A codec that keeps to its budget, with its measured divergence."""
+    """A calibrated codec, with its measured divergence."""
 
     codec: TransformCodec
     k_step: float
@@ -41,8 +42,8 @@ class Calibrated:
 
 
 class _Listener:
-    """An attention backend that also sums the squares of its queries. Layers are called in order, by the thread that
-    calibrates."""
+    """An attention backend that also sums the squares of its queries. The thread that calibrates calls it for the
+    layers in order."""
 
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -78,7 +79,7 @@ class _Listener:
 
 def statistics(subject: Subject, texts: Sequence[Tensor]) -> list[LayerStatistics]:
     """Run a model over texts [tokens] and return statistics of each layer. The first block of each text is left out,
-    because it is stored as it is."""
+    because the codec never compresses it."""
     shapes, ropes = subject.found.shapes, subject.found.ropes
     listener = _Listener(subject.backend, len(shapes))
     coder = HistoryCoder(replace(subject, backend=listener), most_tokens=max(map(len, texts)))
@@ -98,9 +99,9 @@ def statistics(subject: Subject, texts: Sequence[Tensor]) -> list[LayerStatistic
 def calibrate(
     subject: Subject, *, budget: float, learned: Sequence[Tensor], scored: Sequence[Tensor]
 ) -> Calibrated | None:
-    """Find the coarsest steps that keep to a budget of nats a token. learned, scored: texts [tokens], for the
-    statistics and for the measurement, which scores the last fifth of a text. Returns None if no step keeps to the
-    budget."""
+    """Find the coarsest quantisation steps whose divergence keeps to `budget`, in nats per token. learned: texts
+    [tokens] for the statistics. scored: texts for the measurement, which scores the last fifth of each. Returns None if
+    no step keeps to the budget."""
     bases = [basis_of(layer) for layer in statistics(subject, learned)]
     coder = HistoryCoder(subject, most_tokens=max(map(len, scored)))
 
@@ -139,6 +140,6 @@ def calibrate(
 
 
 def _nearer(step: float, divergence: float, wanted: float) -> float:
-    """Return a step that should bring the divergence nearer to the wanted one."""
+    """Return a quantisation step that should bring the divergence nearer to the wanted one."""
     change = (wanted / max(divergence, 1e-12)) ** (1 / _STEP_POWER) if math.isfinite(divergence) else 1 / _MOST_CHANGE
     return max(_LEAST_STEP, step * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))

@@ -38,7 +38,7 @@ class _About(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(path: Path, calibrated: Calibrated, *, model: bytes, budget: float) -> None:
-    """Write the file, either whole or not at all. model: the model's fingerprint. Raises OSError."""
+    """Write the codec to a file, either whole or not at all. model: the model's fingerprint. Raises OSError."""
     codec = calibrated.codec
     about = _About(
         version=_VERSION,
@@ -71,7 +71,8 @@ def save(path: Path, calibrated: Calibrated, *, model: bytes, budget: float) -> 
 
 
 def load(path: Path, *, model: bytes, budget: float, dtype: torch.dtype) -> Calibrated | None:
-    """Return the codec in the file, if it was calibrated for this model and is intact; otherwise None."""
+    """Return the codec in the file, if the file is intact and was written for this model, budget and dtype; otherwise
+    None."""
     try:
         with safe_open(str(path), framework="pt") as file:
             about = msgspec.json.decode((file.metadata() or {}).get("about", ""), type=_About)

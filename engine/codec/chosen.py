@@ -1,4 +1,4 @@
-"""Describes the codec that a server uses, for the composition of the engine."""
+"""Describes the codec that a server uses, so that the engine can be composed with it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ from reprise.kernels.codecs.codec import Codec, Decodes
 class ChosenCodec:
     """The codec that a server uses.
 
-    codec: None: KV below DRAM has the form that it has in DRAM. decodes: makes rows from its segments, for pages on the
-    model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers below HBM then have
-    instead of KV; None: they have KV. divergence: nats a token as measured on this model; None: not measured. warning:
-    text for people, if the settings asked for another codec. budget: nats a token to which it was calibrated; None:
-    nothing is coded.
+    codec: None: KV below DRAM is stored as it is in DRAM. decodes: makes rows from the codec's segments, for pages on
+    the model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers below HBM then
+    store instead of KV; None: they store KV. divergence: nats per token as measured on this model; None: not measured.
+    warning: text for people, if the settings asked for another codec. budget: nats per token to which the codec was
+    calibrated; None: there is no codec.
 
-    refusals: the file that notes that the codec must not be used. is_refused: it was condemned before. Then it still
-    names the KV of earlier starts, and nothing is coded or decoded."""
+    refusals: the file that notes that the codec must not be used. is_refused: whether an earlier start has condemned
+    the codec. It then still names the KV of earlier starts, but compresses and decodes nothing.
+    """
 
     codec: Codec | None = None
     decodes: Decodes | None = None
@@ -33,7 +34,7 @@ class ChosenCodec:
     is_refused: bool = False
 
     def remember(self, verdict: Verdict) -> None:
-        """Keep later starts from using a codec that was condemned."""
+        """Write to the file of refusals that the codec was condemned, so that later starts do not use it."""
         if self.refusals is not None and self.codec is not None:
             why = f"the shadow check found {verdict.recent:.2g} nats a token, {verdict.limit:.2g} are tolerated"
             save_refusal(self.refusals, codec=self.codec.name, made_of=text_digest(), why=why)

@@ -1,5 +1,5 @@
-"""Measures how much a codec changes a model's next-token distributions. In each text the KV of a history is coded, and
-the tokens after it are computed as usual and scored.
+"""Measures how much a codec changes a model's next-token distributions. In each text the KV of a history is compressed
+and decompressed, and the tokens after it are computed as usual and scored.
 
 All is computed in fp32, with KV rounded to the type in which it is stored. In bf16 even the smallest change of the KV
 changes the rounding of everything after it. That alone is 0.0015 nats a token on SmolLM2, more than the measured codec.
@@ -31,12 +31,13 @@ _PLAIN = PageFormat(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The effect of coding on the scored tokens of some texts, per token. `added` puts several texts together."""
+    """The effect of a codec on the scored tokens of some texts, per token. `added` joins the results of several
+    texts."""
 
     divergence: Tensor  # nats: KL of the distribution after coded KV from that after raw KV
     same_choice: Tensor  # bool: whether the likeliest token is the same
     loss: Tensor  # nats: minus the log probability of the text's token, after coded KV
-    raw_loss: Tensor  # the same after raw KV
+    raw_loss: Tensor  # loss after unchanged KV
     refused: float  # share of blocks that could not be coded and stayed raw
 
     @property
@@ -45,17 +46,17 @@ class Quality:
 
     @property
     def same_choices(self) -> float:
-        """The share of tokens whose likeliest next token is the same."""
+        """The share of tokens, from 0 to 1, for which the likeliest next token stays the same."""
         return float(self.same_choice.float().mean())
 
     def perplexity_change(self) -> tuple[float, float]:
-        """Return the share by which perplexity rises, and its standard error."""
+        """Return the share by which perplexity rises, and the standard error of the mean change in loss."""
         change = self.loss - self.raw_loss
         return math.expm1(float(change.mean())), float(change.std()) / math.sqrt(len(change))
 
     @classmethod
     def added(cls, parts: Sequence["Quality"]) -> "Quality":
-        """Put the results of texts together. The histories must be equally long, because `refused` is averaged."""
+        """Join the results of several texts. Their histories must be equally long, because `refused` is averaged."""
         return cls(
             divergence=torch.cat([part.divergence for part in parts]),
             same_choice=torch.cat([part.same_choice for part in parts]),
@@ -67,7 +68,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to be measured, loaded, prepared and probed."""
+    """A model to be measured, which has been loaded, prepared and probed."""
 
     model: nn.Module
     backend: AttentionBackend
@@ -82,13 +83,13 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """The device on which its KV is computed."""
+        """The device on which the model computes its KV."""
         return next(self.model.parameters()).device
 
 
 class HistoryCoder:
-    """Runs a model over single texts, with the KV of the history either as computed or as a codec returns it.
-    most_tokens: of a text; page_format: of its pages. Used by one thread at a time."""
+    """A runner of a model over single texts, with the KV of the history either as computed or as a codec returns it.
+    most_tokens: of a text. page_format: of the pages. Used by one thread at a time."""
 
     def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
@@ -99,7 +100,7 @@ class HistoryCoder:
         self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Keep a layer's K and V, as `KvSink.write` demands."""
+        """Record a layer's K and V, as `KvSink.write` demands."""
         k, values = self._seen[layer]
         k.append(k_plain.clone())
         values.append(v.clone())
@@ -107,7 +108,7 @@ class HistoryCoder:
     @torch.inference_mode()
     def compute(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Compute a history [tokens]. Returns for each layer K without position [tokens, kv_heads, k_dim] and V,
-        rounded as they are stored. `place` puts them into the pages."""
+        rounded to the type in which they are stored. `place` writes them into the pages."""
         self._forget_seen()
         for start in range(0, len(token_ids), _CHUNK_TOKENS):
             self._run(token_ids[start : start + _CHUNK_TOKENS], start, logit_rows=1, listens=True)
@@ -115,20 +116,21 @@ class HistoryCoder:
 
     @torch.inference_mode()
     def go_on(self, token_ids: Tensor, start: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute tokens after a history of `start` tokens, as both `compute` and `score` do. Returns their log
-        probabilities, and their K and V."""
+        """Compute tokens after a history of `start` tokens. Returns their log probabilities, as `score` does, and their
+        K and V, as `compute` does."""
         self._forget_seen()
         logits = self._run(token_ids, start, logit_rows=len(token_ids), listens=True)
         return logits.float().log_softmax(-1), self._stored()
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
-        """Return the log probabilities [tokens, vocabulary], fp32, of tokens after a history of `start` tokens."""
+        """Return the log probabilities, fp32 [tokens, vocabulary], of tokens that follow a history of `start`
+        tokens."""
         return self._run(token_ids, start, logit_rows=len(token_ids), listens=False).float().log_softmax(-1)
 
     @torch.inference_mode()
     def place(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put a history into the pages, from its first token on. rows: as from `compute`."""
+        """Write the K and V of a history into the pages, from its first token on. rows: a result of `compute`."""
         slots = torch.arange(len(rows[0][0]), device=self._device)
         for layer, ((k, v), pages) in enumerate(zip(rows, self._pages, strict=True)):
             write_rows(pages.k, slots, pages.to_rows(self._rotations.rotate(layer, k.float(), slots)))
@@ -161,9 +163,9 @@ class HistoryCoder:
 def coded(
     codec: Codec, rows: Sequence[tuple[Tensor, Tensor]], part: Part = "kv"
 ) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """Return a history as a codec returns it, with its first block unchanged, and the share of blocks that were
-    refused. rows: by layer K [tokens, kv_heads, k_dim] and V, of whole blocks. part: which of K and V the codec is
-    applied to."""
+    """Compress and decompress the KV of a history, except its first block, and return it with the share of blocks that
+    the codec refused. rows: K [tokens, kv_heads, k_dim] and V of each layer, whole blocks. part: whether the codec is
+    applied to K, V or both."""
     out, refused, count = [], 0, 0
     for layer, (k, v) in enumerate(rows):
         raw = raw_blocks(k[BLOCK_TOKENS:], v[BLOCK_TOKENS:])
@@ -183,13 +185,13 @@ def coded(
 
 
 def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
-    """Return [blocks, elements] as the DRAM tier holds them, from K [tokens, kv_heads, k_dim] and V of whole blocks."""
+    """Return K [tokens, kv_heads, k_dim] and V of whole blocks as the DRAM tier holds them, [blocks, elements]."""
     blocks = len(k) // BLOCK_TOKENS
     return torch.cat([k.reshape(blocks, -1), v.reshape(blocks, -1)], 1).cpu().contiguous()
 
 
 def rows_of(raw: Tensor, k_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Invert `raw_blocks`."""
+    """Return K and V, as rows of these shapes, of blocks that `raw_blocks` made."""
     split = BLOCK_TOKENS * math.prod(k_shape)
     return raw[:, :split].reshape(-1, *k_shape), raw[:, split:].reshape(-1, *v_shape)
 
@@ -197,8 +199,8 @@ def rows_of(raw: Tensor, k_shape: Sequence[int], v_shape: Sequence[int]) -> tupl
 def measure(
     coder: HistoryCoder, token_ids: Tensor, history: int, codecs: Sequence[tuple[Codec, Part]]
 ) -> list[Quality]:
-    """Measure some codecs on one text [tokens]. history: how many tokens are coded, in whole blocks; the others are
-    scored."""
+    """Measure some codecs on one text [tokens]. history: number of leading tokens, whole blocks, whose KV the codec
+    changes; the others are scored."""
     if history % BLOCK_TOKENS or not 0 < history < len(token_ids) - 1:
         raise ValueError(f"a history of {history} out of {len(token_ids)} tokens")
     rows = coder.compute(token_ids[:history])
@@ -214,8 +216,8 @@ def measure(
 
 
 def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFormat) -> Quality:
-    """Measure how much pages of a format change answers on some texts [tokens]. Each text is computed through such
-    pages from its first token on, and its second half is scored."""
+    """Measure how much pages of a format change answers on some texts [tokens]. Each text is computed in such pages
+    from its first token on, and its second half is scored."""
     most = max(map(len, texts))
     plain, packed = (HistoryCoder(subject, most_tokens=most, page_format=each) for each in (_PLAIN, page_format))
     found = []
@@ -231,7 +233,8 @@ def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFo
 
 
 def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
-    """Compare the results of `score` for the same tokens [tokens] after two forms of a history."""
+    """Compare two results of `score` for the same tokens: after an unchanged history (`raw`) and after a history that a
+    codec changed (`coded`)."""
     wanted = token_ids[1:]
     return Quality(
         divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),

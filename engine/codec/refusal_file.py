@@ -1,5 +1,5 @@
-"""Keeps in a file why a model's KV is not coded: no steps kept to the budget, or the shadow check has condemned the
-steps that did. So no later start calibrates in vain, or uses a condemned codec again."""
+"""Stores in a file why a model's KV is not compressed: calibration found no codec within the budget, or the shadow
+check condemned the codec it found. So no later start calibrates in vain, or uses a condemned codec again."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ _VERSION = 1
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A refusal to code. codec: name of the condemned codec; empty: calibration has found none."""
+    """A refusal to use a codec. codec: name of the condemned codec; empty: calibration has found none."""
 
     codec: str
     made_of: str  # digest of what it was calibrated with
@@ -25,8 +25,8 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def save(path: Path, *, codec: str, made_of: str, why: str) -> None:
-    """Write the file, either whole or not at all. If that fails, it is logged as an error: the next start will not know
-    of the refusal."""
+    """Write a refusal to a file, either whole or not at all. A failure is logged as an error: the next start will not
+    know of the refusal."""
     refusal = Refusal(codec=codec, made_of=made_of, why=why, at=int(time.time()))
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -57,7 +57,8 @@ def load(path: Path) -> Refusal | None:
 
 
 def refuses(refusal: Refusal | None, *, made_of: str, codec: str | None) -> bool:
-    """Whether a refusal holds for this codec; None: for any codec that a calibration with `made_of` would find."""
+    """Return whether a refusal holds for the named codec; None stands for any codec that a calibration with `made_of`
+    would find."""
     if refusal is None or not refusal.made_of:
         return refusal is not None
     return refusal.made_of == made_of if codec is None else refusal.codec == codec

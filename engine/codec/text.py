@@ -14,12 +14,13 @@ _END = "\n%%\n"  # separates documents, which are learned from and scored in tur
 
 
 def text_digest() -> str:
-    """Return a digest that names the text, because another release may have another text."""
+    """Return a digest of the calibration text, because another release may ship another text."""
     return blake2b(_TEXT.read_bytes(), digest_size=16).hexdigest()
 
 
 def calibration_text(tokenizer: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Return pieces of token ids int64: some to learn from, others to be scored. tokenizer: a `tokenizer.json`."""
+    """Return two lists of token ids, int64: texts to learn statistics from, and texts to be scored. tokenizer: path of
+    a `tokenizer.json`."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     documents = _TEXT.read_text("utf-8").split(_END)
     halves = []

@@ -68,7 +68,8 @@ def make_transform(config: CacheConfig, subject: Subject, tokenizer: Path, finge
 def _calibrated(
     config: CacheConfig, subject: Subject, tokenizer: Path, path: Path, fingerprint: bytes
 ) -> "Calibrated | None":
-    """Calibrate now, and keep the result for later starts."""
+    """Calibrate the codec now, and write the result to `path` for later starts. Return None if no codec keeps to the
+    budget."""
     from reprise.engine.codec.calibration import calibrate
     from reprise.engine.codec.calibration_file import save
     from reprise.engine.codec.text import calibration_text

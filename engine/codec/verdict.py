@@ -1,4 +1,4 @@
-"""Judges a codec by what the shadow check finds of coded loads."""
+"""Judges a codec by the divergences that the shadow check finds where loads brought compressed KV."""
 
 import math
 from bisect import bisect_left
@@ -13,11 +13,12 @@ _MOST_NATS = 10.0  # most nats that one check counts for; logits that are no num
 
 
 class CodecVerdict:
-    """Condemns a codec, for good, once its last `LAST` checks diverge by more than the limit. The Verifier calls it, in
-    the engine's loop."""
+    """A judge that condemns a codec, for good, once the mean divergence of its last `LAST` checks exceeds the limit.
+    The Verifier calls it, in the engine's loop."""
 
     def __init__(self, *, codec: str, budget: float) -> None:
-        """codec: the codec's name. budget: nats a token to which it was calibrated."""
+        """Begin without any check. codec: the codec's name. budget: nats per token to which the codec was
+        calibrated."""
         self.codec = codec
         self.limit = TOLERATED * budget
         self.is_condemned = False
@@ -32,12 +33,12 @@ class CodecVerdict:
 
     @property
     def recent(self) -> float | None:
-        """The mean divergence of the last checks, nats a token."""
+        """The mean divergence of the last `LAST` checks, in nats per token; None before the first."""
         return sum(self._last) / len(self._last) if self._last else None
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Record a check, in nats a token: the divergence found, and the divergence that rounding alone brings. Returns
-        whether this check condemns the codec."""
+        """Record a check. divergence: nats per token between the answers. rounding: the part that rounding alone
+        brings. Returns whether this check condemns the codec."""
         excess = divergence - rounding
         excess = min(excess, _MOST_NATS) if math.isfinite(excess) else _MOST_NATS
         self._last.append(excess)
@@ -51,7 +52,7 @@ class CodecVerdict:
         return self.is_condemned
 
     def report(self) -> CodecChecks:
-        """Return the checks as the engine reports them."""
+        """Return the checks so far in the struct that the engine sends to the app."""
         return CodecChecks(
             counts=list(self._counts),
             total=self._total,

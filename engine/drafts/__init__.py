@@ -1,1 +1,1 @@
-"""Drafts continuations of answers, which a step computes before the answers have said them."""
+"""Drafts how answers may continue, so that a step can compute several tokens of an answer at once."""

@@ -1,8 +1,8 @@
-"""Drafts tokens from the past (prompt lookup, Saxena 2023). The tokens that followed the last tokens where those stood
-before may follow them again, for example when code is edited, a document quoted or a tool's result passed on.
+"""Drafts tokens from the past (prompt lookup, Saxena 2023). The tokens that followed an earlier occurrence of the last
+tokens may follow them again, for example when code is edited, a document quoted or a tool's result passed on.
 
-A step computes a draft after a choice's newest token, and so finds out for each of its tokens whether the choice would
-have said it. Wrong tokens are computed for nothing and change no answer, so choices get drafts only as long as these
+A step computes a draft after a choice's newest token, and so finds out for each drafted token whether the model would
+have chosen it. Wrong tokens are computed for nothing and change no answer, so choices get drafts only as long as these
 are worth their rows.
 
 No torch, no clock. Called by the engine's thread alone.
@@ -28,7 +28,9 @@ _SOURCES = ("context", "prediction")
 _CLASSES = {2: 0.25, 3: 0.4, 5: 0.6, 9: 0.8}
 _EXPECTED_TOKENS = 4.0  # tokens seen that an expectation weighs as much as
 _KEPT_SHARE = 0.97  # share of the evidence that stays at every draft
-_DRIFT_SHARE = 0.995  # the same at every draft that was not worth its rows, so that it is tried again
+_DRIFT_SHARE = (
+    0.995  # share of evidence left after a draft that was not worth its rows, so that such drafts are tried again
+)
 
 _WORTH_FACTOR = 1.2  # a drafted row has to bring so many times the tokens that its time brings otherwise
 _PRIOR_ROW_SHARE = 0.1  # time of a row as a share of an empty step's, until steps were measured
@@ -47,10 +49,12 @@ class Draft:
 
 
 class DraftSource:
-    """The tokens of one choice and those of its prediction, in which its last tokens are looked up."""
+    """The tokens of one choice, and of the prediction in its request, among which earlier occurrences of its last
+    tokens are found."""
 
     def __init__(self, token_ids: Sequence[int], prompt_tokens: int, prediction: Sequence[int]) -> None:
-        """token_ids: the context; its first `prompt_tokens` are the prompt."""
+        """Take the tokens so far. token_ids: the context; its first `prompt_tokens` are the prompt. prediction: tokens
+        that the client expects as the answer."""
         end = max(0, min(prompt_tokens, len(token_ids)))
         anchor = token_ids[max(0, end - _ANCHOR_TOKENS) : end] if prediction else []
         ahead = [*anchor, *prediction, _NO_TOKEN] if prediction else []
@@ -61,7 +65,7 @@ class DraftSource:
         self._tokens[: self._count] = [*ahead, *token_ids]
 
     def append(self, token_id: int) -> None:
-        """Add a token that the choice has said."""
+        """Add a token that the model has generated."""
         if self._count == len(self._tokens):
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
         self._tokens[self._count] = token_id
@@ -87,7 +91,8 @@ class DraftSource:
         return Draft(drafted, matched, is_predicted) if drafted else None
 
     def _following(self, place: int, most: int) -> list[int]:
-        """Return the tokens that follow a place. After the last token, they are repeated from their beginning."""
+        """Return `most` tokens that follow index `place`, fewer at the end of a prediction. If the tokens end first,
+        the ones after `place` are repeated."""
         following: list[int] = self._tokens[place + 1 : min(place + 1 + most, self._count)].tolist()
         if _NO_TOKEN in following:
             return following[: following.index(_NO_TOKEN)]
@@ -97,8 +102,8 @@ class DraftSource:
 
 
 class Acceptance:
-    """Estimates how likely the next token of a draft is to be right, by how many tokens match before it. The estimate
-    is from recent drafts and, while few were seen, from `before`."""
+    """An estimate of how likely the next token of a draft is right, by the number of tokens that match before it. It
+    counts recent drafts and, while these are few, adds the estimate of `before`."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
         self._before = before
@@ -113,7 +118,8 @@ class Acceptance:
         return (self._right[kind] + _EXPECTED_TOKENS * expected) / (self._seen[kind] + _EXPECTED_TOKENS)
 
     def learn(self, matched: int, drafted: int, accepted: int) -> None:
-        """Record that a draft of so many tokens was computed, of which the first `accepted` were right."""
+        """Record that a draft of `drafted` tokens was computed, of which the first `accepted` were right. matched: how
+        many tokens before the draft match."""
         kind = _class_of(matched)
         self._seen[kind] = _KEPT_SHARE * self._seen[kind] + accepted + (accepted < drafted)
         self._right[kind] = _KEPT_SHARE * self._right[kind] + accepted
@@ -121,7 +127,8 @@ class Acceptance:
             self._before.learn(matched, drafted, accepted)
 
     def forget(self, matched: int) -> None:
-        """Record that a draft was not worth its rows. Its evidence fades, so that it is tried again later."""
+        """Record that a draft was not worth its rows: its evidence fades, so that drafts with as many matched tokens
+        are tried again later."""
         kind = _class_of(matched)
         self._seen[kind] *= _DRIFT_SHARE
         self._right[kind] *= _DRIFT_SHARE
@@ -132,7 +139,7 @@ def _class_of(matched: int) -> int:
 
 
 class StepTimes:
-    """Estimates the seconds of steps that only decode, by rows: a straight line through recent steps."""
+    """An estimate of the seconds of steps that only decode, by rows: a straight line through recent steps."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # sums of 1, rows, seconds, rows * rows, rows * seconds
@@ -201,14 +208,15 @@ class Drafter:
     step calls it, on the engine's thread."""
 
     def __init__(self, *, most_tokens: int, most_rows: int, max_context: int) -> None:
-        """most_tokens: of a draft. most_rows: of a step with drafts."""
+        """Begin without evidence. most_tokens: of a draft. most_rows: of a step with drafts."""
         self._most_tokens, self._most_rows, self._max_context = most_tokens, most_rows, max_context
         self._times, self._before = StepTimes(), Acceptance()
         self._drafting: dict[str, _Drafting] = {}  # state of each sequence
         self.counts = {f"{source} {outcome}": 0 for outcome in ("accepted", "rejected") for source in _SOURCES}
 
     def propose(self, chunks: Sequence[Chunk], choices: RunningChoices) -> dict[str, list[int]]:
-        """Return the drafts of a step. There are none if it computes a prompt, whose first token would come later."""
+        """Return the drafts of a step by sequence id. There are none if the step computes a prompt, whose first token
+        they would delay."""
         if len(chunks) >= self._most_rows or not all(_decodes(chunk) for chunk in chunks):
             return {}
         found = {}
@@ -256,7 +264,7 @@ class Drafter:
         self._drafting.pop(sequence_id, None)
 
     def _drafting_of(self, choice: RunningChoice) -> _Drafting:
-        """Return the drafting state of a choice, brought up to date with the tokens that it has said."""
+        """Return the drafting state of a choice, updated with the tokens that were generated since."""
         sequence = choice.sequence
         said = sequence.output_tokens
         drafting = self._drafting.get(sequence.request_id)
@@ -270,8 +278,8 @@ class Drafter:
         return drafting
 
     def _room(self, choice: RunningChoice) -> int:
-        """Return how many tokens may be drafted. Even if all of them are said, there must be another one to say after
-        them."""
+        """Return how many tokens may be drafted for a choice, so that even if all are right another can be generated
+        after them."""
         sequence = choice.sequence
         return min(
             self._most_tokens,

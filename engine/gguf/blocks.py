@@ -1,7 +1,7 @@
-"""Takes the codes of GGUF's block formats out of their bytes. Only the scales of K-formats are rounded.
+"""Unpacks the codes of GGUF's block formats. Only the scales of K-formats are rounded.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A K-format has blocks of 256 inputs, whose
-groups have scales of 6 or 8 bits times a scale of the block. The product is kept in fp16, which is off by 0.02 %.
+groups have scales of 6 or 8 bits times a scale of the block. The product is stored in fp16, which is off by 0.02 %.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,18 +13,18 @@ from torch import Tensor
 from reprise.kernels.packed import Bits, Codes, PackedWeight
 
 WritePacked = Callable[[Path, str, Iterable[tuple[str, Tensor | PackedWeight]]], None]
-"""Writes weights into a directory: (directory, how they are packed, for people, weights by name)."""
+"""Writes weights into a directory: (directory, text for people that says how they are packed, weights by name)."""
 _Parts = tuple[Tensor, Tensor, Tensor | None]
-"""codes int8 [rows, blocks, inputs of a block], scales and lows fp32 [rows, blocks, groups]"""
+"""Codes int8 [rows, blocks, inputs of a block], scales and lows (the value of code 0) fp32 [rows, blocks, groups]."""
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """Return the fp16 number at a byte of each block, [rows, blocks, 1]."""
+    """Return the fp16 number that starts at byte `at` of each block, as fp32 [rows, blocks, 1]."""
     return raw[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """Return lower halves of all bytes, then upper halves."""
+    """Return the lower four bits of all bytes, then the upper four."""
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
@@ -37,7 +37,7 @@ def _q4_1(raw: Tensor) -> _Parts:
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """Return the bits of four bytes, [..., 32]."""
+    """Return the bits of four bytes, lowest first, [..., 32]."""
     return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
@@ -55,7 +55,7 @@ def _q8_0(raw: Tensor) -> _Parts:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and eight lows that 12 bytes hold, [..., 8] each."""
+    """Unpack 12 bytes into eight scales and eight lows of six bits, [..., 8] each."""
     scales, lows, rest = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
     return (
         torch.cat((scales & 63, (rest & 15) | scales >> 6 << 4), -1),
@@ -69,7 +69,7 @@ def _scaled(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_64(raw: Tensor) -> Tensor:
-    """Return the codes of 128 bytes: for each 32 of them, all lower halves, then all upper ones."""
+    """Unpack 128 bytes into codes of four bits: for each 32 bytes, all lower halves, then all upper ones."""
     parts = raw.unflatten(-1, (4, 32))
     return torch.cat((parts & 15, parts >> 4), -1).flatten(-2)
 
@@ -101,17 +101,17 @@ _FORMATS: dict[int, tuple[Bits, int, Callable[[Tensor], _Parts]]] = {
     13: (8, 176, _q5_k),
     14: (8, 210, _q6_k),
 }
-"""ggml's number of a format -> bits it is kept in, bytes of a block, what takes it apart."""
+"""Maps ggml's number of a format to (bits of a code as we store it, bytes of a block, function that unpacks blocks)."""
 
 
 def is_kept(kind: int) -> bool:
-    """Whether a format's codes can be kept as they are."""
+    """Return whether weights of this ggml format can stay packed with the codes of the file."""
     return kind in _FORMATS
 
 
 def codes_of(kind: int, raw: Tensor) -> Codes:
-    """Unpack rows [n, bytes] uint8 of a format into codes, scales and lows. Raises ValueError if a scale is not
-    finite."""
+    """Unpack rows [n, bytes] uint8 of a ggml format, `kind`, into codes, scales and lows. Raises ValueError if a scale
+    is not finite."""
     bits, size, take_apart = _FORMATS[kind]
     codes, scales, lows = take_apart(raw.unflatten(-1, (-1, size)))
     if not (scales.isfinite().all() and (lows is None or lows.isfinite().all())):

@@ -34,9 +34,9 @@ def convert(
     sampling: Mapping[str, float] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Write the directory `out`, completely or not at all. write_packed: writes weights that stay packed as they are in
-    the file, where `can_keep` is true. `sampling` (for generation_config.json) and `chat_template` override what the
-    file says. Raises GgufRefused."""
+    """Write the model directory `out`, completely or not at all. write_packed: if given, writes weights that stay
+    packed as they are in the file, where `can_keep` is true. `sampling` (for generation_config.json) and
+    `chat_template` override the file's. Raises GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} already exists; name another directory, or delete it")
     file = GgufFile(source)
@@ -58,7 +58,7 @@ def convert(
 
 
 def can_keep(file: GgufFile) -> bool:
-    """Whether most of a file's weights can stay packed as they are."""
+    """Return whether most of a file's weights can stay packed as they are."""
     matrices = [info for info in file.tensors.values() if len(info.shape) == 2]
     kept = sum(info.elements for info in matrices if blocks.is_kept(info.kind))
     return 2 * kept > sum(info.elements for info in matrices)

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def converted(source: Path, directory: Path, write_packed: WritePacked | None = None) -> Path:
-    """Return the model directory for a file, converting it if no earlier start has. The directory is named after the
-    file's content. write_packed: as for `convert`. Raises GgufRefused."""
+    """Return the model directory for a file, converting it if no earlier start has. The directory's name is a digest of
+    the file's content. write_packed: passed to `convert`. Raises GgufRefused."""
     try:
         with source.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -54,8 +54,8 @@ def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) ->
 
 
 def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
-    """Refuse files with scaled positions: transformers' reader ignores the scaling, so the model would compute other
-    positions."""
+    """Raise GgufRefused for a file with scaled positions: transformers' reader ignores the scaling, so the model would
+    compute with other positions."""
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     factors = [name for name in file.tensors if name.startswith("rope_f")]
     if scaling != "none" or factors:
@@ -63,8 +63,8 @@ def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
 
 
 def _weights(file: GgufFile, model: Any) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield transformers' weights. A weight stays packed as it is in the file if that has the same rows in the same
-    order."""
+    """Yield the model's weights by transformers' names. A weight stays packed as it is in the file if the file has the
+    same rows in the same order."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = file.get("general.architecture", str, "")

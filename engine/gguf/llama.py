@@ -186,7 +186,7 @@ def _llama3_factor(file: GgufFile, info: TensorInfo, theta: float, head_dim: int
 
 
 def _short(value: float) -> float:
-    """Return a float32 of the file in the short form in which its author wrote it: 1e-05 instead of
+    """Return the number that has the fewest digits among those that float32 stores as `value`: 1e-05 instead of
     9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
@@ -220,7 +220,7 @@ def keep_weight(file: GgufFile, info: TensorInfo, weight: Weight) -> PackedWeigh
 
 
 def _in_order(rows: Tensor, weight: Weight) -> Tensor:
-    """Return rows [outputs, ...] that are rotated in transformers' order."""
+    """Return weight rows [outputs, ...] of the file in transformers' order."""
     if not weight.rotated_heads:
         return rows
     return rows.view(weight.rotated_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

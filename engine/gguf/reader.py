@@ -45,7 +45,7 @@ Value = int | float | bool | str | list[Any]
 
 
 class GgufRefused(Exception):
-    """This file cannot be converted. The message says why."""
+    """The file cannot be converted. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class TensorInfo:
 
 
 class GgufFile:
-    """An open file. The constructor reads and checks its header; tensors are read on request."""
+    """An open GGUF file. The constructor reads and checks its header; tensors are read on request."""
 
     def __init__(self, path: Path) -> None:
         """Open a file and read its header. Raises GgufRefused."""
@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
 
 
 class _Header:
-    """A parser of a header, from its beginning to its end."""
+    """A parser of a file's header, from its beginning to its end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -194,8 +194,8 @@ class _Header:
         return name, shape, self._number(_U32), self._number(_U64)
 
     def _placed(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any) -> dict[str, TensorInfo]:
-        """Return tensors by name. Each must lie within the file and not overlap another, so that the output cannot be
-        many times as large as the file."""
+        """Return the tensors by name, with their offsets. Raises GgufRefused if one does not lie within the file or
+        overlaps another, since the output could be many times as large as the file."""
         if not (isinstance(alignment, int) and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0):
             raise self._refused(f"an alignment of {_shown(alignment)} is no power of two")
         start = -(-self._at // alignment) * alignment

@@ -36,7 +36,7 @@ SPLITS = {"gpt-2": _gpt2, "smollm": _smollm, "llama-bpe": _llama3}
 
 
 def is_known(file: GgufFile) -> bool:
-    """Whether `Vocabulary` can read the file's vocabulary."""
+    """Return whether `Vocabulary` can read the file's vocabulary."""
     return file.metadata.get("tokenizer.ggml.model") == "gpt2" and file.metadata.get("tokenizer.ggml.pre") in SPLITS
 
 

@@ -12,7 +12,7 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One sequence's part of a step. Its `token_ids` go to context rows first_row, first_row + 1, ..."""
+    """One sequence's part of a step: `token_ids` go to rows first_row, first_row + 1, ... of its context."""
 
     request_id: str
     token_ids: list[int]
@@ -34,7 +34,7 @@ class BatchInput:
     meta: AttentionMeta
 
     def to(self, device: torch.device) -> "BatchInput":
-        """Return the tensors on a device: itself if they are there already."""
+        """Return the input with its tensors on a device: itself if they are there already."""
         if self.token_ids.device == device:
             return self
         meta = self.meta
@@ -53,7 +53,7 @@ class BatchInput:
 
 
 class BlockTables:
-    """Keeps one row of page numbers per running sequence, which is extended in place. Converting lists of pages to a
+    """A table with one row of page numbers per running sequence, extended in place: converting lists of pages to a
     tensor in every step took more than half of the scheduling time. Used by the thread that runs the model."""
 
     _numbers = count()  # shared by all tables, since a selector outlives a table and must not confuse numbers
@@ -66,7 +66,7 @@ class BlockTables:
         self._owners: dict[str, int] = {}
 
     def row(self, request_id: str, pages: list[int]) -> int:
-        """Return the sequence's row, after updating it with `pages`."""
+        """Return the index of the sequence's row, after updating the row with `pages`."""
         row = self._rows.get(request_id)
         if row is None:
             row = self._rows[request_id] = self._free.pop()
@@ -86,12 +86,13 @@ class BlockTables:
             del self._owners[request_id]
 
     def owner(self, request_id: str) -> int:
-        """Return the number of a sequence that has a row. It gets another number after its row was dropped."""
+        """Return a number that identifies the sequence's use of its row. It changes when the row is dropped and taken
+        again."""
         return self._owners[request_id]
 
     def select(self, rows: list[int], num_pages: int) -> np.ndarray:
-        """Return a copy of the sequences' rows, int32 [rows, num_pages]. Entries after a sequence's last page are
-        arbitrary valid page numbers."""
+        """Return a copy of the table rows with these indices, int32 [rows, num_pages]. Entries after a sequence's last
+        page are arbitrary valid page numbers."""
         return self._table[rows, :num_pages]
 
 

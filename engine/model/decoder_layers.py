@@ -6,7 +6,7 @@ from torch import nn
 
 
 def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
-    """Return a model's layers. Raises ValueError if there is no list of so many modules."""
+    """Return a model's decoder layers. Raises ValueError if no module list has `count` modules."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)

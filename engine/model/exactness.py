@@ -29,7 +29,7 @@ class Exactness:
 
 
 class Proof:
-    """The proof for one engine, made once at its start. It writes to pages from 0 on, which must not be in use."""
+    """A proof for one engine, made once at its start. It overwrites pages from 0 on, which must not be in use."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 class _Unit:
-    """The modules whose weights are widened together while the first of them is called."""
+    """Modules whose weights are converted to fp32 together while the first of them is called."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.module = parts[0]

@@ -34,8 +34,8 @@ _HELD_FACTOR = 4  # contexts together may be so many times as long as HBM, since
 
 
 class FixedPlan(Protocol):
-    """The plan of an attention backend for steps of one query row a sequence. `triton_paged.DecodePlan` implements
-    it."""
+    """A plan of an attention backend for steps in which every sequence has one query row. `triton_paged.DecodePlan`
+    implements it."""
 
     def launch(self, device: torch.device) -> Any: ...
 
@@ -44,7 +44,7 @@ class FixedPlan(Protocol):
 
 @runtime_checkable
 class PlanMaker(Protocol):
-    """A backend that plans steps of one query row a sequence. `TritonPagedAttention` implements it."""
+    """A backend that plans steps in which every sequence has one query row. `TritonPagedAttention` implements it."""
 
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 
@@ -75,7 +75,7 @@ class _Inputs:
         )
 
     def fill(self, batch: BatchInput) -> None:
-        """Fill the tensors for a step. The step before must be over. batch: on the host."""
+        """Fill the tensors for a step. The previous step must have ended. batch: on the host."""
         rows = batch.token_ids.shape[0]
         numbers, table = self._host.numpy(), self._host_table.numpy()
         numbers[0, :rows], numbers[1, :rows] = batch.token_ids.numpy(), batch.positions.numpy()
@@ -91,8 +91,8 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A captured step. kept: the rows that it has written for the tiers below HBM, [layers, rows, kv_heads, dim] of K
-    and V."""
+    """A captured step. kept: the K and V rows of the step that are to be saved below HBM, [layers, rows, kv_heads, dim]
+    each."""
 
     inputs: _Inputs
     plans: dict[str, FixedPlan]
@@ -123,8 +123,8 @@ class GraphRunner(ModelRunner):
         capture: Capture,
         **model: Any,
     ) -> None:
-        """scratch_page: a page of `pages` that no context is ever given. held_tokens: tokens that all pages hold
-        together. planner: the backend. model: the arguments of ModelRunner."""
+        """Set up without any graph. scratch_page: a page of `pages` that no context ever gets. held_tokens: number of
+        tokens that all pages together have room for. planner: the backend. model: the arguments of ModelRunner."""
         super().__init__(**model)
         page_size = self.pages[0].k.shape[1]
         self._device = self.pages[0].k.device
@@ -138,7 +138,7 @@ class GraphRunner(ModelRunner):
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._refused: dict[tuple[int, int], int] = {}  # graphs that had no memory -> steps until they are tried again
         self.why_not = ""
-        """Why no graphs are used; empty while they are."""
+        """The reason why no graphs are used; empty while they are used."""
 
     @torch.inference_mode()
     def forward(
@@ -165,9 +165,9 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_all(self, most_sequences: int, batch_of: Callable[[int, int], BatchInput]) -> None:
-        """Capture steps of up to so many sequences, with contexts of any length. The largest comes first, so that the
-        others find their memory in its. batch_of: makes a step on the host for a number of sequences with contexts of a
-        number of tokens, which may be fewer than asked for."""
+        """Capture steps of up to `most_sequences` sequences, with contexts of any length. The largest comes first, so
+        that the others fit into its memory. batch_of: makes a step on the host from a number of sequences and a length
+        of their contexts, in tokens; it may make fewer."""
         most_rows = _rounded_up(min(most_sequences, _MOST_ROWS))
         row_counts = [1 << power for power in range(most_rows.bit_length())]
         keys = [(rows, items) for rows in row_counts for items in self._item_counts(rows)]
@@ -181,23 +181,24 @@ class GraphRunner(ModelRunner):
 
     @property
     def graph_bytes(self) -> int:
-        """The bytes of the device that graphs hold."""
+        """The bytes of device memory that graphs take."""
         return self._capture.held_bytes
 
     def _context_of(self, items: int) -> int:
-        """Return the length of a context that has so many ranges of keys or slightly fewer."""
+        """Return the length of a context whose keys make `items` ranges or slightly fewer."""
         context = min(self._max_context, self._max_context * items // self._longest_items)
         while context > 1 and self._planner.num_items([context]) > items:
             context -= context // 8 + 1
         return max(1, context)
 
     def _key(self, rows: int, items: int) -> tuple[int, int] | None:
-        """Return the size of the graph for so many sequences and ranges of keys; None if there is none as large."""
+        """Return the size, (rows, items), of the graph for so many sequences and ranges of keys; None if no graph is so
+        large."""
         most_rows = _rounded_up(rows)
         return next(((most_rows, count) for count in self._item_counts(most_rows) if count >= items), None)
 
     def _item_counts(self, rows: int) -> list[int]:
-        """Return the numbers of ranges of keys that graphs of so many rows have, each twice the one before."""
+        """Return the numbers of ranges of keys for which graphs of `rows` rows exist, each twice the previous one."""
         most = min(rows * self._longest_items, self._held_items + rows)
         counts = [_LEAST_ITEMS * rows]
         while counts[-1] < most:
@@ -205,8 +206,8 @@ class GraphRunner(ModelRunner):
         return counts
 
     def _can_replay(self, batch: BatchInput) -> bool:
-        """Whether a graph can compute this step: all of its sequences decode one token, and no option wants anything
-        special."""
+        """Return whether a graph can compute this step: all of its sequences decode one token, and no option wants
+        anything special."""
         meta = batch.meta
         return (
             not self.why_not
@@ -222,8 +223,8 @@ class GraphRunner(ModelRunner):
         )
 
     def _captured(self, key: tuple[int, int], batch: BatchInput) -> _Graph | None:
-        """Compute a step, capture it, compute it again by the graph, and keep that. None if it cannot be captured or
-        gives other bits."""
+        """Compute a step, capture it and compute it again by the graph. Return the graph, or None if the step cannot be
+        captured or the graph gives other bits."""
         rows, most_items = key
         inputs = _Inputs(rows, self._max_pages, self._scratch_slot, self._device)
         inputs.fill(batch)
@@ -259,7 +260,7 @@ class GraphRunner(ModelRunner):
         return graph
 
     def _may_capture(self, key: tuple[int, int]) -> bool:
-        """Whether a graph may be captured now: at the start, or some steps after it had no memory."""
+        """Return whether a graph may be captured now: at the start, or some steps after it had no memory."""
         left = self._refused.get(key, 0)
         if not left:
             return not self._is_complete
@@ -272,7 +273,7 @@ class GraphRunner(ModelRunner):
         log.warning("decode steps run without graphs: %s", why)
 
     def _compute(self, inputs: _Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return logits, and K and V before rotation if a sink saves them."""
+        """Return the logits and, if there is a sink, K and V before rotation."""
         sink = None if self.sink is None else CaptureSink()
         step = Step(meta=inputs.meta, pages=self.pages.__getitem__, backend=self.backend, sink=sink)
         kept = None

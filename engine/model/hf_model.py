@@ -30,16 +30,17 @@ from reprise.kernels.kv_copy import write_rows
 from reprise.kernels.triton_kernels import triton_rows
 
 SHORT_WAY = "reprise_short_way"
-"""The attribute of a model that has a `Shortcut`."""
+"""The name of the attribute in which a model has its `Shortcut`."""
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
 _WITHOUT_MEANING = frozenset(("dropout", "position_ids", "use_cache"))
-"""Arguments that attention is passed and need not read: no row is dropped outside of training, and rotations happen
-elsewhere. With `output_*` these are all that 90 architectures of transformers 5.23 pass besides those that are read."""
+"""Arguments that transformers passes to attention and that attention may ignore: no row is dropped outside of training,
+and rotations happen elsewhere. Together with `output_*` and the arguments that are read, these are all that 90
+architectures of transformers 5.23 pass."""
 
 
 class KvSink(Protocol):
-    """Receives the KV of a step before keys are rotated, for saving below HBM."""
+    """A receiver of a step's KV before keys are rotated, for saving it below HBM."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """Take a layer's K and V. k_plain [tokens, kv_heads, k_dim], v [tokens, kv_heads, v_dim]; views that are valid
@@ -49,7 +50,7 @@ class KvSink(Protocol):
 
 @dataclass(slots=True)
 class RopeCall:
-    """A rotation that a layer has requested and that is still to be done."""
+    """A rotation that a layer has requested and that has not been done yet."""
 
     function: Callable[..., tuple[Tensor, Tensor]]
     cos: Tensor
@@ -67,8 +68,7 @@ class RopeCall:
 
     @property
     def num_turned(self) -> int:
-        """The number of leading dims that turn, if `is_by_halves`: the call may get further dims, which it returns
-        unchanged."""
+        """The number of leading dims that the rotation turns, if `is_by_halves`; it returns further dims unchanged."""
         return min(self.cos.shape[-1], self.width)
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
@@ -105,8 +105,8 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.cache
 def turns_halves(function: Callable[..., Any], is_partial: bool = False) -> bool:
-    """Whether a model's own rotation is that of `turn_halves`, determined by a trial. is_partial: with fewer angles
-    than dims."""
+    """Return whether a model's own rotation is that of `turn_halves`, found by a trial. is_partial: try it with fewer
+    angles than dims."""
     generator = torch.Generator().manual_seed(0)
     x, angles = torch.randn(5, 2, 8, generator=generator), torch.randn(5, 8, generator=generator)
     if is_partial:
@@ -156,7 +156,7 @@ def running(step: Step) -> Iterator[None]:
 
 
 def is_in_step() -> bool:
-    """Whether one of our steps runs in this thread."""
+    """Return whether this thread is running one of our steps."""
     return _STEP.get() is not None
 
 
@@ -181,8 +181,8 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
 
 
 def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
-    """Return a layer's parameters with the context rows that are to be read. The step's keys are in their pages
-    already. queries [tokens, heads, k_dim], rotated."""
+    """Return a layer's attention parameters with the context rows that the selection reads. The step's keys have been
+    written to their pages. queries [tokens, heads, k_dim], rotated."""
     if step.selection is None:
         return params
     scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)
@@ -304,7 +304,7 @@ def forward(
 
 @functools.cache
 def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
-    """Whether a model can project only given rows to its vocabulary."""
+    """Return whether a model can project only given rows to its vocabulary."""
     return "logits_to_keep" in inspect.signature(model_forward).parameters
 
 
@@ -319,15 +319,16 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 class LayerWeights(Protocol):
-    """Brings layers' weights to HBM before these layers run. `reprise.engine.model.offload` implements it."""
+    """A provider of layers' weights, which brings them to HBM before these layers run. `reprise.engine.model.offload`
+    implements it."""
 
     copied_bytes: int
-    """The bytes copied since the start."""
+    """Bytes of weights copied since the start."""
     waited_s: float
     """Seconds that layers have waited for their weights, since the start."""
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread that copies weights."""
         ...
 
 
@@ -335,7 +336,7 @@ class ModelRunner:
     """One model on one device, with its KV pool. Made and called by one thread, that of the engine's loop."""
 
     takes_host_batches = False
-    """Whether batches of tensors on the host are taken, and cost less than others."""
+    """Whether `forward` takes batches whose tensors are on the host, and is faster with them."""
 
     def __init__(
         self,
@@ -367,7 +368,7 @@ class ModelRunner:
         self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
     ) -> Tensor:
         """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
-        slot. arrive(layer) is called before a layer attends, and returns when the KV that the batch needs there is
+        slot. arrive(layer): called before a layer attends; returns when the KV that the batch needs in that layer is
         loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
         backend: AttentionBackend = self.backend
         if self.stand_in is not None:

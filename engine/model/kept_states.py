@@ -26,15 +26,15 @@ _ASKS_FOR_A_STATE = (
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """A module that asked the cache for something other than K and V."""
+    """A module that asked transformers' cache object for something other than K and V."""
 
     module: str  # the name of its class
     layer: int
 
 
 def find_states(model: nn.Module, token_ids: Tensor) -> list[KeptState]:
-    """Run the model's own attention once over token_ids [tokens] int64 and return the modules that ask for a state. In
-    a model that does not take a cache of transformers' kind, none can be found."""
+    """Run the model's own attention once over token_ids [tokens] int64 and return the modules that ask for a state.
+    Finds none in a model that does not take a cache of transformers' kind."""
     running: list[nn.Module] = []
     found: dict[KeptState, None] = {}
 

@@ -28,7 +28,7 @@ _CHECK_TOKENS = 6  # half of them near the end of the window
 
 @dataclass(frozen=True, slots=True)
 class KnownLayer:
-    """The parts of a layer: norm, attention, residual sum, norm, gated MLP, residual sum."""
+    """The parts of a layer of the known kind: norm, attention, residual sum, norm, gated MLP, residual sum."""
 
     norms: tuple[Any, Any]  # before attention and before the MLP
     qkv: tuple[Any, ...]  # linear layers of queries, keys and values, or one of them all
@@ -40,7 +40,7 @@ class KnownLayer:
 
     @property
     def is_apart(self) -> bool:
-        """Whether every projection is a linear layer of its own."""
+        """Whether each of q, k, v, gate and up is a linear layer of its own."""
         return len(self.qkv) == len(_QKV) and len(self.gate_up) == len(_GATE_UP)
 
 
@@ -91,13 +91,14 @@ def _children(module: Any) -> dict[str, Any]:
 
 
 def _either(children: dict[str, Any], apart: tuple[str, ...], joined: str) -> tuple[Any, ...]:
-    """Return the children that project, which are separate or one joint layer; none if some are missing."""
+    """Return the child modules named in `apart`, or the one named `joined` that replaces them; empty if some are
+    missing."""
     names = (joined,) if joined in children else apart
     return tuple(children[name] for name in names) if all(name in children for name in names) else ()
 
 
 def _is_gated(mlp: nn.Module, gate_up: tuple[Any, ...], linear: tuple[type[nn.Module], ...]) -> bool:
-    """Whether an MLP is down(silu(gate(x)) * up(x))."""
+    """Return whether an MLP computes down(silu(gate(x)) * up(x))."""
     if len(gate_up) == len(_GATE_UP):
         return is_gated_mlp(mlp, linear)
     activation = type(getattr(mlp, "activation_fn", None)).__name__
@@ -105,7 +106,7 @@ def _is_gated(mlp: nn.Module, gate_up: tuple[Any, ...], linear: tuple[type[nn.Mo
 
 
 def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iterator[tuple[nn.ModuleList, int, int]]:
-    """Yield the places of a model's decoder layers: a list, the place in it, and the layer's index. leave: layers to
+    """Yield (module list, index in the list, layer number) for each of a model's decoder layers. leave: layers to
     skip."""
     for container in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for place, layer in enumerate(container):
@@ -145,8 +146,9 @@ def same_answer(
     positions: Tensor,
     page_format: PageFormat,
 ) -> bool:
-    """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
-    effect of positions on the result may be too small to show. positions: from `check_positions`."""
+    """Run both layers on the same few random rows, each with its own pages, and return whether they agree. Queries are
+    compared too, because the effect of positions on the result may be too small to show. positions: from
+    `check_positions`."""
     weight = next(theirs.parameters())
     shape, rope = probed.shapes[index], probed.ropes[index]
     assert rope is not None

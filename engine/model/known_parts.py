@@ -10,9 +10,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 class SharedProduct:
-    """One product shared by several projections of the same input. The first projection called computes all; the others
-    take their parts. It keeps the input until the last part is taken, to recognise it by identity. Called by the thread
-    that runs the model."""
+    """A matrix product shared by several projections of the same input. The first projection called computes all; the
+    others take their parts. It keeps the input until the last part is taken, to recognise it by identity. Called by the
+    thread that runs the model."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self._linear, self._sizes = linear, sizes
@@ -44,7 +44,8 @@ class SharedPart(nn.Module):
 
 
 def is_gated_mlp(module: nn.Module, linear: tuple[type[nn.Module], ...] = (nn.Linear,)) -> bool:
-    """Whether the parts of a module are those of down(silu(gate(x)) * up(x)). linear: kinds of its products."""
+    """Return whether the parts of a module are those of down(silu(gate(x)) * up(x)). linear: the accepted types of its
+    linear layers."""
     linears = [child for child in module.children() if type(child) in linear]
     return (
         len(linears) == 3
@@ -56,7 +57,8 @@ def is_gated_mlp(module: nn.Module, linear: tuple[type[nn.Module], ...] = (nn.Li
 
 
 def replace_child(parent: nn.Module, name: str, width: int, replacement: nn.Module) -> bool:
-    """Replace a child if both give the same result for random rows [1, 5, width]. Returns whether it was replaced."""
+    """Replace a child module if `replacement` gives the same result for random rows [1, 5, width]. Returns whether it
+    did."""
     child: nn.Module = getattr(parent, name)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, width, generator=generator).to(next(child.parameters()))
@@ -69,7 +71,7 @@ def replace_child(parent: nn.Module, name: str, width: int, replacement: nn.Modu
 def share_product(
     module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, Tensor | None], nn.Module]
 ) -> bool:
-    """Combine sibling projections of one input into one product. Returns whether they were."""
+    """Combine sibling projections of one input into one product. Returns whether it did."""
     group = [m for m in (getattr(module, name, None) for name in names) if type(m) is nn.Linear]
     if len(group) < len(names) or len({m.in_features for m in group}) != 1:
         return False
@@ -84,6 +86,6 @@ def share_product(
 
 
 def agree(got: Tensor, want: Tensor) -> bool:
-    """Whether two results differ only by rounding."""
+    """Return whether two results differ only by rounding."""
     error = (got.float() - want.float()).square().mean().sqrt()
     return bool(error <= _TOLERANCE[want.dtype] * want.float().square().mean().sqrt())

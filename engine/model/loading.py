@@ -1,4 +1,5 @@
-"""Loads a model from disk, refuses what cannot be served, and tells one model from another."""
+"""Loads a model from disk, refuses models that cannot be served, and computes the fingerprint that tells models
+apart."""
 
 import hashlib
 import json
@@ -18,12 +19,12 @@ from reprise.engine.model.hf_model import prepare
 
 
 class ModelRefused(Exception):
-    """This model cannot be served correctly. The message says why and what would help."""
+    """The model cannot be served correctly. The message says why and what would help."""
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
-    """Load a transformers causal LM in eval mode, with our attention. num_ranks: how many processes share it; they are
-    connected already, and this one gets its part. Raises ModelRefused."""
+    """Load a transformers causal LM in eval mode, with our attention. num_ranks: number of processes that share the
+    model; they are connected already, and this process gets its part. Raises ModelRefused."""
     read_config(path)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
     check_safetensors(path)
@@ -99,7 +100,8 @@ def check_split(path: Path, num_ranks: int) -> None:
 
 def rope_limit(config: Any) -> int | None:
     """Return the context length up to which a position means the same for every request; None if there is no limit.
-    `dynamic` and `longrope` change their frequencies with the length seen, so beyond it cached keys would be wrong."""
+    `dynamic` and `longrope` change their frequencies with the length of the context, so beyond the limit cached keys
+    would be wrong."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(v for v in parameters.values() if isinstance(v, dict))]
     if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
@@ -122,7 +124,7 @@ def weights_digest(weights: Mapping[str, Any]) -> bytes:
 
 
 def _own_part(tensor: Any) -> Any:
-    """Return this process's part of a tensor; all of it if the model is not shared."""
+    """Return the part of a tensor that this process has; all of it if the model is not shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -16,7 +16,7 @@ from reprise.kernels.attention.selection import LOG2_E
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """The parts of a layer that make its queries, as the model had them."""
+    """The parts of a layer that make its queries, taken before the layer was replaced."""
 
     norm: nn.Module
     projection: nn.Module
@@ -37,8 +37,8 @@ class _Guess:
 
 
 class Lookahead:
-    """Guesses queries in the steps of a model. Made before the model's layers are replaced, because it keeps their
-    parts; then it watches the layers that replaced them. Called by the thread that runs the model."""
+    """A guesser of queries in the steps of a model. Made before the model's layers are replaced, because it keeps their
+    parts; later it watches the layers that replaced them. Called by the thread that runs the model."""
 
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
         """Keep the parts of all layers. Raises ValueError for layers of a kind whose queries it cannot guess."""

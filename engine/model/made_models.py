@@ -1,4 +1,4 @@
-"""Manages directories of models that the server has made from other files, and keeps for later starts."""
+"""Manages the directories of models that the server has converted or packed, and keeps for later starts."""
 
 import contextlib
 import os
@@ -31,8 +31,7 @@ def fresh_directory(out: Path) -> Iterator[Path]:
 
 
 def forget_old(directory: Path) -> None:
-    """Delete all but the most recently used of the models made in a directory, and the remains of processes that were
-    killed."""
+    """Delete all but the most recently used models in a directory, and what killed processes have left in it."""
     made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
     finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
     abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]

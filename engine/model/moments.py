@@ -17,8 +17,8 @@ _MOST_TOKENS = 2048  # tokens with which the figures in kernels/selectors/pairs.
 
 
 class _Watching:
-    """An attention backend that also sums the outer products of the rotated queries and keys of every layer. Layers are
-    called in order, by the thread that measures."""
+    """An attention backend that also sums the outer products of the rotated queries and keys of every layer. The thread
+    that measures calls it for the layers in order."""
 
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -46,8 +46,8 @@ def measure_moments(
     most_rows: int,
     device: torch.device,
 ) -> list[LayerMoments]:
-    """Run a model over texts [tokens]. Writes to pages from 0 on, which must not be in use. most_rows: rows of these
-    pages together."""
+    """Run a model over texts [tokens] and return the moments of each layer's queries and keys. Overwrites pages from 0
+    on, which must not be in use. most_rows: rows of these pages together."""
     watching = _Watching(runner.backend, len(ropes))
     plain, runner.backend = runner.backend, watching
     try:

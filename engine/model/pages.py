@@ -34,8 +34,8 @@ def blank_pages(
     page_format: PageFormat,
     device: torch.device | None = None,
 ) -> list[KvPages]:
-    """Make pages of zeros, on CPU by default, laid out as the engine's: kernels are compiled for one kind of
-    strides."""
+    """Make pages of zeros, on CPU by default. They have the strides of the engine's pages, for which kernels are
+    compiled."""
     made = make_pages(shapes, num_pages, page_size, page_format, device or torch.device("cpu"))
     for pages in made:
         pages.k.zero_()
@@ -50,6 +50,6 @@ def spoil(pages: KvPages, numbers: Sequence[int]) -> None:
 
 
 def bytes_per_token(shapes: Sequence[KvShape], page_format: PageFormat) -> int:
-    """Return the KV bytes of one token over all layers, in pages of this format."""
+    """Return the bytes of KV that one token takes over all layers, in pages of this format."""
     beside = 2 * page_format.kind.beside
     return sum(s.kv_heads * (s.k_dim + s.v_dim + beside) for s in shapes) * page_format.dtype.itemsize

@@ -48,7 +48,7 @@ _NOISE_SHARE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RopeSource:
-    """The origin of a layer's cos and sin, with which saved keys can be rotated for any position."""
+    """The origin of a layer's cos and sin tables, with which saved keys can be rotated for any position."""
 
     module: nn.Module
     arguments: tuple[Any, ...]  # the arguments after (x, position_ids)
@@ -90,7 +90,7 @@ class ProbeResult:
 
 
 class _ShapeFinder:
-    """Stands in for pages and backend during the first pass: records shapes and attends to nothing."""
+    """A stand-in for pages and backend during the first pass, which records shapes and attends to nothing."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -217,7 +217,7 @@ def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: 
     sink = _ShapeFinder()
 
     def pages(layer: int) -> KvPages:
-        """Return room for one token, once the layer has shown its shape."""
+        """Return room for one token in a layer whose KV shape has been recorded."""
         k, v = sink.keys[layer], sink.values[layer]
         size = (1, backend.page_multiple)
         return KvPages(k.new_zeros(*size, *k.shape[1:]), v.new_zeros(*size, *v.shape[1:]))
@@ -233,7 +233,8 @@ def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: 
 
 
 def _yardstick(model: nn.Module, ids: Tensor, first_position: int) -> tuple[Tensor, float]:
-    """Return the logits [tokens, vocab] of the model's own attention in fp32, and the error that rounding causes."""
+    """Return the logits [tokens, vocab] of the model's own attention in fp32, and the relative error that rounding to
+    the model's type causes."""
     text = {"input_ids": ids[None], "position_ids": torch.arange(len(ids), device=ids.device)[None] + first_position}
     dtype = next(model.parameters()).dtype
     with attention_implementation(model, "eager"):

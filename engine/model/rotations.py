@@ -10,9 +10,9 @@ from reprise.engine.model.probe import RopeSource
 
 
 class ModelRotations:
-    """Implements `reprise.cache.transfer.key_rotations.KeyRotations`. Most layers share their tables of cos and sin,
-    which cost more than the rotation itself, so they are made once per set of positions. Used by one thread at a time;
-    make one per thread."""
+    """A rotator of keys, which implements `reprise.cache.transfer.key_rotations.KeyRotations`. Most layers share their
+    tables of cos and sin, which cost more than the rotation itself, so they are made once per set of positions. Used by
+    one thread at a time; make one per thread."""
 
     def __init__(self, *, ropes: Sequence[RopeSource | None]) -> None:
         self._ropes = ropes
@@ -31,9 +31,10 @@ class ModelRotations:
     def halves(self, layer: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin bf16 [positions, R] for at least all positions before `stop`, on the pages' device.
 
-        `rotate` multiplies bf16 keys by them if it turns dims i and i + R / 2 together and copies the dims from R on.
-        Otherwise, and where the model's own tables are of another type, returns None. R is 0 if the layer does not
-        rotate."""
+        `rotate` multiplies bf16 keys by these tables if it turns dims i and i + R / 2 together and copies the dims from
+        R on. Otherwise, and where the model's own tables are of another type, this returns None. R is 0 if the layer
+        does not rotate.
+        """
         rope = self._ropes[layer]
         if rope is None:
             empty = torch.empty(stop, 0, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""The first steps of an engine, before any request: they choose kernels and measure how long steps take."""
+"""Runs the first steps of an engine, before any request. They choose kernels and show how long steps take."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,8 @@ _LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
 
 class WarmUp:
-    """Runs steps on pages from 0 on, which must not be in use. most_rows: the most rows a sequence may have."""
+    """A runner of trial steps on pages from 0 on, which must not be in use. most_rows: the most rows a sequence may
+    have."""
 
     def __init__(self, *, runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> None:
         self._runner, self._most_rows, self._page_size, self._device = runner, most_rows, page_size, device
@@ -45,13 +46,14 @@ class WarmUp:
         return rows
 
     def decode(self, most_sequences: int) -> None:
-        """Have a runner capture its decode steps of up to so many sequences."""
+        """Have the runner capture its decode steps of up to `most_sequences` sequences, if it captures steps."""
         if isinstance(self._runner, GraphRunner):
             self._runner.capture_all(most_sequences, self._decode_batch)
 
     def _decode_batch(self, sequences: int, context: int) -> BatchInput:
-        """Return a decode step on the host whose sequences are alike. Their histories repeat the first page, which an
-        earlier step has written, and the last row of each is the first one of a page."""
+        """Return a decode step, on the host, of `sequences` sequences with contexts of about `context` tokens. Their
+        histories repeat the first page, which an earlier step has written, and the last row of each is the first one of
+        a page."""
         history = (context - 1) // self._page_size
         pages = [0] * history + [self._table[-1]]
         items = [
@@ -62,8 +64,8 @@ class WarmUp:
         return build_batch(items, tables, self._page_size, torch.device("cpu"))
 
     def tokens_that_fit(self, most_tokens: int) -> int:
-        """Return how many tokens of a prompt the device has memory for in a step: tries so many, then half of that, and
-        so on. Raises ModelRefused if it has no memory for any."""
+        """Return how many tokens of a prompt the device has memory for in a step: tries `most_tokens`, then half of
+        that, and so on. Raises ModelRefused if it has no memory for any."""
         tokens = min(most_tokens, self._most_rows)
         while tokens >= _LEAST_TOKENS:
             try:
@@ -87,8 +89,8 @@ class WarmUp:
         return efficient_tokens(seconds, min(most_tokens, self._most_rows))
 
     def rows_agree(self, most_rows: int) -> bool:
-        """Whether up to so many rows of a sequence have the same logits together as one by one, to the bit. Then a step
-        may compute a draft, whose tokens only later turn out to be right."""
+        """Return whether up to `most_rows` rows of a sequence have the same logits together as one by one, to the bit.
+        If so, a step may compute a draft, whose tokens only later turn out to be right."""
         first = self._page_size
         count = min(most_rows, self._most_rows - first)
         if count < 2:

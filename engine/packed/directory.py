@@ -1,8 +1,8 @@
 """Defines a model directory whose weights are packed. It is written once, and mapped into memory at every start.
 
-Besides configuration and tokenizer it has safetensors files. A packed weight NAME is kept there as NAME.codes,
-NAME.scales and perhaps NAME.lows, in the layout of `reprise.kernels.packed`; any other tensor under its own name.
-`packed.json` says which are packed, and how.
+Besides configuration and tokenizer it has safetensors files. They hold a packed weight NAME as NAME.codes, NAME.scales
+and in some formats NAME.lows, in the layout of `reprise.kernels.packed`, and any other tensor under its own name.
+`packed.json` says which weights are packed, and how.
 """
 
 import json
@@ -28,8 +28,7 @@ class DamagedDirectory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackedDirectory:
-    """The contents of `packed.json`. tensors: for each weight, how it is packed; files: for each tensor, the file that
-    has it."""
+    """The contents of `packed.json`. tensors: by weight, how it is packed. files: by tensor, the file that has it."""
 
     weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
     tensors: dict[str, dict[str, Any]]
@@ -41,7 +40,8 @@ def is_packed(directory: Path) -> bool:
 
 
 def write(directory: Path, weights: str, tensors: Iterable[tuple[str, Tensor | PackedWeight]]) -> None:
-    """Write the weights of a model into an existing directory, one file after the other. Raises OSError."""
+    """Write the weights of a model into an existing directory, one file after the other. weights: text for people that
+    says how they are packed. Raises OSError."""
     packed: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -110,8 +110,8 @@ def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
 
 
 def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedWeight:
-    """Take one weight out of `parts`. Sizes are checked, because kernels read by address. Raises DamagedDirectory,
-    KeyError, TypeError."""
+    """Remove one weight's tensors from `parts` and return the weight. Sizes are checked, because kernels read by
+    address. Raises DamagedDirectory, KeyError, TypeError."""
     outputs, inputs, bits, group = (int(how[field]) for field in ("outputs", "inputs", "bits", "group"))
     codes, scales = parts.pop(f"{name}.codes"), parts.pop(f"{name}.scales")
     lows = parts.pop(f"{name}.lows") if how["lows"] else None

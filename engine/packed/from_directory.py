@@ -42,7 +42,7 @@ def packed(source: Path, directory: Path, weights: str) -> Path:
 
 
 def _stamp(source: Path) -> str:
-    """Return a name for the state of a directory's files, without reading them."""
+    """Return a name that changes when a file of the directory does, without reading the files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(source.resolve().iterdir()):
         state = file.stat()
@@ -63,7 +63,7 @@ def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | Pa
 
 
 def _is_packable(name: str, weight: Tensor) -> bool:
-    """Whether a tensor is a matrix whose rows are whole groups, and no gate of experts: gates are small and decide
-    much."""
+    """Return whether a tensor can be packed: a matrix whose rows are whole groups, and not a gate of experts, since
+    gates are small and decide much."""
     is_matrix = weight.dim() == 2 and weight.is_floating_point() and weight.shape[1] % GROUP == 0
     return is_matrix and name.endswith("weight") and "router" not in name and weight.dtype != torch.float64

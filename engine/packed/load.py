@@ -103,7 +103,7 @@ def _set(
     dtype: torch.dtype,
     made: ModulesOnCpu | ModulesOnCuda,
 ) -> None:
-    """Give a weight to the module that has it. Raises DamagedDirectory."""
+    """Put a weight into the module that the model has for it. Raises DamagedDirectory."""
     path, _, leaf = name.rpartition(".")
     parent_path, _, child = path.rpartition(".")
     module = model.get_submodule(path)
@@ -123,8 +123,8 @@ def _set(
 
 
 def _check_kernels(model: nn.Module) -> None:
-    """Run one layer of each packed format and compare it with torch. Let the layers of a format whose compiled kernel
-    is wrong use torch instead."""
+    """Compare one layer of each packed format with torch. Layers of a format whose compiled kernel is wrong use torch
+    instead."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         if isinstance(module, QuantisedLinear | CudaQuantisedLinear):

@@ -10,9 +10,9 @@ _NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 
 
 def quantise(weight: Tensor, bits: Bits) -> Codes:
-    """Round a weight [outputs, inputs], with inputs a multiple of GROUP. 8 bits: symmetric, by the largest number. 4
-    bits: with lows, by the range with the least error (weighted by the numbers' own size, as large ones matter
-    more)."""
+    """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. 8 bits: symmetric, scaled by
+    the largest number of a group. 4 bits: with lows (the value of code 0), over the range with the least error, in
+    which large numbers weigh more."""
     step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
     parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -20,7 +20,7 @@ def quantise(weight: Tensor, bits: Bits) -> Codes:
 
 
 def _half(x: Tensor) -> Tensor:
-    """Round to the type in which scales are stored."""
+    """Round numbers to fp16, the type in which scales are stored; returns them as fp32."""
     return x.half().float()
 
 
@@ -31,7 +31,8 @@ def _eight(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _four(x: Tensor) -> tuple[Tensor, ...]:
-    """Round to 4 bits: for each of some ranges, round, fit scale and low to the codes, and keep the best."""
+    """Round groups of numbers to 4 bits: for each of some ranges, round, fit scale and low to the codes, and keep the
+    best."""
     weights = x.square() + x.square().mean(-1, keepdim=True)
     low, high = x.amin(-1), x.amax(-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -58,8 +59,8 @@ def _codes(x: Tensor, scale: Tensor, start: Tensor) -> Tensor:
 
 
 def _fit(x: Tensor, codes: Tensor, weights: Tensor, scale: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and low with the least weighted squares for given codes; the old ones where codes are all
-    alike."""
+    """Return the scale and low with the least weighted squared error for given codes; the given ones where all codes of
+    a group are equal."""
     total = weights.sum(-1)
     mean_code, mean = (weights * codes).sum(-1) / total, (weights * x).sum(-1) / total
     spread = (weights * (codes - mean_code[..., None]).square()).sum(-1)

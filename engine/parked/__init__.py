@@ -1,1 +1,1 @@
-"""Attends over contexts larger than HBM, whose blocks are partly parked in DRAM."""
+"""Attends over contexts larger than HBM, some of whose blocks lie in DRAM without a page in HBM (parked blocks)."""

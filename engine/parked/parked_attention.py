@@ -1,5 +1,5 @@
-"""Attends over contexts that HBM cannot hold: parked blocks are brought from DRAM to a few pages, piece by piece
-(docs/decisions/0024-parked-blocks.md)."""
+"""Attends over contexts that HBM cannot hold. Parked blocks, which lie only in DRAM, are copied piece by piece to a few
+pages of HBM, the ring (docs/decisions/0024-parked-blocks.md)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from reprise.kernels.kv_copy import gather_rows
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of a context: rows that are in HBM, or are brought there, at the same time."""
+    """A part of a context whose rows are in HBM at the same time."""
 
     first: int  # lowest row of the context in this piece
     last: int
@@ -32,7 +32,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A sequence of the step with parked blocks."""
+    """A sequence of the step that has parked blocks."""
 
     request_id: str
     pieces: list[_Piece]
@@ -40,7 +40,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A batch, split into sequences with parked blocks and others."""
+    """A batch, split into sequences with parked blocks and sequences without."""
 
     parked: list[tuple[int, int, int, _Reading]]  # first and last query row + 1, first of them in its context
     others: AttentionMeta | None  # None: there are none
@@ -48,15 +48,16 @@ class _Split:
 
 
 class ParkedAttention:
-    """Attends in steps of sequences with parked blocks. Implements `reprise.engine.step.ports.ParkedReader`; used by
-    the engine's thread."""
+    """An attention for steps of sequences with parked blocks. Implements `reprise.engine.step.ports.ParkedReader`; used
+    by the engine's thread."""
 
     page_multiple = 1
 
     def __init__(
         self, *, inner: AttentionBackend, pages: Sequence[KvPages], ring: Sequence[int], transfer: Transfer
     ) -> None:
-        """pages: the whole pool, by layer. ring: numbers of the pages that belong to no context."""
+        """Set up. pages: the whole KV pool, by layer. ring: numbers of the pages that belong to no context and receive
+        parked blocks."""
         self.name = inner.name
         self._inner, self._ring, self._transfer = inner, ring, transfer
         self._page_size, self._device = pages[0].k.shape[1], pages[0].k.device
@@ -80,7 +81,7 @@ class ParkedAttention:
         return {request_id: list(keys) for request_id, keys in lost.items()}
 
     def _pieces_below(self, context: RequestContext) -> Iterator[_Piece]:
-        """Split the parked blocks into pieces as large as the ring."""
+        """Yield the parked blocks of a context in pieces as large as the ring."""
         per_page = self._page_size // BLOCK_TOKENS
         parked = [
             block
@@ -109,7 +110,8 @@ class ParkedAttention:
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
     def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
-        """Split the rows that have pages into pieces of the same size, so that they need no more memory."""
+        """Yield the rows of a context that have pages in pieces as large as the ring, so that they need no more
+        memory."""
         size, used = self._page_size, -(-num_rows // self._page_size)
         here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):
@@ -120,8 +122,8 @@ class ParkedAttention:
     def _piece(
         self, rows: list[int], slots: list[int], count: int, num_rows: int | None, reader: SlotReader | None
     ) -> _Piece:
-        """Make a piece of runs of `count` rows. rows, slots: the first row of each run, in the context and in HBM.
-        num_rows: length of the context, if it may end within the last run."""
+        """Make a piece from runs of `count` adjacent rows. rows, slots: the first row of each run, in the context and
+        in HBM. num_rows: length of the context, if it may end within the last run."""
         within = np.arange(count)
         found = (np.array(rows)[:, None] + within).reshape(-1)
         places = (np.array(slots)[:, None] + within).reshape(-1)
@@ -131,8 +133,8 @@ class ParkedAttention:
         return _Piece(int(found[0]), int(found[-1]), next(both), next(both), reader)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """Attend as `AttentionBackend.forward` demands. The batch may be any part of the one that `begin` was told of.
-        All rows are read, whatever is selected."""
+        """Attend as `AttentionBackend.forward` demands. The batch may be any part of the one given to `begin`. All rows
+        are read, whatever the selection in `params` is."""
         params, layer = replace(params, selection=None), self._layers[id(kv)]
         split: _Split | None = meta.scratch.get("parked")
         if split is None:
@@ -179,7 +181,7 @@ def _has_parked(context: RequestContext) -> bool:
 
 
 def _part(meta: AttentionMeta, sequences: list[int], tokens: Tensor) -> AttentionMeta:
-    """Describe some sequences of a batch. tokens: their query rows."""
+    """Return the metadata of some sequences of a batch. tokens: indices of their query rows."""
     query_lens = [meta.query_lens[i] for i in sequences]
     device = meta.context_len.device
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)

@@ -1,1 +1,1 @@
-"""Runs the engine in a process of its own, and is the app's client to it."""
+"""Runs the engine in a process of its own, and has the client by which the app talks to it."""

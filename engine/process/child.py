@@ -40,9 +40,8 @@ SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 
 def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the engine process. Values that the operator has set in `base` win where they are a
-    matter of taste. Our own settings, and the secrets among them, are left out: the engine has them from its
-    EngineConfig."""
+    """Return the environment of the engine process. What the operator has set in `base` wins over our tuning of threads
+    and memory. Our own settings, and the secrets among them, are left out: the engine gets them in its EngineConfig."""
     # If the operator has set how threads wait, that stays.
     spin = {} if "OMP_WAIT_POLICY" in base else SPIN
     others = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
@@ -66,11 +65,11 @@ def to_stderr(text: str) -> None:
 
 
 class EngineChild(asyncio.SubprocessProtocol):
-    """A running engine process, the leader of a session of its own. `spawn` makes it. It belongs to the EngineClient
-    and its event loop.
+    """A running engine process, which leads a process session of its own. `spawn` makes it. It belongs to the
+    EngineClient and its event loop.
 
-    A subprocess protocol, because asyncio's Process.wait() also waits for the end of the output, which any process that
-    the engine has started can hold open.
+    It is a subprocess protocol, because asyncio's Process.wait() also waits for the end of the output, which any
+    process that the engine has started can hold open.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class EngineChild(asyncio.SubprocessProtocol):
         context: zmq.asyncio.Context,
         echo: Callable[[str], object],
     ) -> "EngineChild":
-        """Start a process. echo: gets its output. Raises OSError or zmq.ZMQError when the machine has no process or no
-        socket for us."""
+        """Start an engine process. echo: called with its output. Raises OSError or zmq.ZMQError when the machine has no
+        room for another process or socket."""
         loop = asyncio.get_running_loop()
         # The directory has mode 0700, so that no other user can speak to the engine. It is a new one each time, so that
         # a restarted engine never sees what was meant for the one before.
@@ -144,12 +143,12 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @property
     def tail(self) -> str:
-        """The last lines that it wrote to stdout and stderr."""
+        """The last lines that the process wrote to stdout and stderr."""
         return "\n".join(self._tail.splitlines()[-TAIL_LINES:])
 
     def post(self, message: ToEngine) -> None:
-        """Send a message in order, without waiting. There is no limit: the caller looks at `backlog` before it posts
-        new work."""
+        """Queue a message for the engine; messages arrive in order. Never waits and has no limit: the caller checks
+        `backlog` before it posts new work."""
         self._outbox.put_nowait(message)
 
     async def receive(self) -> bytes:

@@ -92,7 +92,7 @@ class EngineState(StrEnum):
 
 
 class _End(NamedTuple):
-    """The way in which one engine process ended."""
+    """A record of how one engine process ended."""
 
     reason: str  # "the engine ..."
     output: str  # the last lines it wrote
@@ -123,8 +123,8 @@ class EngineClient:
         self.stats: Stats | None = None  # the last heartbeat of this engine
         self.restarts = 0
         self.on_head: Callable[[Head], object] | None = None
-        """Called with every head of a session that the engine sends, ahead of the output that it belongs to. Must not
-        block."""
+        """Called with every head that the engine sends (a record by which another replica can take over a session),
+        ahead of the output that the head belongs to. Must not block."""
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -291,7 +291,7 @@ class EngineClient:
             await asyncio.sleep(self._backoff_s)
 
     async def _live(self, context: zmq.asyncio.Context) -> _End:
-        """Run one engine process, from its start to its death."""
+        """Run one engine process, from its start to its end, and return how it ended."""
         clock = asyncio.get_running_loop().time
         self._started_s, self._ready_s = clock(), math.inf
         try:
@@ -363,7 +363,8 @@ class EngineClient:
             await asyncio.sleep(0)  # a frame that is there already is received without yielding: let the streams run
 
     def _is_another_model(self, model: ModelInfo) -> bool:
-        """Whether a restarted engine has other weights than those for which the app has a tokenizer and transcripts."""
+        """Return whether a restarted engine has loaded other weights than the app has a tokenizer and transcripts
+        for."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
     def _handle(self, child: EngineChild, message: Starting | Ready | Outputs | SessionReply | Head | Stats) -> None:

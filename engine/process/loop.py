@@ -69,8 +69,8 @@ class StepEngine(Protocol):
 
     @property
     def bell(self) -> int | None:
-        """A file descriptor that can be read when something has ended for which `poll` should be called. None: there is
-        none, and `is_moving` alone says when to look."""
+        """A file descriptor that becomes readable when a transfer has ended and `poll` should be called. None: there is
+        none, and only `is_moving` says when to call `poll`."""
         ...
 
     def accept(self, request: Submit, now: float) -> list[Output]:
@@ -84,16 +84,18 @@ class StepEngine(Protocol):
     def finish_all(self, now: float) -> list[Output]: ...
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Return the answers that exist at once, to this request or to earlier ones. `poll` returns the others."""
+        """Answer a request about sessions. Returns the answers that exist at once, to this request or to earlier ones.
+        `poll` returns the others."""
         ...
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. Returns an answer that exists at once; otherwise `poll` returns
+        """Take over a session of another replica. Returns the answer if it exists at once; otherwise `poll` returns
         it."""
         ...
 
     def take_heads(self) -> list[Head]:
-        """Return the heads of sessions that have changed since the last call. Called in every turn of the loop."""
+        """Return the heads (records by which another replica can take over a session) that have changed since the last
+        call. Called in every turn of the loop."""
         ...
 
     def poll(self, now: float) -> list[SessionReply]:
@@ -101,11 +103,11 @@ class StepEngine(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` is to be called again."""
+        """Return whether `step` is to be called again."""
         ...
 
     def is_moving(self) -> bool:
-        """Whether bytes move between the tiers, so that `poll` should be called soon even if no bell rings."""
+        """Return whether bytes move between the tiers, so that `poll` should be called soon even if no bell rings."""
         ...
 
     def step(self, now: float) -> list[Output]:
@@ -113,7 +115,8 @@ class StepEngine(Protocol):
         ...
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether nothing can work any more after an exception of a method, so that only a new process helps."""
+        """Return whether an exception of a method means that nothing can work any more, so that only a new process
+        helps."""
         ...
 
     def fail_all(self, message: str) -> list[Output]:
@@ -132,13 +135,13 @@ class StepEngine(Protocol):
 
 
 Builder = Callable[[EngineConfig, Callable[[], None]], StepEngine | Refused]
-"""Makes an engine. It calls the second argument every now and then, if that takes long, so that it does not pass for
-one that hangs."""
+"""Makes an engine. If that takes long, it calls its second argument every now and then, so that the app does not take
+the process for hanging."""
 
 
 class EngineLoop:
-    """Carries messages between the app and the engine, in the process's main thread. The socket is a PAIR with a send
-    timeout."""
+    """A loop that carries messages between the app and the engine, in the process's main thread. The socket is a PAIR
+    with a send timeout."""
 
     def __init__(self, *, engine: StepEngine, socket: "zmq.Socket[bytes]") -> None:
         self._engine = engine

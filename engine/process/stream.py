@@ -29,7 +29,7 @@ class OutputStream(AsyncIterator[Output]):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more can arrive. There may still be outputs to take."""
+        """Whether nothing more can arrive. Outputs that have arrived may still be waiting to be read."""
         return not self._open
 
     def is_open(self, choice: int) -> bool:
@@ -46,7 +46,7 @@ class OutputStream(AsyncIterator[Output]):
         return self._pending.pop(next(iter(self._pending)))
 
     async def aclose(self) -> None:
-        """Abort the request unless it is over, and drop outputs that were not taken. Never waits."""
+        """Abort the request unless it has ended, and drop outputs that were not read. Never waits."""
         if self._open:
             self._abort(self.request_id)
         self._pending.clear()
@@ -62,7 +62,7 @@ class OutputStream(AsyncIterator[Output]):
         self._changed.set()
 
     def finish(self, choice: int) -> None:
-        """End a choice, and drop its outputs that were not taken. Called by EngineClient."""
+        """End a choice, and drop its outputs that were not read. Called by EngineClient."""
         self._open.discard(choice)
         self._pending.pop(choice, None)
         self._changed.set()
@@ -75,7 +75,7 @@ class OutputStream(AsyncIterator[Output]):
 
 
 def _merge(earlier: Output, later: Output) -> Output:
-    """Merge two outputs, as if both had come together. Reuses the lists of `earlier`, which the consumer has not
+    """Return one output that stands for two of a choice. Reuses the lists of `earlier`, which the consumer has not
     seen."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs

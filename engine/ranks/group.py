@@ -1,4 +1,4 @@
-"""Holds rank 0's ends of the other ranks: their processes, and a socket to each."""
+"""Starts the other ranks for rank 0, and has a socket to each of their processes."""
 
 import hashlib
 import logging
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """Starts the ranks beyond 0 and talks to them. They belong to the engine's process group, so killing that kills
-    them, and they end with rank 0. If one of them ends, rank 0 ends at once too, and the whole engine is started anew.
-    The engine's thread calls every method."""
+    """A handle on the ranks beyond 0: starts them and talks to them. They belong to the engine's process group, so
+    killing that kills them, and they end with rank 0. If one of them ends, rank 0 ends at once too, and the whole
+    engine is started anew. The engine's thread calls every method."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RankGroup:
         command: Sequence[str] = RANK_COMMAND,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """config: its source is a directory. end_process(status): ends this process at once."""
+        """Start the processes. config: its source is a directory. end_process(status): ends this process at once."""
         self.num_ranks = num_ranks
         self._end_process = end_process
         self._is_closing = False
@@ -98,7 +98,7 @@ class RankGroup:
             self._leave()
 
     def end(self, message: str) -> NoReturn:
-        """End the engine, because its ranks have come apart."""
+        """End the engine process with this message in the log, because its ranks no longer agree."""
         log.critical("%s: the engine ends", message, exc_info=True)
         self._leave()
         raise SystemExit(1)  # where `end_process` returns, as in tests
@@ -111,8 +111,9 @@ class RankGroup:
     # --- while the engine is built ------------------------------------------------------------------------------------
 
     def model_fingerprint(self, own: bytes) -> bytes:
-        """Wait until all ranks have their parts of the model. Returns the fingerprint of the whole. It differs for each
-        number of ranks, because parts of heads are stored and sums are rounded otherwise. Raises ModelRefused."""
+        """Wait until all ranks have loaded their parts of the model. Returns the fingerprint of the whole. It differs
+        for each number of ranks, because the ranks store parts of heads and round sums differently. Raises
+        ModelRefused."""
         parts = [own]
         for socket in self._sockets:
             message = self._receive(socket)
@@ -151,11 +152,11 @@ class RankGroup:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would return something."""
+        """Return whether `take` would return something."""
         return bool(self._told) or any(socket.poll(0) for socket in self._sockets)
 
     def take(self) -> list[tuple[int, list[Event]]]:
-        """Return the events that ranks have reported since the last call."""
+        """Return (rank, events) for each report that has arrived from a rank since the last call."""
         for rank, socket in enumerate(self._sockets, 1):
             while socket.poll(0):
                 message = self._decode(socket.recv())
@@ -166,8 +167,8 @@ class RankGroup:
         return told
 
     def step_ended(self) -> list[int]:
-        """Wait until every rank has reported the end of a step with loads. Returns the loads that were late on any
-        rank."""
+        """Wait until every rank has reported the end of a step with loads. Returns the job ids of the loads that were
+        late on any rank."""
         late: list[int] = []
         for rank, socket in enumerate(self._sockets, 1):
             until = time.monotonic() + STEP_END_TIMEOUT_S
@@ -198,7 +199,7 @@ class RankGroup:
         return ended
 
     def send_close(self, timeout_s: float) -> None:
-        """Have the ranks finish what they were given, and end."""
+        """Tell the ranks to finish their work and end."""
         self._is_closing = True
         self.send(Close(timeout_s))
 

@@ -23,13 +23,13 @@ from reprise.cache.moves import (
 )
 
 Answer = Saved | Loaded | Fetched | Written | Deleted
-"""Ends a move; every rank reports one."""
+"""An event that ends a move of KV; every rank reports one for each move."""
 
 
 class JoinedEvents:
-    """Joins the ranks' events for the cache: a move has ended when all ranks say so, and a block that one rank has lost
-    is lost. Bytes are those of all ranks together, because every rank holds as many. Called by the engine's thread of
-    rank 0."""
+    """A merger of the ranks' events for the cache. A move has ended when all ranks have reported its end, and a block
+    that one rank has lost is lost. Bytes are those of all ranks together, because every rank holds equally many. Called
+    by the engine's thread of rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -38,12 +38,14 @@ class JoinedEvents:
         self._writes: dict[int, WriteExtent] = {}  # writes that rank 0 makes now
         self._own_jobs = 0
         self.for_others: list[Move] = []
-        """Writes for the ranks beyond 0: rank 0 has made them and chosen the extent's id. The caller takes them."""
+        """Writes of extents for the ranks beyond 0, after rank 0 has made its own and chosen the extent's id. The
+        caller sends them and empties the list."""
         self.for_all: list[Move] = []
-        """Deletions of what only some ranks have. The cache is told nothing of them. The caller takes them."""
+        """Deletions of extents that only some ranks have, which the cache never hears of. The caller carries them out
+        and empties the list."""
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Note moves that are being ordered."""
+        """Remember moves that are being sent to the ranks."""
         for move in moves:
             if isinstance(move, LoadBlocks):
                 self._loads[move.job_id] = frozenset(block.key for block in move.blocks)
@@ -51,17 +53,17 @@ class JoinedEvents:
                 self._writes[move.job_id] = move
 
     def has_told(self, job_id: int) -> bool:
-        """Whether rank 0 has reported the end of a load that other ranks still make."""
+        """Return whether rank 0 has reported the end of a load that other ranks have not ended yet."""
         return 0 in self._answers.get((Loaded, job_id), ())
 
     def delete(self, extent_ids: Sequence[int]) -> None:
-        """Order the deletion of extents that only some ranks have."""
+        """Have extents deleted that only some ranks have: adds the deletion to `for_all`."""
         if extent_ids:
             self._own_jobs -= 1
             self.for_all.append(DeleteExtents(self._own_jobs, tuple(extent_ids), None))
 
     def add(self, rank: int, events: Iterable[Event]) -> list[Event]:
-        """Take the events that `rank` has reported, and return those that the cache is to hear now."""
+        """Take the events that `rank` has reported, and return the joined events for the cache."""
         joined: list[Event] = []
         for event in events:
             match event:
@@ -119,8 +121,8 @@ class JoinedEvents:
         return Loaded(job_id, failed, frozenset.intersection(*wholes).difference(failed))
 
     def _written(self, job_id: int, whole: ExtentInfo, answers: Sequence[Written]) -> Written:
-        """Join the ranks' parts of an extent. whole: the extent as rank 0 has reported it; other ranks leave its
-        contents out."""
+        """Join the ranks' answers to a write of an extent. whole: the extent as rank 0 has reported it; the other ranks
+        report only sizes."""
         sizes = [answer.extent.size_bytes for answer in answers if answer.extent is not None]
         if len(sizes) < len(answers):
             self.delete([whole.extent_id])
@@ -129,8 +131,8 @@ class JoinedEvents:
 
 
 def _union(failed: Sequence[dict[BlockKey, str]]) -> dict[BlockKey, str]:
-    """Return the blocks that failed on any rank. A reason that proves the copy bad counts before one that proves
-    nothing."""
+    """Return the blocks that failed on any rank, with the reason. A reason that proves the copy bad counts before one
+    that proves nothing."""
     joined: dict[BlockKey, str] = {}
     for blocks in failed:
         for key, reason in blocks.items():

@@ -1,4 +1,4 @@
-"""Names the files that a rank keeps on disk."""
+"""Names the directories and fingerprints of a rank's KV on disk."""
 
 import hashlib
 from pathlib import Path
@@ -7,13 +7,13 @@ from reprise.cache.blocks.keys import typed_fields
 
 
 def rank_fingerprint(model: bytes, rank: int, num_ranks: int) -> bytes:
-    """Return the fingerprint that names a rank's part of the KV on disk. model: fingerprint of the whole."""
+    """Return the fingerprint under which a rank stores its part of the KV. model: fingerprint of the whole model."""
     if num_ranks == 1:
         return model
     return hashlib.blake2b(typed_fields("reprise-rank", model, rank, num_ranks), digest_size=16).digest()
 
 
 def rank_directory(directory: str, rank: int) -> str:
-    """Return the directory in which a rank keeps its KV on disk. Rank 0 has that of an engine without ranks, so that
-    its lock keeps any other server away from all of them."""
+    """Return the directory in which a rank stores its KV. Rank 0 uses `directory` itself, so that its lock keeps any
+    other server away from all of them."""
     return directory if rank == 0 else str(Path(directory) / f"rank{rank}")

@@ -1,5 +1,5 @@
-"""Runs one rank beyond 0 of a tensor-parallel engine. It does everything that rank 0 sends, in that order, and decides
-nothing."""
+"""Runs one rank beyond 0 of a tensor-parallel engine. It carries out everything that rank 0 sends, in that order, and
+decides nothing."""
 
 import math
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ NOBODY = SessionRecord(tenant="", salt="", session_id="", context=b"", last_used
 
 
 class Rank:
-    """Serves rank 0 from one thread, the rank's main one. transfer, runner, sink: as in an engine, for this rank's
-    part."""
+    """A servant of rank 0, run by the rank process's main thread. transfer, runner, sink: the parts of an engine, for
+    this rank's share of the heads."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Rank:
         self._under_way = 0  # moves of which the end is to be reported
 
     def serve(self) -> None:
-        """Do what rank 0 sends, until Close. Raises whatever a step raises: then all ranks have to end."""
+        """Carry out what rank 0 sends, until Close. Raises whatever a step raises: then all ranks have to end."""
         while True:
             if self._socket.poll(MOVING_POLL_MS if self._under_way else POLL_MS):
                 message = decode_to_rank(self._socket.recv())
@@ -121,7 +121,7 @@ class Rank:
 
 
 def _without_content(event: Event) -> Event:
-    """Leave the contents of an extent out of an event, because rank 0 knows them."""
+    """Return an event without the contents of its extent, which rank 0 knows already."""
     if isinstance(event, Written) and event.extent is not None:
         return replace(event, extent=replace(event.extent, session=NOBODY, blocks=()))
     return event

@@ -14,11 +14,11 @@ from reprise.engine.step.arrival import Arrival
 
 
 class SharedRunner(ModelRunner):
-    """A ModelRunner that sends each step to the other ranks before it runs here. A step that raises in one rank leaves
-    the others waiting in the middle of it, so then the engine ends. Called by the engine's thread."""
+    """A ModelRunner that sends each step to the other ranks before it runs here. If a step raises in one rank, the
+    others wait in the middle of it, so the engine ends. Called by the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **runner: Any) -> None:
-        """runner: the arguments of `ModelRunner`, for the part of this rank."""
+        """Set up. runner: the arguments of `ModelRunner`, for this rank's part."""
         super().__init__(**runner)
         self._ranks = ranks
 

@@ -1,4 +1,4 @@
-"""Carries out moves on all ranks, as the transfer of rank 0."""
+"""Carries out moves of KV on all ranks, in place of rank 0's own transfer."""
 
 import time
 from collections.abc import Container, Sequence
@@ -15,12 +15,12 @@ _LOOK_S = 0.001  # time between two looks at the other ranks' reports
 
 
 class SharedTransfer(Transfer):
-    """A Transfer that orders every move on the other ranks first and then here, and reports it when all have made it.
-    An extent is written by rank 0 first, which chooses its id. Records of sessions are kept by rank 0 alone. Called by
+    """A Transfer that sends every move to the other ranks, then makes it here, and reports it when all ranks have made
+    it. Extents are written by rank 0 first, which chooses their ids. Only rank 0 stores records of sessions. Called by
     the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **transfer: Any) -> None:
-        """transfer: the arguments of `Transfer`, for the part of this rank."""
+        """Set up. transfer: the arguments of `Transfer`, for this rank's part."""
         super().__init__(**transfer)
         self._ranks = ranks
         self._joined = JoinedEvents(ranks.num_ranks)

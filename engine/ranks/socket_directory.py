@@ -25,12 +25,12 @@ class SocketDirectory:
             # Another engine's `remove_abandoned` has come between the directory and its lock.
 
     def remove(self) -> None:
-        """Remove the directory with everything in it. It may be removed already."""
+        """Remove the directory with everything in it. Does nothing if it has been removed."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def remove_abandoned() -> None:
-    """Remove this user's directories that no process holds. An engine that is killed leaves its own."""
+    """Remove this user's directories that no process has locked, as a killed engine leaves them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -45,7 +45,7 @@ HIGH_WATER_MARK = 1_000  # messages per direction; a full socket makes its sende
 SEND_TIMEOUT_MS = 30_000  # a rank that takes nothing for that long is as good as dead
 
 Tagged = tuple[str, msgspec.Raw]
-"""A value of one of the classes of `reprise.cache.moves`, behind the name of its class."""
+"""The name of a class of `reprise.cache.moves`, and a value of that class, encoded."""
 
 _MOVES: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -80,8 +80,8 @@ class MakeTiers(msgspec.Struct, frozen=True, tag="make_tiers"):
 
 
 class CarryOut(msgspec.Struct, frozen=True, tag="carry_out"):
-    """Carry out these moves, as `Transfer.carry_out` does. running: the requests of the next step, whose loads it
-    needs."""
+    """Carry out these moves of KV, as `Transfer.carry_out` does. running: the requests of the next step, which needs
+    their loads."""
 
     moves: list[Tagged]
     running: list[str]
@@ -109,7 +109,7 @@ class SaveRows(msgspec.Struct, frozen=True, tag="save_rows"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """Finish what was ordered, and end."""
+    """Finish the work that was sent before, and end."""
 
     timeout_s: float
 
@@ -126,25 +126,25 @@ class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
-    """This rank's part of the model is loaded and runs."""
+    """The answer of a rank that has loaded its part of the model and checked that it runs."""
 
     fingerprint: bytes  # fingerprint of the part
 
 
 class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
-    """The rank has memory for KV, and has its part of these extents on disk."""
+    """The answer of a rank that has allocated its memory for KV. extents: those of which it has its part on disk."""
 
     extents: dict[int, int]  # id -> bytes
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Events of a rank: the copies of KV between tiers that have ended, and how."""
+    """Events of a rank: which moves of KV between tiers have ended, and how."""
 
     events: list[Tagged]
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag="step_ended"):
-    """A step with loads has run. The known ends of these loads were sent before."""
+    """The answer of a rank that has run a step with loads. It has sent the ends of these loads that it knows before."""
 
     late: list[int]  # loads that did not come in time here
 
@@ -184,12 +184,12 @@ def pack(values: Sequence[Move] | Sequence[Event]) -> list[Tagged]:
 
 
 def unpack_moves(tagged: Sequence[Tagged]) -> list[Move]:
-    """Decode moves. Raises msgspec.DecodeError, or KeyError for a move that only rank 0 makes."""
+    """Decode moves of KV. Raises msgspec.DecodeError, or KeyError for a move that only rank 0 makes."""
     return [msgspec.msgpack.decode(raw, type=_MOVES[name]) for name, raw in tagged]
 
 
 def unpack_events(tagged: Sequence[Tagged]) -> list[Event]:
-    """Decode events. Raises msgspec.DecodeError or KeyError."""
+    """Decode events about moves of KV. Raises msgspec.DecodeError or KeyError."""
     return [msgspec.msgpack.decode(raw, type=_EVENTS[name]) for name, raw in tagged]
 
 

@@ -9,9 +9,9 @@ _LONE_PATIENCE_S = 1.0  # longest wait of other steps: only requests that come m
 
 
 class Arrival:
-    """Waits for the loads of one step. Every layer calls it before it attends, on the engine's thread. If the step has
-    waited for too long, in all layers together, or for so long that computing would have been faster, a load is not
-    waited for any more. Then its sequence's rows are void; those of the others are valid."""
+    """A waiter for the loads of one step. Every layer calls it before it attends, on the engine's thread. It stops
+    waiting for a load when the step has waited too long, in all layers together, or so long that computing would have
+    been faster. That load counts as late, and the rows of its sequence are void; those of the others are valid."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """Start the loads' remaining layers. jobs: request id -> its load. patience_s(request id): the longest wait for
-        its next layer."""
+        """Start the loads' remaining layers. jobs: request id -> job id of its load. patience_s(request id): the
+        longest wait, in seconds, for the load's next layer."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders
@@ -34,7 +34,7 @@ class Arrival:
             transfer.start(job)
 
     def __call__(self, layer: int) -> None:
-        """Wait until the layer is there for all requests that are not late."""
+        """Wait until the layer's KV is loaded for all requests whose load is not late."""
         for request_id, job in list(self._jobs.items()):
             before_s = self._transfer.waited_s
             timeout_s = max(0.0, min(self._left_s, self._patience_s(request_id)))

@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class StepClock:
-    """Tells the time in a step. The caller's `now` is monotonic and in seconds, but its clock need not be this
-    machine's; the step adds the time that has passed since the call."""
+    """A clock for one step. The caller's `now` is monotonic and in seconds, but need not come from this machine's
+    clock; the step adds the time that has passed since the call."""
 
     def __init__(self, now: float) -> None:
         self.called = now
         self._called_s = self._computing_s = time.monotonic()
 
     def begin_computing(self) -> None:
-        """Count the step's seconds from now on, without the time that scheduling took."""
+        """Begin to count the step's seconds here, so that the time that scheduling took is left out."""
         self._computing_s = time.monotonic()
 
     def now(self) -> float:
@@ -36,12 +36,12 @@ class StepClock:
         return self.called + (time.monotonic() - self._called_s)
 
     def computing_s(self) -> float:
-        """Return the seconds since the batch began to be computed."""
+        """Return the seconds since `begin_computing`."""
         return time.monotonic() - self._computing_s
 
 
 class BatchStep:
-    """Runs one batch after the other. Called by the Engine, on its thread.
+    """A runner of one batch after the other. Called by the Engine, on its thread.
 
     Tokens are counted as computed only after the forward pass that writes their KV was launched, and everything that
     reads that KV is launched later.
@@ -59,24 +59,24 @@ class BatchStep:
         drawing: Drawing,
         drafter: DraftMaker | None,
     ) -> None:
-        """drafter: None if nothing is drafted."""
+        """Set up. drafter: None if nothing is drafted."""
         self._cache, self._scheduler, self._choices = cache, scheduler, choices
         self._compute, self._moves, self._restarts, self._drawing = compute, moves, restarts, drawing
         self._drafter = drafter
         self._under_way: tuple[Computed, StepWork] | None = None  # a step that drew nothing, and may not be over
         self.count = 0
-        """Steps since the start whose time is known."""
+        """Number of steps since the start whose duration is known."""
         self.seconds = 0.0
-        """Seconds that these took."""
+        """Seconds that the steps in `count` took together."""
 
     def order_next(self, now: float) -> None:
-        """Record what the transfers have done, and order what comes next."""
+        """Record which transfers have ended, and start those that come next."""
         if failed := self._moves.catch_up(now):
             self._restarts.failed(failed)
         self._moves.order_next(now)
 
     def run(self, now: float) -> list[Output]:
-        """Run one batch, or wait a moment if all that could run waits for its KV. If it raises, call `fail`."""
+        """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, call `fail`."""
         clock = StepClock(now)
         schedule = self._schedule(now)
         self._moves.begin_step(schedule)
@@ -99,7 +99,7 @@ class BatchStep:
         return outputs
 
     def fail(self) -> None:
-        """Clean up after a step that has raised. Every request has ended."""
+        """Clean up after a step that has raised, when every request has been ended."""
         self._moves.fail()
 
     def close(self) -> None:
@@ -107,8 +107,8 @@ class BatchStep:
         self._compute.close()
 
     def _schedule(self, now: float) -> Schedule:
-        """Decide which sequences run, with how many tokens each. Note where the KV of those that run for the first time
-        was found."""
+        """Decide which sequences run, with how many tokens each. For those that run for the first time, note in which
+        tier their KV was found."""
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._compute.tables.drop(sequence.request_id)
@@ -121,7 +121,7 @@ class BatchStep:
         return schedule
 
     def _launch(self, schedule: Schedule) -> Computed | None:
-        """Compute the scheduled tokens. Returns None if the device had no memory for it; later steps are then smaller.
+        """Compute the scheduled tokens. Returns None if the device lacked memory for it; later steps are then smaller.
         Raises if smaller steps are of no use."""
         drafts = {} if self._drafter is None else self._drafter.propose(schedule.chunks, self._choices)
         try:
@@ -139,7 +139,8 @@ class BatchStep:
         return None
 
     def _settle(self, computed: Computed, clock: StepClock) -> None:
-        """Count what was computed and have it saved. Choices whose KV did not come, or was wrong, start anew."""
+        """Count what was computed and have it saved. Choices whose KV was not loaded in time, or was wrong, start
+        anew."""
         void: set[str] = set()
         failed = self._moves.hear_failed(clock.called)
         if failed or computed.late:
@@ -160,7 +161,7 @@ class BatchStep:
             self._restarts.contradicted(computed)
 
     def _learn_before(self) -> None:
-        """Learn the duration of the step before, if it was not over when `run` returned."""
+        """Learn the duration of the previous step, if it had not ended when `run` returned."""
         if self._under_way is not None:
             (computed, work), self._under_way = self._under_way, None
             seconds = computed.done.seconds_since(computed.begun)

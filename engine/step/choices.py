@@ -43,21 +43,22 @@ class RunningChoice:
 
     @property
     def is_stateless(self) -> bool:
-        """Whether its next token depends on the logits alone, and not also on the tokens that it has said."""
+        """Whether the choice's next token depends on the logits alone, and not also on the tokens generated before."""
         return self.penalties is None and self.constraint is None
 
     @property
     def has_said_all(self) -> bool:
-        """Whether its answer is as long as it may be."""
+        """Whether the choice's answer has reached its maximum length."""
         return self.sequence.output_tokens >= self.sequence.sampling.max_tokens
 
     @property
     def new_report(self) -> TokensBySource | None:
-        """The report of where its prompt's KV was found, if its next output is the first to have it; otherwise None."""
+        """The report of where the prompt's KV was found, if the next output is the first to carry it; otherwise
+        None."""
         return None if self.reported else self.report
 
     def append(self, token_id: int) -> None:
-        """Add a token that it has said."""
+        """Add a generated token to the sequence, its penalties and its grammar."""
         self.sequence.token_ids.append(token_id)
         if self.penalties is not None:
             self.penalties.append(token_id)
@@ -65,8 +66,8 @@ class RunningChoice:
             self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
-        """Return everything besides the logits that decides about its next token. ahead: for a stateless choice, the
-        token so many places later."""
+        """Return everything besides the logits that decides the choice's next token. ahead: how many tokens later than
+        the next; only for a stateless choice."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,
@@ -78,7 +79,7 @@ class RunningChoice:
         )
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether the token sampled last is the answer's end, by its grammar or because it ends the text."""
+        """Return whether the token sampled last is the answer's end, by its grammar or because it ends the text."""
         if self.constraint is not None and self.constraint.is_stopped:
             return True
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
@@ -90,7 +91,7 @@ class RunningChoice:
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
 
     def begin_step(self, now: float) -> None:
-        """Count how long it has waited for KV, now that a step runs it: from its place in the batch to its first step,
+        """Count how long the choice has waited for KV, now that a step runs it: from its admission to its first step,
         and from a void step to the next."""
         since_s = self.void_s if self.has_run else self.sequence.scheduled_s
         if since_s is not None:
@@ -98,15 +99,15 @@ class RunningChoice:
         self.has_run, self.void_s = True, None
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the logprobs of all the prompt's tokens but the first, and forget them. Call it when they are
-        complete."""
+        """Return the logprobs of all the prompt's tokens but the first, and forget them; None if they were not asked
+        for. Call it when they are complete."""
         if self.prompt_logprobs is None:
             return None
         known, self.prompt_known = self.prompt_known, {}
         return [known[place] for place in range(1, self.sequence.prompt_tokens)]
 
     def timings(self, now: float) -> Timings:
-        """Return where its time has gone until `now`."""
+        """Return how the choice's time until `now` divides into queueing, loading, prefill and decoding."""
         sequence = self.sequence
         scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
         first = now if sequence.first_token_s is None else sequence.first_token_s
@@ -125,8 +126,8 @@ class RunningChoice:
         finish_reason: str | None = None,
         timings: Timings | None = None,
     ) -> Output:
-        """Return the message that carries these tokens to the app, or its end. The first output has the report of its
-        prompt, and the last one again if that has changed since."""
+        """Return the message that carries tokens of the choice, or its end, to the app. The first output has the report
+        of its prompt; the last one has it again if it has changed."""
         prompt_logprobs = None
         if (report := self.new_report) is not None:
             self.reported = True
@@ -154,13 +155,13 @@ class RunningChoice:
         )
 
     def failed(self, message: str, code: str = "internal_error") -> Output:
-        """Return the message that ends it with an error. Without a code, the error is an internal one."""
+        """Return the message that ends the choice with an error. Without a code, the error is an internal one."""
         return error_output(self.request_id, self.index, code, message)
 
 
 class RunningChoices:
-    """Finds every choice that runs or waits, by the id of its sequence and by the app's request. Used in the engine's
-    loop."""
+    """A table of every choice that runs or waits, by the id of its sequence and by the app's request. Used in the
+    engine's loop."""
 
     def __init__(self) -> None:
         self._by_sequence: dict[str, RunningChoice] = {}

@@ -1,4 +1,4 @@
-"""Computes a step: makes its batch, launches the forward pass, and says where its KV is saved."""
+"""Computes a step: makes its batch, launches the forward pass, and decides where its KV is saved."""
 
 import itertools
 from collections.abc import Container, Sequence
@@ -49,18 +49,19 @@ class Computed:
 
     @property
     def first_rows(self) -> list[int]:
-        """The row of `logits` from which each of `ready` draws its next token; the rows of its draft follow."""
+        """The rows of `logits` from which the choices in `ready` draw their next tokens; the rows of a choice's draft
+        follow its own."""
         if not self.drafts:
             return list(range(len(self.ready)))
         return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]
 
     @property
     def first_logits(self) -> Tensor:
-        """The logits of those rows: [len(ready), vocab]."""
+        """The logits of `first_rows`: [len(ready), vocab]."""
         return self.logits[self.first_rows] if self.drafts else self.logits
 
     def batch_row(self, request_id: str) -> int:
-        """Return the first row of a sequence in the batch."""
+        """Return the index of a sequence's first row in the batch."""
         row = 0
         for chunk in self.chunks:
             name = chunk.sequence.request_id
@@ -70,7 +71,7 @@ class Computed:
         raise KeyError(request_id)
 
     def forget_drafts(self) -> None:
-        """Draw only one token for each choice."""
+        """Drop all drafts, so that only one token is drawn for each choice."""
         firsts = self.first_rows
         for choice in self.ready:
             choice.draft = []
@@ -78,7 +79,7 @@ class Computed:
             self.logits = self.logits[firsts]
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Draw nothing for these requests."""
+        """Remove these requests from `ready`, so that no token is drawn for them."""
         ready: list[RunningChoice] = []
         kept: list[int] = []
         for choice, row in zip(self.ready, self.first_rows, strict=True):
@@ -93,11 +94,11 @@ class Computed:
 
 
 class StepCompute:
-    """Computes the batches of steps. Called by `BatchStep`, once for each step, in the engine's loop.
+    """A runner of forward passes. Called by `BatchStep`, once for each step, in the engine's loop.
 
-    On CUDA a forward pass is launched and not waited for. After its fence, what was computed is committed, saved and
-    made room for; drawing a token waits for the fence. A pass is launched when the one before is over, so that no
-    request waits for more than one pass, and the host's memory that a pass reads may be filled anew.
+    On CUDA a forward pass is launched and not waited for. Its rows are committed and saved, and room is made for them,
+    before it ends; only drawing a token waits for it. A pass is launched when the previous one has ended, so that no
+    request waits for more than one pass, and the host memory that a pass reads may be filled anew.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class StepCompute:
         sink: CaptureSink | None,
         parked: ParkedReader | None,
     ) -> None:
-        """sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
+        """Set up. sink: None while there is no tier below HBM. parked: None if HBM holds every context."""
         self.runner = runner
         self.tables = tables
         self._cache, self._page_size = cache, cache.page_size
@@ -122,11 +123,12 @@ class StepCompute:
         self._parked = parked
         self._last: Fence | None = None  # fence after the last pass
         self.eager_decode_steps = 0
-        """Steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a graph."""
+        """Number of steps on CUDA that only decoded, and whose kernels Python launched one by one instead of as a
+        graph."""
 
     def run(self, chunks: list[Chunk], choices: RunningChoices, drafts: dict[str, list[int]]) -> Computed:
-        """Launch a forward pass, when the one before is over. One call of `capture` has to follow. drafts: sequence ->
-        tokens to compute after its newest one, all in that one's block."""
+        """Launch a forward pass, when the previous one has ended. One call of `capture` has to follow. drafts: sequence
+        id -> tokens to compute after its newest one, all within that token's block."""
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [
             self._item(chunk, choice, drafts.get(chunk.sequence.request_id, []))
@@ -193,7 +195,7 @@ class StepCompute:
             torch.cuda.empty_cache()
 
     def _reads_parked(self, meta: AttentionMeta, items: Sequence[BatchItem]) -> bool:
-        """Prepare reading parked blocks. Returns whether a sequence of the step has any."""
+        """Prepare reading parked blocks, which lie in DRAM only. Returns whether a sequence of the step has any."""
         if self._parked is None or not self._parked.begin(
             meta, [self._cache.requests.context(item.request_id) for item in items]
         ):
@@ -202,12 +204,12 @@ class StepCompute:
         return True
 
     def _watched(self) -> dict[int, list[float]]:
-        """Return the attention that was noted in the step just now, by place in the batch."""
+        """Return the attention that was recorded in the step that has just run, by place in the batch."""
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """Return the KV that the layers have shown, None if all have saved their rows by themselves, and where the rows
-        of all sequences but `failed` are saved."""
+        """Return (KV, pieces): the KV that layers passed to the sink, None if all have saved their rows by themselves;
+        and where the rows of all sequences but `failed` are saved."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -218,8 +220,8 @@ class StepCompute:
         return shown if shown is not None and shown.layers else None, pieces
 
     def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
-        """Have the accepted rows of a draft saved too, unless they are already. Call it between `capture` and the
-        commit of these rows."""
+        """Have the accepted rows of a draft saved too, unless they have been. Call it after `capture` and before these
+        rows are committed."""
         if computed.pieces is not None and not computed.saves_drafts:
             row = computed.batch_row(request_id) + 1
             computed.pieces += self._cache.requests.capture(request_id, accepted, row)
@@ -233,8 +235,7 @@ class StepCompute:
         only_newest: bool = False,
     ) -> list[CapturePiece]:
         """Return where the rows of a step are saved. only_newest: leave drafts out. Otherwise their rows are saved
-        before it is known whether they are right; wrong rows are saved again by a later step, before their block is
-        sealed."""
+        before it is known whether they are right; a later step overwrites wrong rows before their block is complete."""
         pieces: list[CapturePiece] = []
         batch_row = 0
         for chunk in chunks:

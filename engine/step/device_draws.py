@@ -16,9 +16,9 @@ _LOW = (1 << 32) - 1
 
 
 def draw(logits: Tensor, settings: Sequence[SamplingParams], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row. logits fp32 [rows, vocab], contiguous, with a finite maximum in each row and no NaN;
-    starts: for each row the first word of Philox at its position, unsigned 64 bit. Returns the tokens int64 [rows], and
-    whether each is settled [rows]; both asynchronous."""
+    """Draw a token for each row. logits fp32 [rows, vocab], contiguous, with a finite maximum in each row and no NaN.
+    starts: by row, the first word of Philox at its position, unsigned 64 bit. Returns the tokens int64 [rows], and for
+    each row whether its token is final [rows]; both asynchronous."""
     device = logits.device
     numbers = torch.tensor(
         [[one.temperature, one.top_k, one.top_p, one.min_p] for one in settings], dtype=torch.float64
@@ -42,8 +42,8 @@ def _survey(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Survey]:
 
 
 def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from all tokens. The tokens of a level race with one that stands for all tokens below it; if that one wins,
-    the race goes on at the next level."""
+    """Draw from all tokens. The tokens of a level race with one rival that stands for all less likely tokens; if the
+    rival wins, the race continues at the next level."""
     levels = found.times.shape[1]
     rest = (1 - found.masses).clamp_min(0)
     rivals = waits(starts[:, None], torch.arange(REST, REST + levels, device=starts.device))
@@ -54,8 +54,8 @@ def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(found: Survey, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the tokens that top_k, then top_p and then min_p leave. A row is settled if these are among the listed
-    tokens. numbers: temperature, top_k, top_p, min_p of each row."""
+    """Draw from the tokens that top_k, then top_p and then min_p leave. A row's token is final if all of these are
+    among the listed tokens. numbers: temperature, top_k, top_p, min_p of each row."""
     _, top_k, top_p, min_p = numbers.unbind(-1)
     keys = found.keys.sort(-1).values
     held = found.counts

@@ -15,7 +15,8 @@ from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 
 
 class Drawing:
-    """Draws the tokens of a step, after its rows were committed. Called by `BatchStep`, in the engine's loop."""
+    """A maker of a step's tokens, used after the step's rows were committed. Called by `BatchStep`, in the engine's
+    loop."""
 
     def __init__(
         self,
@@ -32,10 +33,10 @@ class Drawing:
         self._max_context = max_context
         self._sampler = Sampler()
         self.generated_tokens = 0
-        """The tokens generated since the start."""
+        """Number of tokens generated since the start."""
 
     def draw(self, computed: Computed, now: float) -> list[Output]:
-        """Draw tokens and return the outputs of a step. A choice whose logits are no distribution ends."""
+        """Draw tokens and return the outputs of a step. Ends a choice whose logits are not numbers."""
         if over := [choice for choice in computed.ready if choice.is_over]:
             computed.drop({choice.sequence.request_id for choice in over})
             self._endings.end_computed(over)
@@ -68,8 +69,8 @@ class Drawing:
         return outputs
 
     def _without_unusable(self, computed: Computed, bad: Sequence[tuple[int, int]]) -> list[Output]:
-        """End the choices whose next token cannot be drawn, and draw no drafts in this step if a draft has such a
-        token. bad: (place among the ready ones, place among its rows)."""
+        """End the choices whose next token cannot be drawn. If only a later token, of a draft, cannot be drawn, no
+        drafts are used in this step. bad: (place in `computed.ready`, place among that choice's rows)."""
         ended = [computed.ready[place] for place, ahead in bad if ahead == 0]
         outputs = [self._endings.end_unusable(choice) for choice in ended]
         computed.drop({choice.sequence.request_id for choice in ended})
@@ -78,8 +79,8 @@ class Drawing:
         return outputs
 
     def _drawn(self, choice: RunningChoice, tokens: Sequence[Sampled], later: Tensor) -> Iterator[Sampled]:
-        """Yield the tokens of a choice. If earlier tokens decide about later ones, each is drawn only when it is asked
-        for. tokens: drawn already. later: logits of the rows of its draft."""
+        """Yield the tokens of a choice. If earlier tokens decide later ones, each is drawn only when the caller asks
+        for it. tokens: drawn already. later: logits of the rows of its draft."""
         yield from tokens
         if choice.is_stateless:
             return
@@ -90,8 +91,8 @@ class Drawing:
                 return  # the next step will say so
 
     def _say(self, choice: RunningChoice, drawn: Iterator[Sampled], computed: Computed, now: float) -> Output:
-        """Append sampled tokens as far as they equal the choice's draft, and the first that differs. End the choice if
-        that was its last."""
+        """Append sampled tokens as long as they equal the choice's draft, and then the first that differs. End the
+        choice if its answer is complete."""
         sequence, expected = choice.sequence, iter(choice.draft)
         said: list[Sampled] = []
         is_over = False

@@ -30,14 +30,16 @@ class BadGrammar(Exception):
 
 
 class Constraint:
-    """The tokens that one choice may still say. Belongs to the engine's loop; a preempted choice keeps it."""
+    """A grammar's state for one choice: which tokens may come next. Belongs to the engine's loop; a preempted choice
+    keeps it."""
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros(-(-num_tokens // 32), dtype=np.int32)
 
     def allowed(self, vocab: int) -> NDArray[np.bool_]:
-        """Mark which of the first `vocab` token ids may come next. None may once the grammar has failed."""
+        """Return a mask, bool [vocab], of the token ids that may come next. All are False once the grammar has
+        failed."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             return np.zeros(vocab, dtype=np.bool_)
@@ -56,11 +58,11 @@ class Constraint:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the text so far has made the grammar too costly to go on with."""
+        """Whether the text so far has made the grammar too costly to continue."""
         return bool(self._matcher.is_error())
 
     def after(self, token_ids: Iterable[int]) -> "Constraint":
-        """Return a constraint for a choice that has said these tokens. This one does not change."""
+        """Return a constraint for a choice that has generated these tokens. This one does not change."""
         constraint = Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
         for token_id in token_ids:
             constraint.accept(token_id)
@@ -75,18 +77,19 @@ class _Pending:
 
 
 class GrammarCompiler:
-    """Holds requests back until their grammars are compiled, on a thread of its own, so that no step waits for it. The
-    engine's loop calls all public methods but `compile`."""
+    """A compiler that holds requests back until their grammars are compiled, on a thread of its own, so that no step
+    waits for it. The engine's loop calls all public methods but `compile`."""
 
     def __init__(self, *, tokenizer: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        """tokenizer: a tokenizer.json, read when the first grammar comes; a model without one takes no grammars."""
+        """Set up. tokenizer: path of a tokenizer.json, read when the first grammar comes; a model without one takes no
+        grammars."""
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._tokenizer: LLTokenizer | None = None  # used by the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.held: dict[str, _Pending] = {}
-        """The requests held back, by their ids. Read only."""
+        """The requests whose grammars are not compiled yet, by their ids. Read only."""
 
     def start(self, request: Submit) -> None:
         future = self._thread.submit(self._constraints, request)
@@ -99,8 +102,8 @@ class GrammarCompiler:
             pending.future.cancel()
 
     def take(self) -> list[tuple[Submit, list[Constraint] | BadGrammar]]:
-        """Return the requests whose grammars are compiled, or will not be, in the order in which they came. A compiled
-        one comes with a constraint for each choice."""
+        """Return the requests whose compilation has ended, in the order in which they came, each with a constraint for
+        each choice or with the error."""
         now = time.monotonic()
         done = []
         for request_id, pending in list(self.held.items()):
@@ -114,14 +117,14 @@ class GrammarCompiler:
         return done
 
     def take_all(self) -> list[Submit]:
-        """Return all requests that are held back, and hold them no more."""
+        """Remove and return all requests that wait for their grammars."""
         requests = [pending.request for pending in self.held.values()]
         for request in requests:
             self.cancel(request.request_id)
         return requests
 
     def _constraints(self, request: Submit) -> list[Constraint]:
-        """Return a constraint for each choice of a request. A choice may have said some tokens already. Raises
+        """Return a constraint for each choice of a request; a resumed choice has generated some tokens already. Raises
         BadGrammar. Called on the compiler's thread."""
         compiled = self.compile(request.grammar)
         said = request.resume or [None] * request.num_choices
@@ -148,7 +151,7 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of an error of the library. The rest is for its developers."""
+    """Return the first line of an error message of the library; the rest is for the library's developers."""
     return message.strip().partition("\n")[0][:300] or "it is not understood"
 
 

@@ -1,4 +1,4 @@
-"""Orders a step's rows and the cache's moves for the transfer, and tells the cache what has ended."""
+"""Hands a step's rows and the cache's moves to the transfer, and tells the cache which moves have ended."""
 
 from collections.abc import Container, Sequence
 
@@ -14,59 +14,60 @@ _MOST_SEALS = 256  # most seals that wait: some milliseconds at the end of an an
 
 
 class StepMoves:
-    """Stands between the cache, which decides moves, and the transfer, which makes them. The step calls it, on the
-    engine's thread.
+    """A mediator between the cache, which decides moves of KV, and the transfer, which makes them. The step calls it,
+    on the engine's thread.
 
     The rows that a step leaves are held back until its tokens are sent, because no token may wait for them. Moves that
-    are decided later come after them, because they may seal or overwrite the slots of those rows. Blocks that kernels
-    have saved by themselves are sealed together at the end of an answer, as long as the batch is steady and there is
-    room: between two steps, threads of the kernels wait awake for what the engine does.
+    are decided later come after these rows, because they may seal (mark as complete) or overwrite the slots of the
+    rows. Blocks whose rows kernels have saved by themselves are sealed together at the end of an answer, as long as the
+    batch is steady and there is room: between two steps, threads of the kernels wait awake for what the engine does.
     """
 
     def __init__(self, *, cache: CacheManager, transfer: Transfer, scheduler: Scheduler) -> None:
         self._cache, self._transfer, self._scheduler = cache, transfer, scheduler
         self.load_seconds = 0.0
-        """The seconds of all transfers into HBM since the start, added up even if they ran at once."""
+        """Seconds of all transfers into HBM since the start, added up even if they ran at the same time."""
         self._held: tuple[Sequence[Move], Captured | None, list[CapturePiece]] | None = None
         self._seals: list[Move] = []  # seals that wait; decided before what is held
         self._changes = 0  # `CacheManager.changes` at the last look
         self._is_steady = False  # no request has come, ended or given way lately
 
     def catch_up(self, now: float) -> list[str]:
-        """Carry out what the last step has left, and tell the cache what has ended. Returns the sequences whose load
-        has failed."""
+        """Carry out what the last step has left, and tell the cache which moves have ended. Returns the ids of
+        sequences whose load has failed."""
         changes, self._changes = self._changes, self._cache.changes
         self._is_steady = changes == self._changes
         self._carry_out()
         return self.hear_failed(now)
 
     def hear_failed(self, now: float) -> list[str]:
-        """Tell the cache what has ended. Returns the sequences whose load has failed: they have to start anew."""
+        """Tell the cache which moves have ended. Returns the ids of sequences whose load has failed and that have to
+        start anew."""
         self.hear(now)
         return self._cache.requests.take_failed()
 
     def hear(self, now: float) -> None:
-        """Tell the cache what has ended."""
+        """Tell the cache which moves of KV have ended, and how."""
         for event in self._transfer.poll():
             if isinstance(event, Transferred) and event.direction.endswith("to_hbm"):
                 self.load_seconds += event.seconds
             self._cache.on_event(event, now)
 
     def order_next(self, now: float) -> None:
-        """Have the cache decide what is done while the next step runs, and order it. It contains no copies inside HBM,
-        which belong to a step."""
+        """Have the cache decide which moves are made while the next step runs, and start them. Copies inside HBM are
+        not among them, since they belong to a step."""
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.num_starting, now)
         self._carry_out(self._cache.take_moves())
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Order the moves that the step needs, and those held back until now."""
+        """Start the moves that the step needs, and those held back until now."""
         if schedule.preempted:
             self._is_steady = False
         running = {chunk.sequence.request_id for chunk in schedule.chunks}
         self._carry_out(self._cache.take_moves(), running)
 
     def hold(self, captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Hold back what a step has left: the moves decided in it, and then its rows. Nothing else may be held at that
+        """Hold back what a step has left: the moves decided in it, then its rows. Nothing else may be held at that
         time."""
         assert self._held is None
         moves = self._cache.take_moves()
@@ -74,7 +75,7 @@ class StepMoves:
             self._held = moves, captured, pieces
 
     def carry_out_held(self) -> None:
-        """Carry out the seals that wait, and what is held."""
+        """Carry out the held moves and rows, and the postponed seals (which mark blocks as complete)."""
         self._carry_out_all((), ())
 
     def fail(self) -> None:
@@ -83,12 +84,12 @@ class StepMoves:
         self._carry_out_all([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)], ())
 
     def wait(self) -> None:
-        """Wait a moment for the transfers, because all that could run waits for its KV."""
+        """Wait a moment for the transfers, because everything that could run waits for its KV."""
         self._transfer.wait(_LOAD_WAIT_S)
 
     def _carry_out(self, moves: Sequence[Move] = (), running: Container[str] = ()) -> None:
-        """Carry out what is held, then these moves (`Transfer.carry_out`). If all of them are seals that may wait, put
-        that off."""
+        """Carry out what is held, then these moves (`Transfer.carry_out`). If all of them are seals that may wait,
+        postpone them."""
         if (moves or self._held or self._seals) and not (self._seals_may_wait() and self._put_off(moves)):
             self._carry_out_all(moves, running)
 
@@ -103,8 +104,8 @@ class StepMoves:
         self._transfer.carry_out(moves, running)
 
     def _seals_may_wait(self) -> bool:
-        """Whether seals may wait. They may not when a turn has come or ended, or while one waits: a block that is
-        sealed late may also leave HBM late."""
+        """Return whether seals may wait. They may not after a turn has come or ended, or while one waits: a block that
+        is sealed late may also leave HBM late."""
         scheduler = self._scheduler
         return self._is_steady and not scheduler.num_waiting and self._cache.is_roomy(len(scheduler.running))
 

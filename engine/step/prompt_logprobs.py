@@ -1,4 +1,4 @@
-"""Notes the logprobs of prompts' own tokens, for requests that ask for them."""
+"""Collects the logprobs of prompts' own tokens, for requests that ask for them."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ _LOGPROB_ROWS = 64  # rows of a prompt at a time: 40 MB for a vocabulary of 150k
 
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
-    """Store the wanted logprobs of prompts with their choices. Returns the rows to draw from: one for each item that
-    wants logits, and one for each token of its draft."""
+    """Store the wanted logprobs of prompts in their choices. Returns the rows of logits to draw from: one for each item
+    that wants logits, and one for each token of its draft."""
     row = 0
     drawn: list[int] = []
     for item, choice in zip(items, choices, strict=True):

@@ -1,4 +1,4 @@
-"""Computes a text anew beside the requests that run, in pages of HBM that are borrowed for it."""
+"""Computes a text anew, in pages of HBM that are borrowed for it, while requests run."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integer types by 
 
 
 class Recompute:
-    """Computes texts anew for the `Verifier`, in the engine's loop: all sequences that decode wait for it. Its rows are
+    """A runner of texts for the `Verifier`, in the engine's loop: all sequences that decode wait for it. Its rows are
     neither saved nor published."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def borrowed(self, num_tokens: int) -> Iterator[list[int] | None]:
-        """Give pages for so many tokens until the end of the block; None if HBM has no room for them."""
+        """Lend pages with room for `num_tokens` tokens until the end of the block; yields None if HBM has no room."""
         pages = self._cache.borrow(-(-num_tokens // self._page_size))
         try:
             yield pages
@@ -51,7 +51,7 @@ class Recompute:
 
     @torch.inference_mode()
     def copy(self, pages: Sequence[int], target: Sequence[int]) -> None:
-        """Copy pages to as many others, in all layers."""
+        """Copy pages to equally many others, in all layers."""
         source, into = (torch.tensor(list(numbers), device=self._device) for numbers in (pages, target))
         for layer in self._runner.pages:
             layer.k[into] = layer.k[source]

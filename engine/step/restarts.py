@@ -1,4 +1,4 @@
-"""Has running choices start anew."""
+"""Restarts running choices whose computed KV is void."""
 
 import time
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from reprise.scheduler.scheduler import Scheduler
 
 
 class Restarts:
-    """Has a choice start anew when what it has computed is void (its load has failed or was late, or a recompute
-    contradicts loaded KV), or when its window is full in the middle of an answer. The choice is admitted again, with
-    what is left of its history. Called by the step, in the engine's loop."""
+    """A part that makes a choice start anew when what it has computed is void (its load has failed or was late, or a
+    recompute contradicts loaded KV), or when its window is full in the middle of an answer. The choice is admitted
+    again, with what is left of its history. Called by the step, in the engine's loop."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Restarts:
         moves: StepMoves,
         verifier: Verifier | None,
     ) -> None:
-        """verifier: None if loaded KV is never recomputed."""
+        """Set up. verifier: None if loaded KV is never recomputed."""
         self._cache, self._scheduler, self._choices, self._tables = cache, scheduler, choices, tables
         self._moves = moves
         self.verifier = verifier
@@ -41,7 +41,8 @@ class Restarts:
             self._restart(self._choices[sequence_id])
 
     def void(self, computed: Computed, failed: set[str], now: float) -> set[str]:
-        """Have sequences start anew whose load failed or was late in a step. Returns those whose rows are void."""
+        """Make sequences start anew whose load failed or was late in a step. Returns those whose rows in the step are
+        void."""
         # Where a load is late, it goes on, and until it has ended its pages may still be written to.
         void = failed | computed.late
         self.failed(failed)
@@ -67,8 +68,8 @@ class Restarts:
         computed.drop(contradicted)
 
     def truncate(self, choice: RunningChoice) -> bool:
-        """Let a choice whose window is full in the middle of its answer go on with less history, if that is allowed and
-        possible. Returns whether it goes on."""
+        """Let a choice whose window is full in the middle of its answer continue with less history, if that is allowed
+        and possible. Returns whether it continues."""
         sequence = choice.sequence
         if not choice.may_truncate:
             return False

@@ -114,7 +114,8 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Draws tokens from logits, on CPU or CUDA, wherever the logits are. Stateless; may be called from any thread."""
+    """A sampler of tokens from logits, on CPU or CUDA, wherever the logits are. Stateless; may be called from any
+    thread."""
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Draw a token for each row. logits [rows, vocab], any float dtype, not modified.
@@ -139,9 +140,9 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how long tokens of rate 1 wait in the race of a position. The times are exponential and independent. Each
-    is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which starts from Philox at the position and steps by
-    ids."""
+    """Return how long tokens of rate 1 wait in the race of a position, by token id. The times are exponential and
+    independent. Each is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which starts from Philox at the
+    position and steps by ids."""
     words = ids.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(0x9E3779B97F4A7C15)
@@ -169,7 +170,7 @@ def philox(key: tuple[int, int], counter: int) -> tuple[int, int, int, int]:
 
 
 def tokens_on_host(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Return the token of each row of logits that are on the host. Raises BadLogits."""
+    """Return the sampled token of each row of logits that are on the host. Raises BadLogits."""
     tokens, peaks = _argmax(logits)
     _check(peaks, range(len(rows)))
     special = _special(rows)
@@ -190,8 +191,8 @@ def tokens_on_host(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Return the same tokens as `tokens_on_host`, decided where the logits are. The host waits for the device once, and
-    again for each draw that needs unlikely tokens. Raises BadLogits."""
+    """Return the same tokens as `tokens_on_host`, computed where the logits are. The host waits for the device once,
+    and again for each draw that needs unlikely tokens. Raises BadLogits."""
     special = _special(rows)
     picked = [rows[i] for i in special]
     drawn = [i for i, row in enumerate(picked) if not row.greedy]
@@ -216,7 +217,7 @@ def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _special(rows: Sequence[SampleRow]) -> list[int]:
-    """Return the rows that are not plain greedy."""
+    """Return the indices of the rows that are not plain greedy."""
     return [i for i, row in enumerate(rows) if row.edited or not row.greedy]
 
 
@@ -242,7 +243,7 @@ def _check(peaks: list[float], names: Iterable[int]) -> None:
 
 
 def _edited(work: Tensor, picked: list[SampleRow]) -> Tensor:
-    """Change logits [rows, vocab] fp32 as the rows ask before the temperature, in place."""
+    """Apply each row's bias, penalties and masks, in place, to logits [rows, vocab] fp32, and return them."""
     if any(row.edited for row in picked):
         _apply_bias(work, picked)
         _apply_penalties(work, picked)
@@ -251,11 +252,11 @@ def _edited(work: Tensor, picked: list[SampleRow]) -> Tensor:
 
 
 def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
-    """Draw the tokens of rows. work [rows, vocab] fp32, consumed.
+    """Draw the token of each row. work [rows, vocab] fp32, overwritten.
 
-    Only tokens above a log-probability, of `FLOORS`, are ranked, and further ones if the answer lies further down. At
-    most 10^4 tokens reach the first floor. With a vocabulary of 150k, a row takes 40 us to find them and a few us to
-    rank them; torch.topk takes 290 us, a stable sort of all 12 ms, our sort of all 2 ms.
+    Only tokens above a log-probability, of `FLOORS`, are ranked, and further ones if the answer lies below it. At most
+    10^4 tokens reach the first floor. With a vocabulary of 150k, a row takes 40 us to find them and a few us to rank
+    them; torch.topk takes 290 us, a stable sort of all 12 ms, our sort of all 2 ms.
     """
     if any(row.sampling.temperature != 1 for row in picked):
         work /= torch.tensor([[row.sampling.temperature] for row in picked], device=work.device)
@@ -274,8 +275,8 @@ def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
 
 
 def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
-    """Return the token that wins among those that the filters keep; None if the ranked tokens do not suffice to tell.
-    ids and logprobs [n]: the head of the ranking, down to FLOORS[level]."""
+    """Return the winning token among those that the filters keep; None if the ranked tokens do not suffice to tell. ids
+    and logprobs [n]: the most likely tokens, down to log-probability FLOORS[level]."""
     sampling, complete = row.sampling, level == len(FLOORS) - 1
     held = len(ids)
     if not held:
@@ -307,8 +308,8 @@ def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow,
 def _win_unfiltered(
     ids: NDArray[np.int64], probs: NDArray[np.float64], logprobs: NDArray[np.float32], row: SampleRow, level: int
 ) -> int | None:
-    """Return the token that wins among all; None if it lies below the floor of this level. The tokens above a floor
-    race with one that stands for all below it."""
+    """Return the winning token among all; None if it lies below the floor of this level. The tokens above a floor race
+    with one rival that stands for all tokens below."""
     known = int(np.count_nonzero(logprobs >= FLOORS[level - 1])) if level else 0  # they have lost
     if known == len(ids):
         return int(ids[-1]) if level == len(FLOORS) - 1 else None  # rounding: what had won has no mass
@@ -321,7 +322,7 @@ def _win_unfiltered(
 
 
 def _first(ids: NDArray[np.int64], probs: NDArray[np.float64], row: SampleRow) -> tuple[int, float]:
-    """Return the place of the token that wins, and its time."""
+    """Return the index in `ids` of the token that wins the race, and its time."""
     with np.errstate(divide="ignore", over="ignore"):  # a token of probability 0 never comes
         times = waits(row.seed, row.position, ids) / probs
     place = int(np.argmin(times))
@@ -370,7 +371,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprob]:
-    """Return the log probabilities of the rows that ask for them, by row."""
+    """Return the log probabilities of the rows that ask for them, by row index."""
     counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
     if not counts:
         return {}
@@ -418,8 +419,8 @@ def _apply_masks(work: Tensor, rows: list[SampleRow]) -> None:
 
 
 def _flat_index(work: Tensor, parts: list[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return where (row, id) pairs lie in the flattened logits, and which pairs those are. Ids outside the vocabulary
-    are left out, because they would land in another row."""
+    """Return the indices of (row, id) pairs in the flattened logits, and a mask of the pairs that have one. Ids outside
+    the vocabulary have none, because they would land in another row."""
     vocab = work.shape[1]
     ids = np.concatenate([ids for _, ids in parts])
     kept = (ids >= 0) & (ids < vocab)

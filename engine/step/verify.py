@@ -1,4 +1,4 @@
-"""Runs the shadow check (`cache.verify_rate`): recomputes a sample of what was loaded, and compares.
+"""Runs the shadow check (`cache.verify_rate`): recomputes a sample of the KV that was loaded, and compares.
 
 Checksums show that bytes are those that were written. This check shows that they were the right ones: a wrong layout,
 rotation or key shows in the logits. For KV that has been through a lossy codec, it measures how far the model's answers
@@ -26,8 +26,8 @@ _SCORED_TOKENS = 64  # last tokens of a prompt at which distributions are compar
 
 
 class Verifier:
-    """Compares loaded KV with a recompute, for `Restarts`, after a step in the engine's loop. All sequences that decode
-    wait for it, so rates are small."""
+    """A comparison of loaded KV with a recompute, made for `Restarts` after a step, in the engine's loop. All sequences
+    that decode wait for it, so rates are small."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Verifier:
         on_condemned: Callable[[Verdict], None],
         rng: random.Random,
     ) -> None:
-        """verdict: None if nothing is coded. on_condemned: called once, when the codec is condemned."""
+        """Set up. rate: share of the loads that are checked. verdict: None if there is no codec. on_condemned: called
+        once, when the codec is condemned."""
         self._recompute, self._cache = recompute, cache
         self._rate, self._rng = rate, rng
         self._tolerance = _ROW_SHARE * logit_tolerance
@@ -50,8 +51,8 @@ class Verifier:
 
     def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
         """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers
-        that the KV came from, or its codec, are not used any more. The caller has each choice start anew before it asks
-        for the next, which may need its room. logits [len(ready), vocab]."""
+        that this KV came from, or its codec, are not used any more. The caller restarts each choice before it asks for
+        the next, which may need the room. logits [len(ready), vocab]."""
         for row, choice in enumerate(ready):
             tiers = _loaded_from(choice)
             if not tiers:
@@ -69,8 +70,8 @@ class Verifier:
             yield choice
 
     def agrees(self, token_ids: Sequence[int], logits: Tensor) -> bool:
-        """Whether a recompute of all tokens ends with these logits [vocab]. Also True if no recompute was made, which
-        is so for a share of 1 - rate, and when HBM has no room for a second copy."""
+        """Return whether a recompute of all tokens ends with these logits [vocab]. Also True if no recompute was made,
+        which is so for a share of 1 - rate of the calls, and when HBM has no room for a second copy."""
         if self._rng.random() >= self._rate:
             return True
         with self._recompute.borrowed(len(token_ids)) as pages:
@@ -112,9 +113,10 @@ class Verifier:
 
     def _divergence(self, token_ids: Sequence[int], loaded: Sequence[int]) -> tuple[float, float] | None:
         """Compare the model's distributions at the last tokens of a text, whose KV is in the pages `loaded`, with those
-        after a recompute of everything before. Returns the divergence in nats a token, and the divergence that rounding
-        alone brings: that of the smallest change of the recomputed KV. In bf16 any change at all rounds everything
-        after it anew, which on SmolLM2 is more than a codec does. None if HBM has no room for a second copy."""
+        after a recompute of everything before. Returns the divergence in nats per token, and the divergence that
+        rounding alone brings: that of the smallest change of the recomputed KV. In bf16 any change at all changes the
+        rounding of everything after it, which on SmolLM2 is more than a codec does. None if HBM has no room for a
+        second copy."""
         recompute = self._recompute
         rows = min(_SCORED_TOKENS, recompute.chunk_tokens, len(token_ids) // 2)
         start = len(token_ids) - rows
@@ -136,8 +138,9 @@ def _mean_divergence(expected: Tensor, found: Tensor) -> float:
 
 
 def _loaded_from(choice: RunningChoice) -> list[str]:
-    """Return the tiers that the KV of a choice came from, as long as its first token is not drawn. Returns none after a
-    cut, when a recompute would be another text, and none if earlier answers may have read parts of their contexts."""
+    """Return the tiers that the KV of a choice was loaded from, as long as its first token is not drawn. Returns none
+    after a truncation, when a recompute would be another text, and none if earlier answers may have read parts of their
+    contexts."""
     report = choice.report
     if (
         choice.reads_in_part

@@ -1,2 +1,2 @@
-"""One address for many replicas: it finds a turn's conversation, sends the turn where its KV lies, and goes on with the
-answer elsewhere if that replica is gone."""
+"""Gives many replicas one address: finds a turn's conversation, sends the turn where its KV lies, and has the answer
+continued elsewhere if that replica is gone."""

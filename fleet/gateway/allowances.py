@@ -1,4 +1,4 @@
-"""Holds keys to their limits over the whole fleet: requests and tokens a minute, and answers under way.
+"""Enforces the limits of keys over the whole fleet: requests and tokens a minute, and running answers.
 
 The directory counts. While it does not answer, this gateway counts requests and answers by itself, and replicas the
 tokens, each as if it were alone: a key then has its limits once for every gateway, and its tokens for every replica.
@@ -22,7 +22,7 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted, and the places that it holds until it leaves."""
+    """A request that was counted, and the places that it has until `leave`."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself
@@ -32,15 +32,15 @@ class Admission:
         self._place: Place | None = None
 
     def hold(self, ticket: Ticket) -> None:
-        """Hold places of this gateway."""
+        """Add places of this gateway."""
         self._ticket = ticket
 
     def hold_in_fleet(self, place: Place) -> None:
-        """Hold places of the fleet too."""
+        """Add places of the fleet."""
         self._place = place
 
     async def leave(self) -> None:
-        """Give the places back. Idempotent."""
+        """Free all of its places. Idempotent."""
         ticket, self._ticket = self._ticket, None
         place, self._place = self._place, None
         if ticket is not None:
@@ -50,12 +50,12 @@ class Admission:
 
 
 class Allowances:
-    """One per gateway, on its event loop."""
+    """The limits of keys, as this gateway enforces them. One per gateway, on its event loop."""
 
     def __init__(
         self, *, directory: Directory, places: Places, limits: Callable[[str], KeyLimits], metrics: Metrics
     ) -> None:
-        """places: answers under way here, and allowances while the directory does not answer."""
+        """Set up. places: running answers of this gateway, and allowances while the directory does not answer."""
         self._directory = directory
         self._places = places
         self._limits = limits
@@ -83,7 +83,7 @@ class Allowances:
         return admission
 
     async def enter(self, admission: Admission, tenant: str, count: int) -> None:
-        """Admit a turn with so many choices, which holds places until `admission.leave`. Raises ApiError 429."""
+        """Admit a turn with `count` choices, which has places until `admission.leave`. Raises ApiError 429."""
         limits = self._limits(tenant)
         # A replica says what is wrong with a turn that asks for more choices than its key may have.
         count = min(count, limits.requests) if limits.requests else 1
@@ -123,7 +123,7 @@ class Allowances:
         admission.hold_in_fleet(place)
 
     async def give_back(self, place: Place) -> None:
-        """Give places back. Without the directory the lease ends by itself."""
+        """Free places of the fleet. If the directory does not answer, their lease ends by itself."""
         self._leases.pop(place.lease, None)
         with contextlib.suppress(DirectoryUnavailable):
             await self._directory.leave_places(place)

@@ -1,5 +1,5 @@
-"""Finds the end of an HTTP/1.1 body, as the head of its answer says: by chunks, by its length, or by the connection's
-end. Pure."""
+"""Finds the end of an HTTP/1.1 body from the head of its message: by chunks, by its length, or by the connection's end.
+Pure."""
 
 import re
 from typing import Protocol
@@ -12,26 +12,26 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?")
 
 
 class BadBody(ValueError):
-    """The bytes are no body of HTTP, or it ends too early or too late."""
+    """The bytes are not an HTTP body, or it ends too early or too late."""
 
 
 class Body(Protocol):
-    """A body that is coming."""
+    """A body that is being received."""
 
     ended: bool
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of the body in what has come. Raises BadBody."""
+        """Return the part of the body in received data. Raises BadBody."""
         ...
 
     def end(self) -> None:
-        """Note that the connection has ended. A body that its framing does not let end here stays incomplete."""
+        """Note that the connection has ended. If the body's framing does not let it end here, it stays incomplete."""
         ...
 
 
 def body_of(method: bytes, answer: h11.Response) -> tuple[Body, bool]:
-    """Return how the body of an answer is read, and whether its connection may be used again. h11 has seen to it that
-    the head does not contradict itself. Raises BadBody."""
+    """Return a reader of an answer's body, and whether its connection may be used again. h11 has checked that the head
+    does not contradict itself. Raises BadBody."""
     fields = {name: value for name, value in answer.headers if name in (b"content-length", b"transfer-encoding")}
     closes = any(
         word.strip().lower() == b"close"
@@ -68,7 +68,7 @@ class SizedBody:
 
 
 class EndlessBody:
-    """Everything until the connection ends."""
+    """A body that consists of everything until the connection ends."""
 
     ended = False
 

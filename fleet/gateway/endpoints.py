@@ -31,7 +31,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoints:
-    """One per gateway, on its event loop. Handlers raise ApiError."""
+    """The handlers of a gateway's own endpoints. One per gateway, on its event loop. Handlers raise ApiError."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Endpoints:
         }
 
     def find(self, method: str, path: str) -> Handler | None:
-        """Return who answers, None: a replica does."""
+        """Return the handler of a request; None if a replica answers it."""
         return self._handlers.get((method, path))
 
     @property

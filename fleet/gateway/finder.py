@@ -28,7 +28,7 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica that a turn goes to, as metrics and answers tell it."""
+    """The replica that a turn goes to, in the form for metrics and answers."""
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
@@ -39,7 +39,7 @@ class Route:
 
 @dataclass(slots=True)
 class Found:
-    """The session of a turn, as far as it is known."""
+    """The session of a turn, as far as it was found."""
 
     question: Question
     session_id: str | None  # the client's name for it, or that of the session that its messages go on with
@@ -50,7 +50,7 @@ class Found:
 
 
 class Finder:
-    """Routes turns. One per gateway, on its event loop.
+    """A router of turns. One per gateway, on its event loop.
 
     Without the directory a turn goes where this gateway sent the conversation last, else to the replica that every
     gateway finds by hashing. A wrong route costs a load, never an answer.
@@ -73,7 +73,7 @@ class Finder:
         self._foreign_of_s = 0.0  # the table of members that it was made of
 
     async def find(self, turn: Turn) -> Found:
-        """Look a turn up. Never fails: without an answer of the directory, the turn has no history."""
+        """Find the session of a turn. Never fails: if the directory does not answer, the turn has no history."""
         fingerprints = self._fingerprints(turn.model)
         record, fingerprint, is_known = None, "", True
         try:
@@ -123,12 +123,12 @@ class Finder:
         return route
 
     def any_replica(self, key: str, *, tried: Container[str] = ()) -> str:
-        """Return a replica for a request that every one can answer: the same for the same key, while it takes turns.
+        """Return a replica for a request that any of them can answer: the same for the same key, while it takes turns.
         Raises NoReplica."""
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:
-        """Return the live replica that has a session without a salt; None: nobody knows."""
+        """Return the live replica that has a session without a salt; None if it is not known."""
         try:
             for fingerprint in self._fingerprints(""):
                 record = await self._directory.look(SessionName(tenant, session_id), fingerprint=fingerprint)
@@ -140,11 +140,11 @@ class Finder:
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
     def cannot_serve(self, model: str) -> frozenset[str]:
-        """Return the replicas of other models; nobody, if no replica serves this one."""
+        """Return the replicas that serve other models; none if no replica serves this one."""
         return self._others(model, "")
 
     def runs_at(self, response_id: str) -> str | None:
-        """Return the replica at which a response runs in the background, if it does."""
+        """Return the replica at which a response runs in the background; None if it does not."""
         return runs_at(response_id, self._members.beats)
 
     async def _look(self, turn: Turn, fingerprint: str) -> Record | None:
@@ -154,14 +154,15 @@ class Finder:
         return await self._directory.look(name, fingerprint=fingerprint)
 
     def _fingerprints(self, model: str) -> list[str]:
-        """Return the models that a name may mean; all, if nobody serves that name: a replica tells the client."""
+        """Return the fingerprints of the models that a name may mean; all if no replica serves that name, so that a
+        replica refuses."""
         beats = self._members.beats.values()
         named = [beat for beat in beats if beat.fingerprint and (beat.model == model or model in beat.aliases)]
         found = dict.fromkeys(beat.fingerprint for beat in named or beats if beat.fingerprint)
         return list(found)[:MAX_FINGERPRINTS]
 
     def _others(self, model: str, fingerprint: str) -> frozenset[str]:
-        """Return who cannot serve this model; nobody, if no replica serves it."""
+        """Return the replicas that cannot serve this model; none if no replica serves it."""
         if self._foreign_of_s != self._members.refreshed_s:
             self._foreign.clear()
             self._foreign_of_s = self._members.refreshed_s
@@ -187,11 +188,11 @@ class Finder:
 
 
 def _pin(turn: Turn) -> str:
-    """Name a conversation so that all its turns have the same name, on every gateway."""
+    """Return a name for a conversation that is the same for all its turns, on every gateway."""
     given = turn.session_id
     return _name_of(turn.tenant, turn.salt, turn.conversation.opening if given is None else given)
 
 
 def _name_of(tenant: str, salt: str, conversation: str | bytes) -> str:
-    """Return a name of one length: clients may call their conversations by megabytes."""
+    """Return a name of constant length, because clients may name their conversations with megabytes."""
     return digest("pin", tenant, salt, conversation).hex()

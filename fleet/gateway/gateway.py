@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: who asks, what for, and who answers.
+"""Implements the gateway's ASGI application: checks the key, finds the endpoint or the replica, and sends the answer.
 
 No framework stands between the sockets: a chunk of a stream costs the gateway what its two sockets cost.
 """
@@ -53,7 +53,8 @@ class Parts:
 
 
 class Gateway:
-    """Answers the gateway's own endpoints and relays all others. One per process, on its event loop."""
+    """An application that answers the gateway's own endpoints and relays all other requests. One per process, on its
+    event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -139,8 +140,8 @@ class Gateway:
             await admission.leave()
 
     async def _body(self, request: Request, lease: Lease) -> bytes:
-        """Read the body, if there is one. Memory for it is taken first, and a client that is told to wait is told
-        before it has sent all."""
+        """Read the body, if there is one. Memory for it is reserved first, so that a client that has to wait learns of
+        it before it has sent everything."""
         if not has_body(request):
             return b""
         limits = self.parts.settings.limits
@@ -154,13 +155,13 @@ class Gateway:
         return body
 
     def _silence_s(self, streams: bool) -> float:
-        """Return how long a replica may send nothing: a stream has pings, a plain answer comes when it is whole. A
-        replica that is gone is noticed earlier, by its beats."""
+        """Return how many seconds a replica may send nothing: a stream has pings, a plain answer comes when it is
+        complete. The loss of a replica is noticed earlier, by its beats."""
         settings = self.parts.settings
         return PINGS_MISSED * event_stream.PING_S if streams else settings.limits.request_timeout_s + 10.0
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Run what runs beside the requests, from the server's start to its end."""
+        """Run the gateway's background work, from the server's start to its end."""
         parts = self.parts
         await receive()
         with contextlib.suppress(TimeoutError):

@@ -1,31 +1,31 @@
-"""Bounds the bytes that a gateway keeps for requests under way: bodies, so that they can be sent again, answers that
-are not whole yet, and what is needed to resume a stream."""
+"""Bounds the memory that a gateway uses for current requests: bodies, so that they can be sent again, incomplete
+answers, and the data needed to resume a stream."""
 
 from types import TracebackType
 from typing import Self
 
 
 class HeldBytes:
-    """The memory of one gateway. To be used on its event loop."""
+    """A counter of one gateway's memory for requests. To be used on its event loop."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
 
     def lease(self) -> "Lease":
-        """Return a request's part, which leaving its context gives back."""
+        """Return a request's part of the memory; leaving its context frees it."""
         return Lease(self)
 
 
 class Lease:
-    """The bytes that one request holds."""
+    """The bytes of memory that one request uses."""
 
     def __init__(self, whole: HeldBytes) -> None:
         self._whole = whole
         self.held = 0
 
     def grow(self, size: int) -> bool:
-        """Hold so many bytes more, if there is room for them."""
+        """Reserve `size` more bytes. Returns whether there is room for them."""
         if self._whole.held + size > self._whole.most:
             return False
         self._whole.held += size
@@ -33,7 +33,7 @@ class Lease:
         return True
 
     def shrink(self, size: int) -> None:
-        """Hold so many bytes less."""
+        """Free `size` bytes."""
         self._whole.held -= size
         self.held -= size
 

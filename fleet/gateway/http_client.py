@@ -1,4 +1,4 @@
-"""Asks replicas over HTTP/1.1: connections that are kept, answers that are read as they come.
+"""Sends requests to replicas over HTTP/1.1, with connections that are reused and answers that are read as they arrive.
 
 h11 reads the heads of answers, since there it matters that nothing is misread. Bodies are read here: a stream has
 thirty chunks a second, and this costs a tenth of what h11 takes for a chunk.
@@ -28,16 +28,16 @@ _ADDRESS = re.compile(r"https?")
 
 
 class ReplicaFailed(Exception):
-    """The replica could not be asked, or its answer broke off."""
+    """The request could not be sent to the replica, or its answer broke off."""
 
     def __init__(self, problem: str, *, was_asked: bool) -> None:
-        """was_asked: some of the request may have reached it."""
+        """Describe the failure. was_asked: whether some of the request may have reached the replica."""
         super().__init__(problem)
         self.was_asked = was_asked
 
 
 class Connection(asyncio.Protocol):
-    """One connection, with one request at a time. To be used on its event loop, like all here."""
+    """One connection, with one request at a time. To be used on its event loop, like everything in this module."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -102,7 +102,8 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return what has come of the body, waiting for some; no bytes: it has ended. Raises ReplicaFailed."""
+        """Return the part of the body that has arrived, waiting for some; no bytes if the body has ended. Raises
+        ReplicaFailed."""
         while not self._unread:
             if self._failure is not None:
                 raise ReplicaFailed(self._failure, was_asked=True)
@@ -121,28 +122,28 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be asked again."""
+        """Whether the connection can be used for another request."""
         closing = self._transport is None or self._transport.is_closing()
         ended = self._body is not None and self._body.ended and not self._unread
         return self._may_stay and ended and not closing and self._failure is None
 
     @property
     def heard_anything(self) -> bool:
-        """Whether the replica has answered at all since it was asked."""
+        """Whether the replica has sent anything since the request."""
         return self.heard_s > self._asked_s
 
     def is_silent(self, now: float) -> bool:
-        """Whether the replica has sent nothing for longer than it may. Not while the client is what everything waits
-        for."""
+        """Return whether the replica has sent nothing for longer than allowed. Not while only the client delays the
+        answer."""
         return 0 < self.silence_s < now - self.heard_s and not self._is_paused
 
     def abort(self, problem: str) -> None:
-        """Give up. Who reads is told the problem."""
+        """Close the connection. A reader gets ReplicaFailed with the problem."""
         self._fail(problem)
         self._wake()
 
     async def _wait(self) -> None:
-        """Wait for anything to happen. Raises ReplicaFailed."""
+        """Wait until something arrives or changes. Raises ReplicaFailed."""
         if self._failure is not None:
             raise ReplicaFailed(self._failure, was_asked=True)
         self._waiter = self._loop.create_future()
@@ -206,7 +207,7 @@ class Replica:
     """The connections to one replica."""
 
     def __init__(self, url: str) -> None:
-        """url: http://HOST:PORT or https://HOST:PORT. Raises ValueError."""
+        """Set up. url: http://HOST:PORT or https://HOST:PORT. Raises ValueError."""
         parts = urlsplit(url)
         if not _ADDRESS.fullmatch(parts.scheme) or not parts.hostname:
             raise ValueError(f"{url!r} is no http or https URL")
@@ -227,9 +228,9 @@ class Replica:
         silence_s: float,
         is_repeatable: bool = True,
     ) -> Connection:
-        """Send a request and return the connection, with the head of its answer. It must be given back. silence_s: the
-        longest wait for its next byte, here and in the body. is_repeatable: it may be sent again where nobody knows
-        whether it has arrived. Raises ReplicaFailed."""
+        """Send a request and return the connection, with the head of its answer. The caller has to give it back.
+        silence_s: the longest wait for the next byte, here and in the body. is_repeatable: whether it may be sent again
+        when it is unknown whether it has arrived. Raises ReplicaFailed."""
         while self._idle and is_repeatable:
             _, connection = self._idle.pop()
             if not connection.is_idle:
@@ -243,7 +244,8 @@ class Replica:
         return await self._ask(await self._connect(), method, target, headers, body, silence_s)
 
     def give_back(self, connection: Connection) -> None:
-        """Keep the connection if its answer was read to the end; else close it, which ends the answer there."""
+        """Keep the connection for reuse if its answer was read to the end; else close it, which ends the answer at the
+        replica."""
         self._active.discard(connection)
         connection.silence_s = 0.0
         if connection.is_idle and len(self._idle) < MAX_IDLE:
@@ -252,7 +254,7 @@ class Replica:
             connection.abort("it is not needed any more")
 
     def sweep(self, now: float) -> None:
-        """Give up silent answers and close connections that nobody has used. now: by the loop's clock."""
+        """Abort silent answers and close unused connections. now: by the loop's clock."""
         for connection in [one for one in self._active if one.is_silent(now)]:
             connection.abort(f"it sent nothing for {connection.silence_s:g} s")
         kept = []
@@ -264,12 +266,12 @@ class Replica:
         self._idle = kept
 
     def abort_unheard(self, since_s: float, problem: str) -> None:
-        """Give up the answers of which nothing has come since then, by the loop's clock."""
+        """Abort the answers of which nothing has arrived since `since_s`, by the loop's clock."""
         for connection in [one for one in self._active if one.heard_s < since_s]:
             connection.abort(problem)
 
     def abort_all(self, problem: str) -> None:
-        """Give up every answer under way."""
+        """Abort every answer in progress."""
         for connection in [*self._active, *(connection for _, connection in self._idle)]:
             connection.abort(problem)
         self._idle.clear()

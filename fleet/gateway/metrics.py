@@ -1,4 +1,4 @@
-"""Metrics of a gateway, in a registry of their own."""
+"""Defines the metrics of a gateway, in a registry of their own."""
 
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -110,13 +110,14 @@ class Metrics:
         held_bytes: Callable[[], int],
         replicas: Callable[[], dict[str, int]],
     ) -> None:
-        """Tell of these too. replicas: how many are in each state."""
+        """Also report these values, which are asked for when the metrics are read. replicas: number of replicas in each
+        state."""
         held = Gauge("reprise_gateway_held_bytes", "Kept for requests under way.", registry=self._registry)
         held.set_function(held_bytes)
         self._registry.register(_Fleet(breaker, redis_failures, replicas))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return what has become of turns since the start: by label, those of the counters named here."""
+        """Return the outcomes of turns since the start: for some counters, label -> value."""
         counters = {
             "routes": self._routes,
             "moves": self._moves,
@@ -127,7 +128,7 @@ class Metrics:
         return {name: _by_label(counter) for name, counter in counters.items()}
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -144,7 +145,7 @@ def _by_label(counter: Counter) -> dict[str, int]:
 
 
 class _Fleet(Collector):
-    """The directory and the replicas, as they are when the metrics are read."""
+    """A collector of the state of the directory and the replicas, taken when the metrics are read."""
 
     def __init__(
         self, breaker: Callable[[], State], redis_failures: Callable[[], int], replicas: Callable[[], dict[str, int]]
@@ -154,7 +155,7 @@ class _Fleet(Collector):
         self._replicas = replicas
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected at registration."""
+        """Yield nothing, so that nothing is collected at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

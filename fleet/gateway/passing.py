@@ -1,4 +1,4 @@
-"""Passes requests that are no turns to a replica, and asks several at once."""
+"""Relays requests that are not turns to a replica, and sends requests to several replicas at once."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ _SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
 
 
 class Passing:
-    """One per gateway, on its event loop."""
+    """A relay for requests that are not turns. One per gateway, on its event loop."""
 
     def __init__(self, *, finder: Finder, replicas: Replicas, fleet_key: bytes) -> None:
         self._finder = finder
@@ -38,9 +38,9 @@ class Passing:
     async def run(
         self, request: Request, body: bytes, send: Send, *, silence_s: float, is_counted: bool = False
     ) -> None:
-        """Pass a request on, and its answer back as it comes. A request about a session goes to that session's home,
-        one about a response to where it runs. is_counted: the directory has counted the request. Raises ApiError before
-        the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
+        """Relay a request, and its answer as it arrives. A request about a session goes to that session's home, one
+        about a response to where it runs. is_counted: whether the directory has counted the request. Raises ApiError
+        before the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         foreign = self._finder.cannot_serve(model) if (model := await _model_of(request, body)) else frozenset()
@@ -78,8 +78,8 @@ class Passing:
         raise no_replica()
 
     async def ask_all(self, request: Request, groups: Iterable[Sequence[str]]) -> list[Any]:
-        """Return the JSON of one replica of each group that answers 200. Raises ApiError with the answer of one that
-        does not, if none does."""
+        """Return the JSON answers of one replica of each group, of those that answer 200. If none does, raises ApiError
+        with one of the answers."""
         free = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def ask(group: Sequence[str]) -> tuple[int, bytes] | None:
@@ -162,7 +162,7 @@ def headers_of(request: Request, body: bytes) -> Headers:
 
 
 def counted(fleet_key: bytes, *, path: str, request_id: str) -> Headers:
-    """Return the headers which tell a replica that a request has been held against its key's limits."""
+    """Return the headers that tell a replica that a request has been counted against its key's limits."""
     token = relay_token(fleet_key, path=path, request_id=request_id)
     return [(RELAY_HEADER.encode(), token.encode()), (COUNTED_HEADER.encode(), b"1")]
 
@@ -177,7 +177,7 @@ def _unknown() -> ApiError:
 
 
 def _told(status: int, body: bytes) -> ApiError:
-    """Return what a replica said, as an error of ours."""
+    """Return a replica's answer as an ApiError."""
     try:
         error = msgspec.json.decode(body)["error"]
         return ApiError(status, error["message"], code=error["code"], param=error.get("param"))

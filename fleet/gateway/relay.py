@@ -1,7 +1,7 @@
-"""Brings one turn to a replica and its answer to the client, whatever becomes of the replica.
+"""Relays one turn to a replica and its answer to the client, even if the replica fails.
 
 Until the client has had a byte, every failure is followed by another replica. After that a streamed answer is resumed:
-another replica gets what the first one had generated and goes on from there (`reprise.fleet.protocol`).
+another replica gets what the first one had generated and continues it (`reprise.fleet.protocol`).
 """
 
 import asyncio
@@ -43,8 +43,8 @@ from reprise.fleet.routing import NoReplica
 MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
 MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole
 MAX_REFUSAL = 1 << 16
-START_WAIT_S = 10.0  # longest wait for a replica that takes turns, from the turn's arrival: beats may be late, and when
-# a fleet is rolled, one drains while the one after it has not been heard yet
+START_WAIT_S = 10.0  # longest wait for a replica that takes turns, from the turn's arrival
+# Beats may be late; and when a fleet is rolled, one replica drains while the next one has not been heard yet.
 RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer, while there is none
 RESUME_LOOK_S = 0.25
 
@@ -75,15 +75,15 @@ class ReplicaAccess:
 
 
 class _NextReplica(Exception):
-    """This replica cannot do it; another one may."""
+    """This replica cannot answer the turn; another one may."""
 
 
 class _Busy(_NextReplica):
-    """It may be able to later."""
+    """This replica cannot answer the turn now, but may be able to later."""
 
 
 class Relay:
-    """One turn. `run` is called once."""
+    """A relay of one turn. `run` is called once."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Relay:
         admission: Admission,
         silence_s: float,
     ) -> None:
-        """lease: what the turn holds of the gateway's memory. admission: what it holds of its key's limits, given back
-        before the client is told that the answer is over. silence_s: the longest wait for a replica's next byte."""
+        """Set up. lease: the gateway's memory for the turn. admission: the turn's places, freed before the client
+        learns that the answer has ended. silence_s: the longest wait for a replica's next byte."""
         self._turn = turn
         self._finder = access.finder
         self._replicas = access.replicas
@@ -120,8 +120,8 @@ class Relay:
         self._broke_s = 0.0
 
     async def run(self) -> None:
-        """Answer the client. Raises ApiError before its first byte, ClientGone, or ReplicaFailed for an answer that
-        broke off and cannot be resumed: the connection to the client has to break too."""
+        """Answer the client. Raises ApiError before the client's first byte, ClientGone, or ReplicaFailed for an answer
+        that broke off and cannot be resumed: the connection to the client must then break too."""
         found = await self._finder.find(self._turn)
         self._metrics.found(self._clock() - self._turn.arrived_s)
         while True:
@@ -193,7 +193,7 @@ class Relay:
         return headers, body
 
     async def _frames(self, connection: Connection) -> None:
-        """Send the events of a relayed stream on. Raises ReplicaFailed if it ends too early."""
+        """Send the events of a relayed stream to the client. Raises ReplicaFailed if it ends too early."""
         reader = FrameReader()
         journal = self._journal
         while not journal.is_over and (data := await connection.read()):
@@ -220,8 +220,8 @@ class Relay:
                 pass
 
     async def _plain(self, connection: Connection) -> None:
-        """Send an answer on that is no relayed stream: when it is whole, so that it can be retried until then. One that
-        is too long to be kept, or is a stream, goes on as it comes."""
+        """Send an answer that is not a relayed stream to the client when it is complete, so that it can be retried
+        until then. One that is too long to be stored, or is a stream, is sent as it arrives."""
         is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in connection.headers)
         parts: list[bytes] = []
         size = 0
@@ -254,7 +254,7 @@ class Relay:
         await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
 
     def _limited(self, headers: Headers) -> Headers:
-        """Say what the key has left in the fleet, where that was counted, instead of what it has left on a replica."""
+        """Replace the replica's rate-limit headers by what the key has left in the fleet, if the fleet has counted."""
         fleet = [(name.encode(), value.encode()) for name, value in self._admission.headers.items()]
         return [(name, value) for name, value in headers if not (fleet and name.startswith(_LIMITS))] + fleet
 
@@ -271,7 +271,7 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _with_route(self, data: bytes) -> bytes:
-        """Add the route to the answer's `x_cache`, if it is there."""
+        """Add the route to the answer's `x_cache`, if it has that field."""
         if _X_CACHE not in data or self._turn.path == "/v1/responses":  # which repeats objects of the client's
             return data
         route = self._route
@@ -294,7 +294,7 @@ class Relay:
         self._metrics.failed(began=self._has_begun)
 
     def _note(self, frame: Frame) -> None:
-        """Note what the client has of the answer."""
+        """Record a frame that the client has received."""
         if self._lease.grow(len(frame.note)):
             self._journal.add(frame)
         else:
@@ -305,19 +305,18 @@ class Relay:
 
     @property
     def _can_go_on(self) -> bool:
-        """Whether another replica may be asked."""
+        """Return whether another replica may be tried."""
         return self._journal.is_empty or (self._is_noted and self._journal.can_resume)
 
     def _note_progress(self) -> None:
-        """A token has come: the turn does not kill replicas, and those that failed may be asked again."""
+        """Note that a token has arrived: the turn does not crash replicas, and those that failed may be tried again."""
         if self._is_resuming:
             self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
         self._failures, self._broke_s = 0, 0.0
         self._tried.clear()
 
     async def _waits_for_a_replica(self) -> bool:
-        """Wait a moment for a replica that can take the turn, or go on with the answer. Returns whether to look
-        again."""
+        """Wait a moment for a replica that can take the turn or continue the answer. Returns whether to try again."""
         if self._refusal is not None and self._refusal.is_overload and not self._has_begun:
             return False  # trying again and again would add to the load
         since_s, most_s = (self._broke_s, RESUME_WAIT_S) if self._has_begun else (self._turn.arrived_s, START_WAIT_S)
@@ -328,7 +327,7 @@ class Relay:
         return True
 
     async def _give_up(self) -> None:
-        """Tell the client that nobody could answer."""
+        """Tell the client that no replica could answer."""
         if self._has_begun:
             self._metrics.resumed(Resumed.LOST, self._clock() - self._broke_s)
             await self._pass(self._broken_events or _error_event(self._turn.path, _lost()))
@@ -357,7 +356,7 @@ def _route_header(route: Route) -> bytes:
 
 
 def _error_event(path: str, error: ApiError) -> bytes:
-    """Encode the last event of a stream that breaks, as the clients of `path` know it."""
+    """Return the last event of a stream that breaks, in the form for clients of `path`."""
     if path.startswith(ANTHROPIC_PATH):
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
     if path == "/v1/responses":

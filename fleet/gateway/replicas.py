@@ -1,4 +1,4 @@
-"""The connections to all replicas, as the table of members has them."""
+"""Keeps the connections to all replicas that the table of members lists."""
 
 import asyncio
 import logging
@@ -11,15 +11,15 @@ log = logging.getLogger(__name__)
 
 
 class Replicas:
-    """One per gateway, on its event loop."""
+    """The connections to all replicas. One per gateway, on its event loop."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._replicas: dict[str, Replica] = {}
 
     def of(self, name: str) -> Replica:
-        """Return the connections to a replica. Raises ReplicaFailed for one that is not in the table any more, or that
-        advertises no address."""
+        """Return the connections to a replica. Raises ReplicaFailed if it has left the table, or advertises no
+        address."""
         url = self._members.url(name)
         known = self._replicas.get(name)
         if known is not None and known.url == url:
@@ -34,17 +34,17 @@ class Replicas:
         return replica
 
     def lost(self, name: str) -> None:
-        """Take a replica out until it beats again."""
+        """Exclude a replica until its next beat."""
         self._members.lost(name)
 
     def under_way(self, name: str) -> int:
-        """Return the number of requests that this gateway has sent there and that are not answered yet."""
+        """Return how many requests of this gateway the replica has not answered yet."""
         replica = self._replicas.get(name)
         return 0 if replica is None else replica.under_way
 
     async def follow(self) -> None:
-        """Keep the table fresh until cancelled, and give up the answers of stopped replicas: a stopped process keeps
-        its connections open."""
+        """Refresh the table until cancelled, and abort the answers of stopped replicas: a stopped process keeps its
+        connections open."""
         while True:
             try:
                 await self._members.refresh()
@@ -54,7 +54,8 @@ class Replicas:
             await asyncio.sleep(BEAT_S)
 
     def _leave_the_stopped(self) -> None:
-        """Give up what silent replicas answer. One whose beats are late, as on a busy machine, still sends tokens."""
+        """Abort the answers of silent replicas that send nothing. A replica whose beats are late, as on a busy machine,
+        still sends tokens."""
         since_s = asyncio.get_running_loop().time() - STALE_S
         for name in self._members.silent():
             if (replica := self._replicas.get(name)) is not None:
@@ -64,7 +65,7 @@ class Replicas:
                 self._replicas.pop(name).abort_all("it has left the fleet")
 
     async def sweep(self) -> None:
-        """Give up silent answers and close unused connections until cancelled."""
+        """Abort silent answers and close unused connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)

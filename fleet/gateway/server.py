@@ -1,4 +1,4 @@
-"""Composes a gateway of the settings, and serves it until it is told to end."""
+"""Composes a gateway from the settings, and serves it until it is told to end."""
 
 import logging
 import random
@@ -53,7 +53,7 @@ def make_gateway(settings: Settings) -> Gateway:
 
 
 def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gateway:
-    """Make every part and hand each the others that it needs. Raises KeyFileError."""
+    """Make every part and pass to each the others that it needs. Raises KeyFileError."""
     keyring = make_keyring(settings)
     members = Members(directory=directory, view=FleetView())
     replicas = Replicas(members)
@@ -96,7 +96,8 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
 
 
 def with_middleware(gateway: Gateway, settings: Settings) -> ASGIApp:
-    """Return what the server calls: the gateway after what every request passes, as in `reprise.app.main`."""
+    """Return the application that the server calls: the gateway inside the layers that every request passes, as in
+    `reprise.app.main`."""
     server, parts = settings.server, gateway.parts
 
     def count(scope: Scope, status: int) -> None:
@@ -110,11 +111,11 @@ def with_middleware(gateway: Gateway, settings: Settings) -> ASGIApp:
 
 
 class GatewayServer(BoundedServer):
-    """Serves a gateway. The first signal has it refuse new requests while answers under way go on for
-    `server.drain_s`; the second ends it."""
+    """A server for a gateway. After the first signal it refuses new requests while running answers continue for
+    `server.drain_s`; the second signal ends it."""
 
     def __init__(self, settings: Settings, *, on_ready: Callable[[str], None]) -> None:
-        """on_ready is told the address. Raises what `make_gateway` does."""
+        """Set up. on_ready: called with the address. Raises what `make_gateway` does."""
         self._gateway = make_gateway(settings)
         super().__init__(with_middleware(self._gateway, settings), settings)
         self._drain_s = settings.server.drain_s

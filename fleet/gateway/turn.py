@@ -1,4 +1,4 @@
-"""A turn as a gateway sees it: what came from the client, and which conversation it is of."""
+"""Reads a turn's request as far as a gateway needs: what the client sent, and which conversation it belongs to."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request that a model answers."""
+    """A request whose answer a model generates."""
 
     tenant: str
     path: str
@@ -69,8 +69,8 @@ async def read_turn(
     arrived_s: float,
     body: bytes,
 ) -> Turn:
-    """Read as much of a body as the gateway needs to know. A body that makes no sense is a turn too: the replica tells
-    the client what is wrong with it. headers: see `forwarded`."""
+    """Return the parts of a request that the gateway needs. An invalid body is a turn too: the replica tells the client
+    what is wrong with it. headers: from `forwarded`."""
     if len(body) > LONG_BODY_BYTES:
         said, conversation = await asyncio.to_thread(_read, body)
     else:
@@ -98,15 +98,15 @@ def _read(body: bytes) -> tuple[TurnBody, Conversation]:
 
 
 def target_of(scope: Scope) -> bytes:
-    """Return path and query as the client wrote them."""
+    """Return the path and query as the client wrote them."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return path + b"?" + query if query else path
 
 
 def forwarded(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return a request's headers without those of its connection and those that only a gateway may send. Names are in
-    lower case."""
+    """Return a request's headers, with names in lower case, without those of its connection and those that only a
+    gateway may send."""
     kept = [(name, value) for name, value in headers if name not in _NOT_FORWARDED and not name.startswith(_OURS)]
     named = [value for name, value in headers if name == b"connection"]  # what it names is of the connection too
     dropped = {word.strip().lower() for value in named for word in value.split(b",")}

@@ -1,4 +1,4 @@
-"""Take in the requests of clients, and those that a gateway of the fleet relays, which may resume an answer."""
+"""Takes in the requests of clients, and those that a gateway of the fleet relays, which may resume an answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,8 +26,8 @@ from reprise.fleet.replica.resume import Resumption, cannot_resume
 def arrived(
     home: TurnHome, key: bytes, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]
 ) -> ArrivedRequest:
-    """Take in a request. key: see `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request that resumes an
-    answer without a gateway."""
+    """Return the arrival of a request. key: from `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request
+    that resumes an answer without a gateway."""
     value = headers.get(RELAY_HEADER)
     if value is not None and is_relay(key, value, path=path, request_id=request_id):
 
@@ -41,7 +41,7 @@ def arrived(
 
 
 class DirectRequest(LoneRequest):
-    """The arrival of a request that came without a gateway. Its turn is the fleet's all the same."""
+    """A request that came without a gateway. Its turn is recorded in the fleet all the same."""
 
     def __init__(self, home: TurnHome, tenant: str) -> None:
         self._home, self._tenant = home, tenant
@@ -51,7 +51,7 @@ class DirectRequest(LoneRequest):
 
 
 class RelayedRequest:
-    """The arrival of a request that a gateway relays."""
+    """A request that a gateway relays."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RelayedRequest:
         headers: Mapping[str, str],
         unsealed: Callable[[bytes], tuple[Resumption, bytes]],
     ) -> None:
-        """unsealed: opens the body of a request that resumes an answer."""
+        """Set up. unsealed: decodes the body of a request that resumes an answer."""
         self._home, self._tenant, self._headers, self._unsealed = home, tenant, headers, unsealed
         self._resumption: Resumption | None = None
         self._resumes = RESUME_HEADER in headers
@@ -76,8 +76,8 @@ class RelayedRequest:
         return 0.0 if self._resumption is None else self._resumption.elapsed_s
 
     def open_body(self, data: bytes) -> bytes:
-        """Return the client's body; of a request that resumes, what precedes it is taken in. Raises ApiError 403 or
-        409."""
+        """Return the client's body. If the request resumes an answer, also read the envelope that precedes the body.
+        Raises ApiError 403 or 409."""
         if not self._resumes:
             return data
         self._resumption, body = self._unsealed(data)
@@ -99,7 +99,7 @@ class RelayedRequest:
 
 
 def _chain(headers: Mapping[str, str]) -> bytes | None:
-    """Return the digest of the messages that a gateway has made."""
+    """Return the digest of the messages that a gateway has computed; None if there is none."""
     try:
         return bytes.fromhex(headers.get(CHAIN_HEADER, "")) or None
     except ValueError:
@@ -107,8 +107,7 @@ def _chain(headers: Mapping[str, str]) -> bytes | None:
 
 
 def _unsealed(key: bytes, data: bytes, *, path: str, request_id: str, value: str) -> tuple[Resumption, bytes]:
-    """Return what a request asks to resume, and the client's body. data: the body as it came. Raises ApiError 403 or
-    409."""
+    """Return the state to resume, and the client's body. data: the body as received. Raises ApiError 403 or 409."""
     try:
         resume, body = unseal(key, path=path, request_id=request_id, value=value, body=data)
     except Forged:

@@ -1,4 +1,4 @@
-"""Does work for the fleet beside requests."""
+"""Runs work for the fleet in the background."""
 
 import asyncio
 import logging
@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 class Background:
-    """Keeps tasks until they end, and logs what fails. One per replica, on its event loop."""
+    """A set of tasks that are kept until they end, and whose failures are logged. One per replica, on its event
+    loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -22,7 +23,7 @@ class Background:
         return task
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Wait for what is under way."""
+        """Wait up to `timeout_s` for the tasks to end."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 

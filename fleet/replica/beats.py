@@ -1,4 +1,4 @@
-"""Tells the fleet about once a second that this replica lives, and does what the answers ask for."""
+"""Reports to the fleet about once a second that this replica lives, and carries out what the answers ask for."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Beats:
-    """One per replica, on its event loop."""
+    """A sender of this replica's beats. One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Beats:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Beat until cancelled. What a beat brings to do is done beside the next ones: it may have to wait for a turn,
-        and a gateway gives up a replica whose beats are late."""
+        """Beat until cancelled. The work that an answer asks for is done while later beats are sent: it may have to
+        wait for a turn, and a gateway gives up a replica whose beats are late."""
         started_s = self._clock()
         while True:
             try:
@@ -76,17 +76,17 @@ class Beats:
                 await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
 
     async def beat(self) -> None:
-        """Say that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        """Report that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
         await self._follow(await self._say_alive())
 
     def stop(self) -> None:
-        """Give up what the last beat has brought to do."""
+        """Cancel the work that the last answer has asked for."""
         for task in (self._deleting, self._following):
             if task is not None:
                 task.cancel()
 
     def heartbeat(self) -> Heartbeat:
-        """Return what this replica says of itself now."""
+        """Return what this replica reports about itself now."""
         status, model, now = self._readiness.status, self._readiness.model, self._clock()
         identity, stats, load = self._server.identity, self._server.engine.stats, None
         if stats is not None and model is not None and status in (Status.READY, Status.DRAINING):
@@ -124,7 +124,7 @@ class Beats:
             await self._follow(heard)
 
     async def _follow(self, heard: Heard) -> None:
-        """Do what the answer to a beat asks for."""
+        """Carry out what the answer to a beat asks for."""
         if self._born and heard.born != self._born:
             # Before anything is awaited: the directory would take a turn that ends under its old epoch for a deleted
             # one's. Then what was deleted is said, and then what this replica was home of.

@@ -1,4 +1,4 @@
-"""Claims a session before its turn, and brings what other replicas have committed of it."""
+"""Claims a session before its turn, and fetches what other replicas have committed of it."""
 
 import contextlib
 import secrets
@@ -19,7 +19,7 @@ ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that 
 
 
 class Claims:
-    """One per replica, on its event loop."""
+    """A claimer of sessions. One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -31,14 +31,15 @@ class Claims:
         ttl_s: float,
         deleted_until: Callable[[], int],
     ) -> None:
-        """ttl_s: of a new session. deleted_until: the epoch up to which deletions have been carried out here."""
+        """Set up. ttl_s: time to live of a new session. deleted_until: returns the epoch up to which deletions were
+        carried out here."""
         self.results: Counter[str] = Counter()  # new, home, adopted, failed
         self._directory, self._server, self._held, self._copies = directory, server, held, copies
         self._ttl_s, self._deleted_until = ttl_s, deleted_until
 
     async def claim(self, name: SessionName) -> bool:
-        """Make this replica the session's home, and bring what others have committed of it. Returns whether something
-        was brought, so that its prompt may be known better than before."""
+        """Make this replica the session's home, and fetch what others have committed of it. Returns whether anything
+        was fetched, so that its prompt may be better known than before."""
         held = self._held.of(name)
         async with held.lock:
             try:
@@ -68,7 +69,8 @@ class Claims:
                 return False
 
     async def _adopt(self, name: SessionName, held: HeldSession, head: bytes) -> None:
-        """Bring a session's transcript and KV. What the engine cannot take over, it computes."""
+        """Fetch a session's transcript and have the engine take over its KV. KV that cannot be taken over is
+        computed."""
         if (transcripts := self._server.shared_transcripts) is not None:
             rows = await self._directory.transcript(name, fingerprint=self._server.fingerprint)
             held.exported = await transcripts.adopt(

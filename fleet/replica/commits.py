@@ -1,4 +1,4 @@
-"""Commits turns that have ended to the directory. What it does not hear waits in the outbox."""
+"""Commits turns that have ended to the directory. Commits that do not reach it wait in the outbox."""
 
 import asyncio
 import secrets
@@ -22,7 +22,7 @@ UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 
 
 class Commits:
-    """One per replica, on its event loop."""
+    """A committer of turns. One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -36,19 +36,21 @@ class Commits:
         deadline_s: float,
         last_epoch: Callable[[], int],
     ) -> None:
-        """deadline_s: longest wait at the end of a turn. last_epoch: the last one that this replica knows of."""
+        """Set up. deadline_s: longest wait at the end of a turn. last_epoch: returns the last epoch that this replica
+        knows of."""
         self.outcomes: Counter[str] = Counter()  # an Outcome, "unsent" or "full"
         self._directory, self._server = directory, server
         self._held, self._copies, self._outbox, self._background = held, copies, outbox, background
         self._deadline_s, self._last_epoch = deadline_s, last_epoch
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """Commit a turn that has ended. Waits for the deadline at most; then it is committed later."""
+        """Commit a turn that has ended. Waits up to the deadline; after that it is committed later."""
         task = self._background.spawn(self._commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains))
         await asyncio.wait({task}, timeout=self._deadline_s)
 
     def on_head(self, head: Head) -> None:
-        """Keep the engine's newest head of a session; one that comes after its turn is committed with the next beat."""
+        """Store the engine's newest head of a session (the record by which another replica can take it over). A head
+        that comes after its turn is committed with the next beat."""
         held = self._held.of(SessionName(head.tenant, head.session_id, head.salt))
         held.head, held.redis_tokens, held.has_new_head = head.head, head.redis_tokens, True
 
@@ -71,8 +73,8 @@ class Commits:
                         await self._send(name, held, ends_turn=False)
 
     def forget_directory(self) -> list[tuple[SessionName, HeldSession]]:
-        """Forget what the directory knew, which has lost its data. Returns the sessions of which this replica was the
-        home."""
+        """Forget what the directory knew, after it has lost its data. Returns the sessions of which this replica was
+        the home."""
         owned = []
         for name, held in self._held.items():
             owned += [(name, held)] if held.epoch else []
@@ -80,12 +82,13 @@ class Commits:
         return owned
 
     async def send_again(self, sessions: Iterable[tuple[SessionName, HeldSession]]) -> None:
-        """Send sessions that the directory has lost, with the next beats."""
+        """Commit sessions that the directory has lost again, with the next beats."""
         for name, held in sessions:
             await self._outbox.put(self._unsent(name, held, self._server.fingerprint))
 
     async def release_all(self) -> None:
-        """Let go of all sessions, so that their next turns may go anywhere. Raises DirectoryUnavailable."""
+        """Give up the claims of all sessions, so that their next turns may go to any replica. Raises
+        DirectoryUnavailable."""
         for name, held in self._held.items():
             if held.epoch:
                 await self._directory.release(name, fingerprint=self._server.fingerprint, epoch=held.epoch)
@@ -103,7 +106,8 @@ class Commits:
     async def _send(
         self, name: SessionName, held: HeldSession, *, ends_turn: bool, chains: tuple[bytes, ...] = ()
     ) -> None:
-        """Commit what is new of a session; without Redis, keep it in the outbox. Its lock is held."""
+        """Commit what is new of a session, or put it into the outbox if Redis does not answer. The caller has the
+        session's lock."""
         model = self._server.readiness.require_loaded()
         rows: dict[bytes, bytes] = {}
         exported = held.exported
@@ -141,8 +145,8 @@ class Commits:
             self._background.spawn(self._copies.delete_soon(name.tenant, name.session_id))
 
     async def _epoch_at_home(self, name: SessionName) -> int:
-        """Return the epoch under which this process is a session's home, 0 if it is not: Redis may have done what it
-        was too late to say. Raises DirectoryUnavailable."""
+        """Return the epoch under which this process is a session's home, 0 if it is not: Redis may have carried out a
+        call whose answer came too late. Raises DirectoryUnavailable."""
         record = await self._directory.look(name, fingerprint=self._server.fingerprint)
         identity = self._server.identity
         is_home = record is not None and (record.home, record.boot) == (identity.name, identity.boot)

@@ -1,4 +1,4 @@
-"""Finds and deletes what this replica itself has of sessions: KV, transcripts, and what waits to be sent."""
+"""Finds and deletes this replica's own copies of sessions: KV, transcripts, and commits that wait to be sent."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ LISTED = 200  # sessions in one answer of the engine
 
 
 class Copies:
-    """One per replica, on its event loop."""
+    """The copies of sessions on this replica. One per replica, on its event loop."""
 
     def __init__(
         self, *, held: HeldSessions, outbox: OutboxThread, transcripts: TextThread, commands: SessionCommands
@@ -25,7 +25,7 @@ class Copies:
         self._transcripts, self._commands = transcripts, commands
 
     async def names(self) -> set[SessionName]:
-        """Return the sessions of which there is anything here. Raises ApiError."""
+        """Return the sessions of which this replica has anything. Raises ApiError."""
         found = set(self._held)
         for scope, session_id in await self._transcripts.names():
             tenant, _, salt = scope.partition("/")
@@ -35,12 +35,12 @@ class Copies:
         return found
 
     async def delete(self, tenant: str, session_id: str) -> None:
-        """Delete what there is of the sessions of an id, with any salt. Raises ApiError: 404 if there is nothing, 409
-        while a request of it runs."""
+        """Delete the copies of the sessions of an id, with any salt. Raises ApiError: 404 if there is none, 409 while a
+        request of the session runs."""
         await self._commands.delete_here(session_id, tenant=tenant)
 
     async def delete_soon(self, tenant: str, session_id: str) -> None:
-        """Delete the copy when no request of it runs any more."""
+        """Delete the copies as soon as no request of the session runs."""
         while True:
             try:
                 await self.delete(tenant, session_id)
@@ -51,20 +51,20 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copy when no request of it runs any more, unless the session was begun again after the epoch."""
+        """Delete the copies as soon as no request of the session runs, unless it was begun again after the epoch."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)
 
     async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Commit no more of the sessions of an id, with any salt, unless they were begun after the epoch."""
+        """Stop committing the sessions of an id, with any salt, unless they were begun after the epoch."""
         for name, held in self._held.of_id(tenant, session_id).items():
             if held.begun <= epoch:
                 self._held.forget(name)
         await self._outbox.forget(tenant, session_id)
 
     async def _kept(self) -> AsyncIterator[SessionInfo]:
-        """Yield what the engine keeps of all sessions. Raises ApiError."""
+        """Yield the engine's information about all of its sessions. Raises ApiError."""
         after, more = "", True
         while more:
             reply = await self._commands.ask("list_all", after=after, limit=LISTED)
@@ -75,5 +75,5 @@ class Copies:
 
 
 def scope_of(name: SessionName) -> str:
-    """Return a session's tenant as transcripts know it."""
+    """Return the tenant of a session in the form that transcripts use."""
     return f"{name.tenant}/{name.salt}" if name.salt else name.tenant

@@ -13,9 +13,9 @@ POLL_S = 0.1  # between two looks whether the others have deleted a session
 async def delete_everywhere(
     tenant: str, session_id: str, *, copies: Copies, directory: Directory, timeout_s: float
 ) -> None:
-    """Delete the sessions of an id, with any salt: here, in Redis, and on the other replicas, which hear of it with
-    their beats. timeout_s: how long they may take. Raises ApiError: 404 if nobody has it, 409 while a request of it
-    runs here, 503 if it cannot be said that all have deleted it."""
+    """Delete the sessions of an id, with any salt: here, in Redis, and on the other replicas, which learn of it from
+    the answers to their beats. timeout_s: how long that may take. Raises ApiError: 404 if no replica has it, 409 while
+    a request of it runs here, 503 if not all are known to have deleted it."""
     missing: ApiError | None = None
     try:
         await copies.delete(tenant, session_id)

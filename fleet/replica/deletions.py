@@ -1,4 +1,4 @@
-"""Deletes here what has been deleted in the fleet, also while this server was away."""
+"""Deletes here the sessions that were deleted in the fleet, also while this server was not running."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """The sessions of this server, as deletions see them. Both methods raise ApiError while the engine cannot be
-    asked."""
+    """The part of `reprise.fleet.replica.copies.Copies` used here. Both methods raise ApiError while the engine cannot
+    be asked."""
 
     async def names(self) -> set[SessionName]:
-        """Return the sessions of which there is anything here."""
+        """Return the sessions of which this server has anything."""
         ...
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
@@ -37,8 +37,8 @@ class Copies(Protocol):
 
 
 class Deletions:
-    """Knows up to which epoch deletions have been carried out here, and keeps that on disk. One per replica, on its
-    event loop."""
+    """A record, stored on disk, of the epoch up to which deletions were carried out here. One per replica, on its event
+    loop."""
 
     def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
         self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out
@@ -49,8 +49,8 @@ class Deletions:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
 
     async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
-        """Carry out what a beat has heard, and say so. Raises ApiError or DirectoryUnavailable; then `since` stays, so
-        that the next beat hears it again. Only one call at a time."""
+        """Carry out the deletions in the answer to a beat, and report that. Raises ApiError or DirectoryUnavailable;
+        then `since` stays, so that the next answer has them again. Only one call at a time."""
         if not heard.reaches_back:
             await self._clear(fingerprint)
         if heard.forgotten:
@@ -61,13 +61,13 @@ class Deletions:
         self.is_caught_up |= not heard.has_more
 
     async def save(self) -> None:
-        """Keep on disk how far this server is."""
+        """Write to disk up to which epoch deletions were carried out."""
         if self.since != self._saved:
             self._saved = self.since
             await asyncio.to_thread(_write, self._path, self.since)
 
     async def publish_again(self) -> None:
-        """After a flush, write what was deleted. Raises DirectoryUnavailable."""
+        """After a flush, tell the directory again what was deleted. Raises DirectoryUnavailable."""
         await self._directory.remember(list(self._remembered.values()))
 
     async def _delete(self, deletions: Sequence[Forgotten]) -> None:
@@ -84,8 +84,8 @@ class Deletions:
                 await self._directory.acknowledge(deletion.epoch)
 
     async def _clear(self, fingerprint: str) -> None:
-        """Delete every session that may have been deleted by a deletion that the directory does not remember any more:
-        all but those whose record is older than what this server has heard."""
+        """Delete every session that may have been deleted by a deletion that the directory has forgotten: all except
+        those whose record is older than the deletions that this server has carried out."""
         here = sorted(await self._copies.names(), key=lambda name: (name.tenant, name.session_id, name.salt))
         gone: dict[tuple[str, str], None] = {}
         for start in range(0, len(here), PROVEN_AT_ONCE):
@@ -103,7 +103,7 @@ class Deletions:
 
 
 def _read(path: Path) -> int:
-    """Return the epoch that was kept; 0 if there is none that can be read."""
+    """Return the stored epoch; 0 if there is none that can be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES).strip()
         return int(text) if text.isdigit() and len(text) < 20 else 0
@@ -111,7 +111,8 @@ def _read(path: Path) -> int:
 
 
 def _write(path: Path, epoch: int) -> None:
-    """Write down how far deletions were heard. A failure is not raised: they are heard once more."""
+    """Store the epoch up to which deletions were carried out. A failure is not raised: the directory sends them once
+    more."""
     try:
         fresh = path.with_name(path.name + ".new")
         fresh.write_text(str(epoch), encoding="ascii")

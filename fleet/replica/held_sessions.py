@@ -1,4 +1,4 @@
-"""Remembers what this replica knows of the sessions that it has claimed or answered."""
+"""Records what this replica knows of the sessions that it has claimed or answered."""
 
 import asyncio
 from collections import OrderedDict
@@ -27,10 +27,11 @@ class HeldSession:
 
 
 class HeldSessions:
-    """One per replica, on its event loop."""
+    """A table of the sessions that this replica has claimed or answered. One per replica, on its event loop."""
 
     def __init__(self, *, most: int, ttl_s: float) -> None:
-        """most: sessions that are remembered. ttl_s: of those that have none of their own."""
+        """Begin empty. most: number of sessions that are remembered. ttl_s: of sessions that have no time to live of
+        their own."""
         self._most, self._ttl_s = most, ttl_s
         self._by_name: OrderedDict[SessionName, HeldSession] = OrderedDict()  # the one used longest ago first
 
@@ -41,7 +42,8 @@ class HeldSessions:
         return list(self._by_name.items())
 
     def of(self, name: SessionName) -> HeldSession:
-        """Return what is known of a session. Those used longest ago are forgotten: their next turn adopts them."""
+        """Return the entry of a session, making one if needed. The sessions used longest ago are forgotten: their next
+        turn fetches them again."""
         held = self._by_name.get(name)
         if held is None:
             held = self._by_name[name] = HeldSession(ttl_s=self._ttl_s)
@@ -59,7 +61,7 @@ class HeldSessions:
         }
 
     def are_begun_after(self, name: SessionName, epoch: int) -> bool:
-        """Whether a session of the same id, with any salt, was begun after the epoch."""
+        """Return whether a session of the same id, with any salt, was begun after the epoch."""
         return any(held.begun > epoch for held in self.of_id(name.tenant, name.session_id).values())
 
     def forget(self, name: SessionName) -> None:
@@ -67,5 +69,5 @@ class HeldSessions:
 
     @property
     def num_claimed(self) -> int:
-        """Sessions of which this replica is the home."""
+        """Number of sessions of which this replica is the home."""
         return sum(held.epoch > 0 for held in self._by_name.values())

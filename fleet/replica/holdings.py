@@ -1,4 +1,4 @@
-"""Counts what a key may use and keep in the whole fleet."""
+"""Counts what a key uses and stores in the whole fleet."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,18 @@ MAX_LEAVING = 1024  # sessions that one check deletes
 
 
 class HeldInFleet:
-    """Sessions and KV that tenants keep in the fleet. While the directory does not answer, those kept here."""
+    """The sessions and KV that tenants have in the fleet; while the directory does not answer, those on this server."""
 
     def __init__(self, *, directory: Directory, here: Holdings, longest_s: float) -> None:
-        """longest_s: the longest that a turn may run."""
+        """Set up. longest_s: the longest that a turn may run."""
         self._directory = directory
         self._here = here
         self._longest_s = longest_s
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """`Holdings` of the whole fleet. Every server deletes its copy of what leaves, this one too, when it hears of
-        it. Another server's check may take the same session at the same time, which counts once."""
+        """Delete what exceeds a quota in the whole fleet, and return the result, as `Holdings.trim` demands. Every
+        server deletes its copy, this one too, when it learns of the deletion. Another server's check may delete the
+        same session at the same time, which counts once."""
         try:
             place = left = 0
             held = await self._directory.held(tenant)
@@ -46,7 +47,7 @@ class HeldInFleet:
 
 
 class Spending:
-    """Tells the fleet which tokens its keys have used here. One per replica, on its event loop."""
+    """A sum of the tokens that keys have used here, to be reported to the fleet. One per replica, on its event loop."""
 
     def __init__(self, *, directory: Directory, limits: Callable[[str], KeyLimits]) -> None:
         self._directory = directory
@@ -54,7 +55,7 @@ class Spending:
         self._owed: dict[str, int] = {}  # tenant with an allowance -> tokens of which the directory has not heard
 
     def add(self, tenant: str, tokens: int) -> bool:
-        """Note tokens. Returns whether there is something to tell."""
+        """Add tokens. Returns whether there is something to report."""
         per_minute = self._limits(tenant).tokens_per_minute
         if not per_minute or tokens <= 0:
             return False
@@ -63,7 +64,8 @@ class Spending:
         return True
 
     async def tell(self) -> None:
-        """Tell all of it. Raises DirectoryUnavailable; what was not told waits for the next call."""
+        """Report all of it to the directory. Raises DirectoryUnavailable; what was not reported waits for the next
+        call."""
         while self._owed:
             tenant = next(iter(self._owed))
             tokens = self._owed.pop(tenant, 0)

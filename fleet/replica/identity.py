@@ -1,4 +1,4 @@
-"""Says who this replica is, and where it is reached."""
+"""Finds the name and the address of this replica."""
 
 import contextlib
 import ipaddress
@@ -14,7 +14,7 @@ NAME_BYTES = 8
 
 @dataclass(slots=True)
 class Identity:
-    """The facts that a replica tells of itself and that do not change while it runs."""
+    """The facts that a replica reports about itself and that do not change while it runs."""
 
     name: str
     boot: str  # another one after every start
@@ -23,7 +23,7 @@ class Identity:
 
     @classmethod
     def of(cls, settings: Settings) -> "Identity":
-        """Raises OSError if a new name cannot be kept."""
+        """Return the identity that the settings describe. Raises OSError if a new name cannot be stored."""
         fleet = settings.fleet
         return cls(
             name=fleet.replica or replica_name(settings.state_dir),
@@ -34,8 +34,8 @@ class Identity:
 
 
 def own_address(settings: Settings) -> str:
-    """Return where this server is reached. One that listens on every address is reached by its machine's name, which
-    in a container is the container's."""
+    """Return the address at which others reach this server. If it listens on every address, that is its machine's name,
+    which in a container is the container's."""
     host = settings.server.host
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
@@ -44,7 +44,7 @@ def own_address(settings: Settings) -> str:
 
 
 def replica_name(state_dir: Path) -> str:
-    """Return the name that this state directory had before, or a new one, which is kept there. Raises OSError."""
+    """Return the name that this state directory had before, or else a new one, which is stored. Raises OSError."""
     path = state_dir / "replica"
     with contextlib.suppress(OSError):
         name = path.read_text(encoding="ascii", errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Metrics of what a replica does with the directory, as Prometheus reads them."""
+"""Reports metrics of a replica's use of the directory, for Prometheus."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ class ReplicaCollector(Collector):
         replica.directory.on_answer(self._asked.observe)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected at registration."""
+        """Yield nothing, so that nothing is collected at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

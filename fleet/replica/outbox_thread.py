@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class OutboxThread:
-    """Calls `reprise.fleet.outbox.Outbox` for the event loop, first in, first out."""
+    """A caller of `reprise.fleet.outbox.Outbox` for the event loop, first in, first out."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -20,12 +20,12 @@ class OutboxThread:
 
     @property
     def waiting(self) -> int:
-        """Entries."""
+        """Number of entries that wait."""
         return self._outbox.waiting
 
     @property
     def dropped(self) -> int:
-        """Entries that had no room."""
+        """Number of entries that were dropped for lack of room."""
         return self._outbox.dropped
 
     async def put(self, entry: Unsent) -> None:

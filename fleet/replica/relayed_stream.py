@@ -1,5 +1,5 @@
-"""Stream an answer to a gateway: in the frames of `reprise.fleet.protocol`, with notes by which another replica can go
-on."""
+"""Streams an answer to a gateway: in the frames of `reprise.fleet.protocol`, with notes by which another replica can
+continue it."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,8 +13,8 @@ _OF_THIS_SERVER = ("draining", "engine_lost", "internal_error")  # errors that a
 
 
 class RelayedFrames:
-    """The frames that a gateway reads: one stream's events, with notes. A stream that resumes has no opening, because
-    its client has had it."""
+    """The frames of one stream for a gateway: its events, with notes. A stream that resumes has no opening, because its
+    client has received it."""
 
     def __init__(self, events: Frames, turns: Sequence[RunningTurn], *, is_resumed: bool) -> None:
         self._events = events
@@ -42,8 +42,8 @@ class RelayedFrames:
 
 
 class ResumedDeltas(AsyncIterator[Delta]):
-    """The deltas that are left of an answer that another replica began. The events that the client has had are made
-    once more before the first of them, so that later events go on from there."""
+    """The remaining deltas of an answer that another replica began. The events that the client has received are made
+    once more before the first of them, so that later events continue correctly."""
 
     def __init__(self, rest: Deltas, events: Frames, resumption: Resumption) -> None:
         self._rest, self._events, self._resumption = rest, events, resumption
@@ -53,8 +53,8 @@ class ResumedDeltas(AsyncIterator[Delta]):
         return self._rest.generations
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Replay, then wait as `Generation.wait_first` does. Raises ApiError, 409 for a choice that the request does
-        not ask for."""
+        """Replay the notes, then wait as `Generation.wait_first` does. Raises ApiError, 409 for a choice that the
+        request does not ask for."""
         self._events.opening()
         async for delta in self._resumption.replay(self.generations):
             self._events.delta(delta)

@@ -1,7 +1,7 @@
-"""Lets this server be one replica of a fleet: it beats, claims a session before its turn, brings what others have
-committed of it, and commits the turn before its client hears that it has ended.
+"""Makes this server one replica of a fleet: it beats, claims a session before its turn, fetches what others have
+committed of it, and commits the turn before its client learns that it has ended.
 
-Without Redis a turn goes on with what is here. Its commit waits in the outbox.
+Without Redis a turn uses what this server has. Its commit waits in the outbox.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 
 class Replica:
-    """Composes what a replica does, and is its face for the app. One per app, on its event loop. None of the methods
-    that a turn calls raises because of the fleet.
+    """The parts of a replica together, as the app uses them. One per app, on its event loop. None of the methods that a
+    turn calls raises because of the fleet.
 
-    beats        says that this server lives, and does what the answers ask for
+    beats        reports that this server lives, and does what the answers ask for
     deletions    deletes here what has been deleted in the fleet
     """
 
@@ -68,8 +68,8 @@ class Replica:
         limits: Callable[[str], KeyLimits],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """secret: the tenant secret, the same on every member. Raises ValueError for an address that is none,
-        ImportError without redis' client, OSError if the name cannot be kept."""
+        """Set up. secret: the tenant secret, the same on every member. Raises ValueError for an invalid address,
+        ImportError without redis' client, OSError if the name cannot be stored."""
         fleet = settings.fleet
         self.identity = Identity.of(settings)
         self.key = fleet_key(secret)  # the key of gateways, which may resume answers here
@@ -131,18 +131,18 @@ class Replica:
 
     @property
     def claims(self) -> Counter[str]:
-        """Claims by result: new, home, adopted, failed."""
+        """Counts of claims by result: new, home, adopted, failed."""
         return self._claims.results
 
     @property
     def commits(self) -> Counter[str]:
-        """Commits by what became of them: an `Outcome`, "unsent" or "full"."""
+        """Counts of commits by result: an `Outcome`, "unsent" or "full"."""
         return self._commits.outcomes
 
     # --- what requests ask --------------------------------------------------------------------------------------------
 
     def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
-        """Take in a request, as `arrived` says."""
+        """Return the arrival of a request, as `arrivals.arrived` does."""
         return arrived(self, self.key, tenant=tenant, path=path, request_id=request_id, headers=headers)
 
     def background_id(self, response_id: str) -> str:
@@ -150,17 +150,17 @@ class Replica:
         return background_id(response_id, self.name)
 
     async def claim(self, name: SessionName) -> bool:
-        """Make this replica the session's home, as `Claims.claim` says."""
+        """Make this replica the session's home, as `Claims.claim` does."""
         return await self._claims.claim(name)
 
     def begin(self, *, tenant: str, session_id: str, salt: str) -> TurnUnderWay:
-        """Note that a turn runs."""
+        """Note that a turn has begun, and return its record."""
         name = SessionName(tenant, session_id, salt)
         self.held.of(name).running += 1
         return TurnUnderWay(self, name)
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """Commit a turn that has ended, as `Commits.commit` says."""
+        """Commit a turn that has ended, as `Commits.commit` does."""
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
@@ -169,22 +169,22 @@ class Replica:
         held.running = max(0, held.running - 1)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Tell the fleet which tokens a key has used, soon."""
+        """Report tokens that a key has used to the fleet, soon."""
         if self._spending.add(tenant, tokens) and (self._telling is None or self._telling.done()):
             self._telling = self._background.spawn(self._tell_spending())
 
     async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Tell the fleet how long a session lives after its last use; None: it is pinned. Without the directory, its
-        record lives as before."""
+        """Tell the fleet how long a session lives after its last use; None: it is pinned. If the directory does not
+        answer, the session's record lives as long as before."""
         with contextlib.suppress(DirectoryUnavailable):
             await self.directory.keep(tenant, session_id, ttl_s=ttl_s)
 
     def on_head(self, head: Head) -> None:
-        """Keep the engine's newest head of a session."""
+        """Store the engine's newest head of a session (the record by which another replica can take it over)."""
         self._commits.on_head(head)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
-        """Delete a session, as `delete_everywhere` says."""
+        """Delete a session on every replica, as `delete_everywhere` does."""
         timeout_s = REPLY_TIMEOUT_S
         await delete_everywhere(tenant, session_id, copies=self._copies, directory=self.directory, timeout_s=timeout_s)
 
@@ -195,11 +195,11 @@ class Replica:
         await self.beats.run()
 
     async def beat(self) -> None:
-        """Beat once, as `Beats.beat` says."""
+        """Beat once, as `Beats.beat` does."""
         await self.beats.beat()
 
     async def leave(self) -> None:
-        """Let go of all sessions and leave the fleet."""
+        """Give up the claims of all sessions and leave the fleet."""
         self.beats.stop()
         await self._background.finish(timeout_s=LAST_WORDS_S)
         with contextlib.suppress(DirectoryUnavailable):
@@ -211,7 +211,7 @@ class Replica:
         await self.outbox.close()
 
     async def overview(self, *, limit: int) -> dict[str, Any]:
-        """Return what the directory knows of the fleet: without Redis, what it last knew."""
+        """Return a description of the fleet from the directory; without Redis, from its last answer."""
         if self._clock() - self._members.refreshed_s >= BEAT_S:
             await self._members.refresh()
         return overview(self._members, self.directory, self._clock(), limit=limit)

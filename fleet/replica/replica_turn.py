@@ -1,4 +1,4 @@
-"""Accompany a turn at a replica: claim its session, go on with a turn that another replica began, enter its end."""
+"""Accompanies a turn at a replica: claims its session, continues a turn that another replica began, commits its end."""
 
 import time
 from typing import Protocol
@@ -12,11 +12,11 @@ from reprise.fleet.replica.turn_under_way import EndedChoice, TurnUnderWay
 
 
 class TurnHome(Protocol):
-    """The part of the replica that turns need."""
+    """The part of the replica that turns use."""
 
     @property
     def ttl_s(self) -> float:
-        """Seconds that a session lives whose client does not say."""
+        """Seconds that a session lives if its client sets no other time."""
         ...
 
     async def claim(self, name: SessionName) -> bool: ...
@@ -37,8 +37,8 @@ class ReplicaTurn:
         is_counted: bool = False,
         can_move: bool = False,
     ) -> None:
-        """chain: digest of the messages that a gateway made; see `reprise.fleet.identify`. resumed: what another
-        replica has noted of the turn."""
+        """Set up. chain: digest of the messages that a gateway computed; see `reprise.fleet.identify`. resumed: another
+        replica's notes of the turn."""
         self.is_new = resumed is None
         self.is_counted = is_counted
         self.can_move = can_move
@@ -70,7 +70,7 @@ class ReplicaTurn:
         self._home.spend(self._tenant, tokens)
 
     async def end(self, turn: RunningTurn) -> None:
-        """Enter the turn in the directory: every member finds what a client has seen end."""
+        """Commit the turn to the directory, so that every member finds a turn whose end a client has seen."""
         if self._under_way is None:
             return
         said = [choice for choice in turn.choices if choice.token_ids]

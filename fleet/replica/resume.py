@@ -1,10 +1,10 @@
-"""Let another server go on with a streamed answer: note all that it has to know, and take such notes in.
+"""Lets another server continue a streamed answer: writes down everything it needs, and reads such notes.
 
 An answer's state is a function of the request, of its tokens and of the pieces in which these were shown. The notes
 hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed, logprobs, the report of
-the prompt and times. Whoever goes on replays them through the code that showed them first, so detokenizer, stop
-strings, parser of calls, usage and numbers of events stand where they stood. `reprise.fleet.protocol` says how notes
-travel.
+the prompt and times. The next server replays them through the code that showed them first, so detokenizer, stop
+strings, parser of calls, usage and numbers of events reach the state that they had. `reprise.fleet.protocol` says how
+notes travel.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation: an answer to one prompt, with all of its choices."""
+    """The note of one generation: an answer to one prompt, with all of its choices."""
 
     request_id: str
     session_id: str
@@ -40,7 +40,7 @@ class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a stream when it begins."""
+    """The note of everything that is known of a stream when it begins."""
 
     created: int  # unix time
     fingerprint: str  # the model's fingerprint
@@ -49,7 +49,7 @@ class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One piece of one choice."""
+    """The note of one piece of one choice."""
 
     choice: int  # counted through all generations
     ids: list[int] = []  # tokens taken in since the choice's piece before
@@ -67,7 +67,7 @@ _decode_delta = msgspec.json.Decoder(DeltaNote).decode
 
 
 class StreamNotes:
-    """Makes the notes of one stream, whose generations have the same number of choices each."""
+    """A writer of the notes of one stream, whose generations have the same number of choices each."""
 
     def __init__(self, turns: Sequence[RunningTurn]) -> None:
         self._turns = turns
@@ -129,15 +129,15 @@ class ResumedTurn:
     deltas: Sequence[DeltaNote]  # every choice has one
 
     def check(self, model: ModelInfo) -> None:
-        """Raises ApiError 409 for an answer that this server's model cannot go on with."""
+        """Raise ApiError 409 for an answer that this server's model cannot continue."""
         if self.fingerprint != model.fingerprint:
             raise cannot_resume("This answer was begun by another model.")
         if self.exact != model.exact:
             raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
 
     def submit(self, begun: Submit) -> Submit:
-        """Return the message that has the engine go on with what another server has said. begun: the message that would
-        have it begin."""
+        """Return the message with which the engine continues what another server has generated. begun: the message with
+        which it would begin the turn."""
         if self.note.prompt != digest_of(begun.token_ids):
             # The text is the same, so the answer goes on validly, though not as it would have where it began.
             log.warning(
@@ -152,11 +152,11 @@ class ResumedTurn:
         )
 
     def num_tokens(self, num_choices: int) -> int:
-        """Count the tokens of all choices."""
+        """Return the number of tokens of all choices."""
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return the tokens of each choice; None for one that is over."""
+        """Return the tokens of each choice; None for one that has ended."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)
@@ -168,7 +168,7 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the first choice if it is over."""
+        """Return the tokens of the first choice if it has ended; otherwise None."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None
@@ -185,7 +185,7 @@ class Resumption:
 
     @classmethod
     def read(cls, resume: Resume) -> "Resumption":
-        """Raises ApiError 409 if the notes are another version's."""
+        """Return the stream that an envelope describes. Raises ApiError 409 if the notes are of another version."""
         try:
             opening, deltas = _decode_opening(resume.opening), [_decode_delta(note) for note in resume.deltas]
         except msgspec.DecodeError:
@@ -193,7 +193,7 @@ class Resumption:
         return cls(resume.elapsed_s, opening, deltas)
 
     def turn(self, place: int) -> ResumedTurn:
-        """Return what is noted of a generation. Raises ApiError 409 if the stream had none in this place."""
+        """Return the notes of a generation. Raises ApiError 409 if the stream had none at this place."""
         opening = self.opening
         if place >= len(opening.turns):
             raise cannot_resume("This answer had fewer prompts.")
@@ -207,8 +207,8 @@ class Resumption:
         )
 
     async def replay(self, turns: Sequence[RunningTurn]) -> AsyncIterator[Delta]:
-        """Yield the pieces that the client has, and bring the generations' choices to where they stood. Raises ApiError
-        409 for a choice that the request does not ask for."""
+        """Yield the pieces that the client has received, and bring the generations' choices into the state that they
+        had. Raises ApiError 409 for a choice that the request does not ask for."""
         num_choices = len(turns[0].choices)
         for count, note in enumerate(self.deltas, 1):
             place, index = divmod(note.choice, num_choices)

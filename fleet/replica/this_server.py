@@ -1,4 +1,4 @@
-"""Hold the parts of this server that its membership of a fleet works with."""
+"""Holds the parts of this server that its membership of a fleet uses."""
 
 from dataclasses import dataclass
 
@@ -19,5 +19,5 @@ class ThisServer:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of its model; empty until that has been loaded once."""
+        """The fingerprint of the server's model; empty until that has been loaded once."""
         return self.readiness.fingerprint

@@ -1,4 +1,4 @@
-"""A turn in a fleet, from its claim to its commit."""
+"""Follows a turn in a fleet, from its claim to its commit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from reprise.fleet.keys import SessionName
 
 @dataclass(frozen=True, slots=True)
 class EndedChoice:
-    """An answer as the client has it: its text without reasoning, and its calls as (name, arguments in JSON)."""
+    """An answer in the form that the client received: its text without reasoning, and its calls as (name, arguments in
+    JSON)."""
 
     text: str
     calls: tuple[tuple[str, str], ...]
@@ -27,7 +28,7 @@ class Home(Protocol):
 
 
 class TurnUnderWay:
-    """A turn of a session that this replica is the home of, or would be if the directory had answered."""
+    """A turn of a session of which this replica is the home, or would be if the directory had answered."""
 
     def __init__(self, home: Home, name: SessionName) -> None:
         self._home, self._name = home, name
@@ -42,9 +43,9 @@ class TurnUnderWay:
         tokens: int,
         ttl_s: float | None,
     ) -> None:
-        """Enter the turn. Waits for the directory as long as `fleet.deadline_ms` says; then the turn is entered
-        later. chain: of the request's messages, see `reprise.fleet.identify`; None: their next request does not find
-        the session. names: other digests that do. tokens: of its context."""
+        """Commit the turn. Waits for the directory as long as `fleet.deadline_ms` says; after that it is committed
+        later. chain: digest of the request's messages, see `reprise.fleet.identify`; None: the next request does not
+        find the session by it. names: other digests by which it does. tokens: of its context."""
         if self._ended:
             return
         self._ended = True
@@ -52,7 +53,7 @@ class TurnUnderWay:
         await self._home.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=(*chains, *names))
 
     def give_up(self) -> None:
-        """Note that nothing came of the turn."""
+        """Note that the turn has ended without a token."""
         if not self._ended:
             self._ended = True
             self._home.left(self._name)

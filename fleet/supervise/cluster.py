@@ -1,4 +1,5 @@
-"""Has a Ray cluster run the servers of a fleet: what `reprise fleet deploy` does and `reprise fleet up` begins with."""
+"""Lets a Ray cluster run the servers of a fleet: what `reprise fleet deploy` does and `reprise fleet up` begins
+with."""
 
 import logging
 
@@ -12,20 +13,20 @@ _GOOD = (ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING)
 
 
 def start_serve() -> None:
-    """Start Serve without its proxy on the cluster that this process has joined, unless it runs there."""
+    """Start Serve without its proxy on the cluster that this process has joined, unless it is running."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
 
 
 def run_servers(options: ray_app.Options) -> None:
-    """Return when all servers take requests. Where some run, they are replaced one after the other if the options
-    differ. Raises RuntimeError."""
+    """Start the servers and return when all take requests. Running servers are replaced one after the other if the
+    options differ. Raises RuntimeError."""
     serve.run(ray_app.app(options), name=ray_app.NAME, route_prefix=None)
 
 
 def deploy(options: ray_app.Options, *, replace: bool) -> bool:
-    """Join the cluster that this machine is part of, have it run the servers, and leave. replace: also where they run
-    already. Returns whether anything was to be done. Raises ConnectionError without a cluster, RuntimeError if the
+    """Join the cluster of this machine, start the servers in it, and leave. replace: whether to replace running
+    servers. Returns whether anything was to be done. Raises ConnectionError without a cluster, RuntimeError if the
     servers do not start."""
     ray.init(address="auto", logging_level="error")
     try:

@@ -1,4 +1,4 @@
-"""Runs a whole fleet on this machine: Ray, the replicas that Ray Serve keeps there, and a gateway before them."""
+"""Runs a whole fleet on this machine: Ray, the replicas that Ray Serve runs, and a gateway in front of them."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ RAY_ENDS_S = 30.0
 
 
 class FleetFailed(Exception):
-    """The fleet did not come up. The message is for people."""
+    """The fleet did not start. The message is for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class LocalFleet:
         config: Path | None,
         tell: Callable[[str], None],
     ) -> None:
-        """settings: what the environment and `config` say. gateway: its
-        arguments; None: there is none. tell: shows a line to people. Raises ImportError without Ray."""
+        """Set up. settings: from the environment and `config`. gateway: its arguments; None: there is none. tell: shows
+        a line to people. Raises ImportError without Ray."""
         os.environ.update({name: value for name, value in RAY_SETTINGS.items() if name not in os.environ})
         from reprise.fleet import ray_app
 
@@ -77,7 +77,7 @@ class LocalFleet:
         self._is_to_roll = False
 
     def run(self) -> None:
-        """Start everything and keep it until SIGINT or SIGTERM; then drain it. A second signal ends it at once. SIGHUP
+        """Start everything and run it until SIGINT or SIGTERM; then drain it. A second signal ends it at once. SIGHUP
         replaces the replicas, one after the other. Raises FleetFailed."""
         import ray
 
@@ -130,7 +130,7 @@ class LocalFleet:
         self._start_gateway()
 
     def _deploy(self) -> None:
-        """Return when all replicas serve. Raises RuntimeError."""
+        """Start the replicas and return when all serve. Raises RuntimeError."""
         from reprise.fleet.supervise.cluster import run_servers
 
         run_servers(self._options)
@@ -152,7 +152,7 @@ class LocalFleet:
                     told = ready
 
     def _start_gateway(self) -> None:
-        """Start it and wait until it answers. Raises FleetFailed."""
+        """Start the gateway and wait until it answers. Raises FleetFailed."""
         if self._gateway_arguments is None:
             self._tell("ready; Ctrl-C ends it")
             return
@@ -171,7 +171,7 @@ class LocalFleet:
         self._tell(f"ready at {url}; Ctrl-C ends it")
 
     def _look_after_gateway(self) -> None:
-        """Start another gateway if it has ended: it holds nothing that the next one needs."""
+        """Start another gateway if the gateway has ended, which loses nothing, since it stores nothing."""
         if self._gateway is not None and self._gateway_arguments is not None and not self._gateway.is_alive:
             self._tell("the gateway has ended; starting another")
             time.sleep(AGAIN_S)
@@ -181,7 +181,7 @@ class LocalFleet:
         self._is_to_roll = True
 
     def _roll(self) -> None:
-        """Replace the replicas, one after the other. On a thread: without its head Ray does not answer."""
+        """Replace the replicas, one after the other, on a thread: without its head Ray does not answer."""
 
         def deploy() -> None:
             try:
@@ -195,7 +195,7 @@ class LocalFleet:
         threading.Thread(target=deploy, daemon=True).start()
 
     def _drain(self) -> None:
-        """Have the gateway end its answers, then the replicas."""
+        """Let the gateway finish its answers and end, then the replicas."""
         import ray
         from ray import serve
 
@@ -220,7 +220,7 @@ def _answers(url: str) -> bool:
 
 
 def _in_time(call: Callable[[], object], timeout_s: float) -> None:
-    """Call Ray, which does not return while its head is gone. Goes on after `timeout_s`."""
+    """Call a function of Ray, which does not return while Ray's head is gone. Goes on after `timeout_s`."""
 
     def quietly() -> None:
         with suppress(Exception):

@@ -18,15 +18,15 @@ main()"""
 
 
 class ProcessEnded(Exception):
-    """It ended by itself. The message is for people and has the tail of its output."""
+    """The process has ended by itself. The message is for people and has the tail of its output."""
 
 
 class OwnedProcess:
-    """A `reprise` process. Its stdin is a pipe whose other end only we hold, so that the kernel tells it of our end.
-    Its output becomes ours. Signals of our terminal do not reach it."""
+    """A `reprise` process. Its stdin is a pipe whose other end only this process has, so that it notices our end. Its
+    output becomes ours. Signals of our terminal do not reach it."""
 
     def __init__(self, arguments: Sequence[str], *, keep: Sequence[int] = ()) -> None:
-        """arguments: of `reprise`. keep: descriptors that it holds open too. Raises OSError."""
+        """Start the process. arguments: of `reprise`. keep: descriptors that the process inherits. Raises OSError."""
         self._name = f"reprise {arguments[0]}"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = subprocess.Popen(
@@ -51,18 +51,19 @@ class OwnedProcess:
         return self._process.poll() is None
 
     def must_live(self) -> None:
-        """Raise ProcessEnded if it has ended."""
+        """Raise ProcessEnded if the process has ended."""
         if not self.is_alive:
             self._passing_on.join(1.0)
             tail = "\n".join(self._tail)
             raise ProcessEnded(f"`{self._name}` ended with status {self._process.returncode}\n{tail}")
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Return when the process has ended."""
         self._process.wait()
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, so that it ends what it has begun, and SIGKILL after `timeout_s`. Returns when it is gone."""
+        """Send SIGTERM, so that the process finishes what it has begun, and SIGKILL after `timeout_s`. Returns when it
+        has ended."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -82,7 +83,7 @@ class OwnedProcess:
 
 
 def end_with_owner() -> None:
-    """End the started process at once when its owner is gone; called in that process. An orphan would keep its memory
+    """End this process at once when its owner is gone; called in the started process. An orphan would keep its memory
     and its port."""
     lifeline = os.dup(0)
     with open(os.devnull, "rb") as nothing:

@@ -1,5 +1,5 @@
-"""Starts a `reprise serve` that is one replica of a fleet, says whether it is healthy and how busy it is, and drains
-it. Whoever places replicas owns one such server for each: see `reprise.fleet.ray_app`."""
+"""Starts a `reprise serve` that is one replica of a fleet, checks whether it is healthy and how busy it is, and drains
+it. The process that places replicas owns one such server for each: see `reprise.fleet.ray_app`."""
 
 import asyncio
 import os
@@ -32,19 +32,19 @@ class Unhealthy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A directory that one replica has for its state."""
+    """A directory for the state of one replica."""
 
     directory: Path
     lock: int  # descriptor; the directory is taken while a process holds it open
 
 
 class OwnedServer:
-    """One per process, on its event loop; `wait` and `drain` block, and any thread may call them."""
+    """A `reprise serve` process that this process owns. One per process, on its event loop; `wait` and `drain` block,
+    and any thread may call them."""
 
     def __init__(self, settings: Settings, *, config: Path | None, node_ip: str) -> None:
-        """Start it. It reads the same environment as we do. config: TOML file with settings. node_ip: under which other
-        machines reach this one. Raises OSError, ValueError for a secret that is none, ImportError without redis'
-        client."""
+        """Start the server, with our environment. config: TOML file with settings. node_ip: address at which other
+        machines reach this one. Raises OSError, ValueError for an invalid secret, ImportError without redis' client."""
         self._drain_s = drain_s(settings)
         self.is_draining = False
         server, host = settings.server, settings.server.host
@@ -71,7 +71,7 @@ class OwnedServer:
         return self._process.pid
 
     async def ready(self) -> None:
-        """Return when it takes requests. Raises ProcessEnded, TimeoutError."""
+        """Return when the server takes requests. Raises ProcessEnded, TimeoutError."""
         async with asyncio.timeout(READY_S):
             while True:
                 self._process.must_live()
@@ -81,8 +81,8 @@ class OwnedServer:
                 await asyncio.sleep(POLL_S)
 
     async def check(self) -> None:
-        """Raise ProcessEnded if it has ended, Unhealthy if it does not answer or will not serve again. A server that
-        restarts its engine is healthy."""
+        """Raise ProcessEnded if the server has ended, Unhealthy if it does not answer or will not serve again. A server
+        that restarts its engine is healthy."""
         self._process.must_live()
         try:
             status = (await self._client.get("/health")).status_code
@@ -92,8 +92,8 @@ class OwnedServer:
             raise Unhealthy(f"{self.url}/health answers {status}")
 
     async def load(self) -> dict[str, float]:
-        """Return the seconds that a newcomer would wait there and the share of its time in which it computes prompts,
-        as it last told the fleet; nothing if it has not told."""
+        """Return the seconds that a new turn would wait at the server and the share of its time in which it computes
+        prompts, from its last beat; empty if it has sent none."""
         try:
             roll = await self._directory.members()
         except DirectoryUnavailable:
@@ -104,18 +104,18 @@ class OwnedServer:
         return {}
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Return when the server has ended."""
         self._process.wait()
 
     def drain(self) -> None:
-        """Have it end what it has begun, and hand over what takes longer than `server.drain_s`. Returns when it is
-        gone."""
+        """Let the server finish what it has begun, and hand over what takes longer than `server.drain_s`. Returns when
+        it has ended."""
         self.is_draining = True
         self._process.stop(self._drain_s)
 
 
 def drain_s(settings: Settings) -> float:
-    """Return the longest time in which a server told to end is gone."""
+    """Return the longest time, in seconds, after which a server that was told to end has ended."""
     return settings.server.drain_s + 2 * LAST_WORDS_S + STOP_S
 
 
@@ -124,7 +124,7 @@ def address(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port on which nobody listens just now. Raises OSError."""
+    """Return a port on which no process listens now. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -132,8 +132,8 @@ def free_port(host: str) -> int:
 
 
 def claim_slot(directory: Path) -> Slot:
-    """Claim the first free of the directories replica-0, replica-1 and so on in `directory`, and make it if it is not
-    there. What follows a dead replica thus finds its state. Raises OSError."""
+    """Claim the first free one of the directories replica-0, replica-1 and so on in `directory`, making it if needed.
+    The successor of a dead replica thus finds its state. Raises OSError."""
     for number in range(MAX_SLOTS):
         slot = directory / f"replica-{number}"
         slot.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Has Ray Serve ask `reprise.fleet.scaling` how many replicas there should be. Needs no Ray."""
+"""Lets Ray Serve ask `reprise.fleet.scaling` how many replicas there should be. Needs no Ray."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ class Sample(Protocol):
 
 
 class Context(Protocol):
-    """The context that Serve gives a policy, as far as it is used here: see `ray.serve.config.AutoscalingContext`."""
+    """The part used here of the context that Serve gives a policy: see `ray.serve.config.AutoscalingContext`."""
 
     current_num_replicas: int  # that run
     target_num_replicas: int  # that should
@@ -27,14 +27,14 @@ class Context(Protocol):
 
 
 class Policy:
-    """Serve makes one in its controller and calls it there."""
+    """An autoscaling policy, which Serve instantiates in its controller and calls there."""
 
     def __init__(self, ttft_target_s: float) -> None:
         self._ttft_target_s = ttft_target_s
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """Return how many replicas there should be, and the state for the next call. While replicas start or drain it
-        stays as it is: what was measured before says nothing of the fleet that there will be."""
+        """Return how many replicas there should be, and the state for the next call. While replicas start or drain the
+        number stays as it is: earlier measurements say nothing of the future fleet."""
         now, have, state = context.current_time or 0.0, context.target_num_replicas, context.policy_state
         if context.current_num_replicas != have or "since_s" not in state:
             return have, {"since_s": now, "decided_s": now, "wish": have}
@@ -60,6 +60,6 @@ class Policy:
 
 
 def _fresh(context: Context, name: str, since_s: float) -> list[list[float]]:
-    """Return what each replica has recorded under this name after that."""
+    """Return the values that each replica has recorded under this name since `since_s`."""
     recorded = (context.raw_metrics or {}).get(name, {})
     return [[one.value for one in samples if one.timestamp > since_s] for samples in recorded.values()]

@@ -23,7 +23,7 @@ except ImportError as error:
 
 
 class FlashAttention:
-    """Computes attention with one varlen call per layer on the current stream, asynchronously."""
+    """A backend that makes one varlen call of flash-attn per layer on the current stream, asynchronously."""
 
     name = "flash"
     page_multiple = 256  # flash-attn 2 refuses other page sizes

@@ -1,4 +1,4 @@
-"""Computes the reference: attention by its definition, one sequence and one head group at a time, in fp32."""
+"""Computes attention by its definition, as the reference: one sequence and one head group at a time, in fp32."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 
 
 class NaiveAttention:
-    """Supports every feature, slowly. Tests compare all other backends with it."""
+    """A backend that supports every feature, slowly. Tests compare all other backends with it."""
 
     name = "naive"
     page_multiple = 1

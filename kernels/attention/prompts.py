@@ -21,19 +21,19 @@ _LEAST_CONTEXT = 4096  # rows of context for which it is worth it: gathering is 
 _MOST_DIM = 256
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-"""(q [1, heads, rows, dim], k and v [1, kv_heads, keys, dim], scale, causal) -> result [1, heads, rows, dim], and the
-logs of the sums [1, heads, rows] in fp32. Causal: row i sees the keys up to i."""
+"""A function of (q [1, heads, rows, dim], k and v [1, kv_heads, keys, dim], scale, causal) that returns the result [1,
+heads, rows, dim] and the logs of the softmax sums [1, heads, rows] in fp32. Causal: row i sees the keys up to i."""
 
 
 class PromptAttention:
-    """Computes the attention of sequences with many rows, for `TritonPagedAttention`. Asynchronous, on the current
-    stream."""
+    """A part of `TritonPagedAttention` that computes the attention of sequences with many rows. Asynchronous, on the
+    current stream."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
     def takes(self, q: Tensor, kv: KvPages, params: AttentionParams) -> bool:
-        """Whether the kernel can compute a layer."""
+        """Return whether the kernel can compute a layer."""
         dim = q.shape[2]
         return (
             q.dtype in (torch.bfloat16, torch.float16)
@@ -46,7 +46,8 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Whether a sequence with so many query rows is worth the gathering and the calls."""
+        """Return whether a sequence with so many query rows and context rows is worth gathering its pages and the extra
+        calls."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(

@@ -36,7 +36,7 @@ class Selection:
     counts: Tensor  # [sequences, kv_heads] int64: how many of `rows` count, at least one
 
     def of(self, sequence: int) -> list[Tensor] | None:
-        """Return a sequence's rows by kv head, each int64; None: it attends to all rows."""
+        """Return the rows that a sequence attends to, by kv head, each int64; None: it attends to all rows."""
         if sequence not in self.sequences:
             return None
         at = self.sequences.index(sequence)
@@ -56,16 +56,17 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages, whose rows are plain numbers. Keys are rotated for their current positions. Pages of another
-    kind derive from this class, and override `beside`, `is_packed`, `to_rows` and `to_numbers`."""
+    """One layer's pages, with the numbers of rows stored as they are. Keys are rotated for their current positions.
+    Pages of another format derive from this class, and override `beside`, `is_packed`, `to_rows` and `to_numbers`."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim + beside]
     v: Tensor  # [pages, page_size, kv_heads, v_dim + beside]
 
     beside: ClassVar[int] = 0
-    """Elements of a head in a row beside its numbers."""
+    """Number of elements that each head of a row has in addition to its numbers, such as a scale."""
     is_packed: ClassVar[bool] = False
-    """The switch of compiled kernels for CPUs: whether heads are as in `reprise.kernels.cpu.packed_heads`."""
+    """Whether heads are packed as in `reprise.kernels.cpu.packed_heads`, which compiled kernels for CPUs need to
+    know."""
 
     @property
     def k_dim(self) -> int:
@@ -79,18 +80,18 @@ class KvPages:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there are compiled kernels for such rows."""
+        """Whether compiled kernels for CPUs can read such rows."""
         return self.is_packed or self.k.dtype == self.v.dtype == torch.bfloat16
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Return numbers in the form in which pools hold them: [..., dim] -> [..., dim + beside]."""
+        """Return numbers in the form in which the pages store them: [..., dim] -> [..., dim + beside]."""
         return numbers
 
     @staticmethod
     def to_numbers(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return the numbers of rows: [..., dim + beside] -> [..., dim]. Numbers that are computed for this have the
-        given dtype; plain rows are returned as they are."""
+        """Return the numbers of stored rows: [..., dim + beside] -> [..., dim]. Numbers that have to be computed have
+        the given dtype; rows stored as they are keep theirs."""
         return rows
 
 
@@ -103,8 +104,8 @@ class PageFormat:
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention of every query row over its own context, for prefill chunks and decode rows alike. The
-    model runner calls it in every layer, on the engine's thread."""
+    """A backend that computes causal attention of every query row over its own context, for prefill chunks and decode
+    rows alike. The model runner calls it in every layer, on the engine's thread."""
 
     name: str
     page_multiple: int  # page sizes must be multiples of this

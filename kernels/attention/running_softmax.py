@@ -9,12 +9,12 @@ _QUERIES = 256  # queries at a time: with pieces of 512 rows and 32 heads, logit
 
 
 class RunningSoftmax:
-    """Merges pieces by their largest logits and the sums of their exponentials, in fp32. The result equals that of one
-    piece but for the order of sums. Supports everything in `AttentionParams` but a selection, which is ignored: all
-    rows are read."""
+    """A sum of attention over pieces of a context, merged by their largest logits and the sums of their exponentials,
+    in fp32. The result equals that of one piece but for the order of sums. Supports everything in `AttentionParams` but
+    a selection, which is ignored: all rows are read."""
 
     def __init__(self, q: Tensor, first: int, params: AttentionParams, v_dim: int) -> None:
-        """q [queries, heads, k_dim]: queries of the context's rows from `first` on."""
+        """Begin without any piece. q [queries, heads, k_dim]: queries of the context's rows from `first` on."""
         queries, heads, _ = q.shape
         self._q, self._first, self._params = q.transpose(0, 1), first, params
         self._most = q.new_full((heads, queries, 1), float("-inf"), dtype=torch.float32)
@@ -22,13 +22,13 @@ class RunningSoftmax:
         self._out = q.new_zeros((heads, queries, v_dim), dtype=torch.float32)
 
     def sees(self, first_row: int, last_row: int) -> bool:
-        """Whether any query sees any of these rows of the context."""
+        """Return whether any query sees any of the context rows `first_row` to `last_row`."""
         queries, window = self._q.shape[1], self._params.window
         return first_row < self._first + queries and (window is None or self._first - last_row < window)
 
     def add(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Attend to some rows of the context, each given once. rows [n] int64: their places; k [n, kv_heads, k_dim], v
-        [n, kv_heads, v_dim]."""
+        """Attend to some rows of the context, each given once. rows [n] int64: their indices in the context; k [n,
+        kv_heads, k_dim], v [n, kv_heads, v_dim]."""
         kv_heads = k.shape[1]
         keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # both [kv_heads, ...]
         for start in range(0, self._q.shape[1], _QUERIES):
@@ -46,7 +46,8 @@ class RunningSoftmax:
             self._out[:, part] = self._out[:, part] * before + mixed
 
     def _masked(self, logits: Tensor, first: int, rows: Tensor) -> Tensor:
-        """Hide the rows that a query must not see. logits [heads, queries, rows]; first: the first query's row."""
+        """Return logits in which the rows that a query must not see are -inf. logits [heads, queries, rows]; first: the
+        first query's row."""
         if self._params.softcap is not None:
             logits = self._params.softcap * torch.tanh(logits / self._params.softcap)
         at = torch.arange(first, first + logits.shape[1], device=rows.device)[:, None]
@@ -56,7 +57,7 @@ class RunningSoftmax:
         return logits.masked_fill(hidden, float("-inf"))
 
     def result(self) -> Tensor:
-        """Return [queries, heads, v_dim] fp32. Every query must have seen a row, which is at least its own."""
+        """Return the attention [queries, heads, v_dim] fp32. Every query must have seen a row, at least its own."""
         total = self._sum
         if self._params.sinks is not None:
             sinks = self._params.sinks.float()[:, None, None]

@@ -30,7 +30,8 @@ class Candidates:
 
 
 def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
-    """Return the sequences of a step whose contexts have at least so many rows; None if there are none."""
+    """Return the sequences of a step that may read a part of their contexts, which have at least `min_context` rows;
+    None if there are none."""
     least = max(min_context, LEAST_CONTEXT)
     found = [i for i in sorted(meta.partial) if meta.query_lens[i] == 1 and meta.context_lens[i] >= least]
     if not found:
@@ -68,7 +69,7 @@ class Selecting:
         return None if candidates is None else StepSelection(self.selector, candidates)
 
     def takes(self, context: int) -> bool:
-        """Whether a context of so many rows is read in part."""
+        """Return whether a context of this many rows is read in part."""
         return context >= max(self.min_context, LEAST_CONTEXT)
 
 
@@ -83,7 +84,7 @@ class SelectorInputs:
 
 
 class KvSelector(Protocol):
-    """Chooses the rows of long contexts that decoding sequences attend to. Called by the engine's thread only."""
+    """A selector of the rows of long contexts that decoding sequences attend to. Called by the engine's thread only."""
 
     name: str
     index_bytes_per_token: int  # bytes beside the pool, over all layers
@@ -141,7 +142,8 @@ def strongest(weight: Tensor, most: int) -> Tensor:
 
 
 def as_selection(candidates: Candidates, rows: Mapping[int, Tensor]) -> Selection:
-    """Combine the choices of several candidates. rows: place among the candidates -> [kv_heads, chosen] int32."""
+    """Return the choices of several candidates as one Selection. rows: index among the candidates -> [kv_heads, chosen]
+    int32."""
     kv_heads, most = next(iter(rows.values())).shape[0], max(chosen.shape[1] for chosen in rows.values())
     padded = torch.zeros(len(rows), kv_heads, most, dtype=torch.int32)
     counts = torch.empty(len(rows), kv_heads, dtype=torch.int64)

@@ -34,7 +34,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The places of one sequence's queries and context rows. Rows are pool rows: page * page_size + row in page."""
+    """The positions of one sequence's queries and context rows in the pool, as pool rows: page * page_size + row in
+    page."""
 
     query_start: int
     query_len: int
@@ -101,7 +102,7 @@ class ExactAttention(TorchAttention):
     works like `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """kind: names the rounding of the model's products on this processor. KV of different kinds must not be
+        """Set up. kind: names the rounding of the model's products on this processor. KV of different kinds must not be
         mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
@@ -126,7 +127,7 @@ class ExactAttention(TorchAttention):
 
 
 def fits_kernels(heads: int, kv: KvPages) -> bool:
-    """Whether the compiled kernels can attend to these pages."""
+    """Return whether the compiled kernels can attend to these pages."""
     return (
         kv.has_kernels
         and kv.k_dim % 16 == kv.v_dim % 16 == 0
@@ -136,7 +137,7 @@ def fits_kernels(heads: int, kv: KvPages) -> bool:
 
 
 def _fits_flash(kv: KvPages) -> bool:
-    """Whether the kernels for many rows can use pages that fit the kernels for single rows."""
+    """Return whether the kernels for many rows can use pages that fit the kernels for single rows."""
     return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k_dim, kv.v_dim))
 
 

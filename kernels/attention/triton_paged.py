@@ -266,12 +266,13 @@ class TritonPagedAttention:
 
     @staticmethod
     def num_items(context_lens: Sequence[int]) -> int:
-        """Return the most ranges of keys of a step in which every sequence has one query row."""
+        """Return the most ranges of keys in a step in which every sequence has one query row and such a context."""
         return sum(-(-length // _SPLIT) for length in context_lens) + len(context_lens)  # windows begin anywhere
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return plans for further such steps, for the kinds of layers that are in this step's `scratch`."""
+        """Return plans for later steps with one query row per sequence, for the kinds of layers found in this step's
+        `scratch`."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()
@@ -364,7 +365,7 @@ def _plan(
     meta: AttentionMeta, group: int, window: int | None, device: torch.device, without: Sequence[int]
 ) -> list[_Launch]:
     """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones. without:
-    sequences that are computed otherwise."""
+    sequences that another kernel computes."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = _decode_rows(group)
@@ -437,7 +438,7 @@ class DecodePlan:
     replay. Unused entries of a table do nothing."""
 
     def __init__(self, *, kind: tuple[int, int | None], most_items: int, most_sequences: int) -> None:
-        """most_items: most ranges of keys, from `TritonPagedAttention.num_items`."""
+        """Allocate the tables. most_items: most ranges of keys, from `TritonPagedAttention.num_items`."""
         self._group, self._window = kind
         self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
 
@@ -449,7 +450,7 @@ class DecodePlan:
         return [_Launch(kind, _decode_rows(self._group), items, merges, self._items.shape[0])]
 
     def fill(self, launches: Sequence[_Launch], context_lens: Sequence[int]) -> None:
-        """Plan a step for these contexts. The step before must be over, because its tables are overwritten."""
+        """Plan a step for these contexts. The previous step must have ended, because its tables are overwritten."""
         lens = np.array(context_lens, dtype=np.int64)
         rows = _decode_rows(self._group)
         work = _work(np.ones_like(lens), lens, np.arange(len(lens)), self._group, self._window, rows, _SPLIT)

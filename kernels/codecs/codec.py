@@ -1,4 +1,4 @@
-"""Defines the interface of the forms in which a tier below HBM stores a block."""
+"""Defines the interfaces of codecs, which compress the blocks that a tier below HBM stores, and of decoders."""
 
 from typing import Protocol
 
@@ -7,31 +7,31 @@ from torch import Tensor
 
 
 class Decodes(Protocol):
-    """Makes rows from stored segments. Thread-safe; the arrays may hold any bytes."""
+    """A decoder that makes rows from stored segments. Thread-safe; the arrays may hold any bytes."""
 
     device: torch.device
-    """Where `raw` has to be. Segments are there, or on the processor."""
+    """The device on which `raw` has to be. Segments are on it or on the CPU."""
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
-        rows: K of a block's 32, without position, then V. together: with torch's team of threads, which must belong to
-        the calling thread and be numba's too."""
+        rows: K of a block's 32, without position, then V. together: whether to use torch's team of threads, which must
+        belong to the calling thread and be numba's too."""
         ...
 
 
 class Projection(Decodes, Protocol):
-    """Makes K and V from activations, which are the input of a layer's attention. A segment is 32 of them, in the
-    model's dtype."""
+    """A decoder that makes K and V from activations, which are the input of a layer's attention. A segment is 32 of
+    them, in the model's dtype."""
 
     widths: tuple[int, ...]
     """The elements of a token's activation, by layer."""
     row_elements: tuple[int, ...]
-    """Those of its K and V together, by layer."""
+    """The elements of a token's K and V together, by layer."""
 
 
 class Codec(Decodes, Protocol):
-    """Turns a layer's blocks into segments of one constant size, and back. Blocks are given raw, as the DRAM tier holds
-    them: [K of 32 rows, without position][V of 32 rows], in the model's dtype.
+    """A codec that turns a layer's blocks into segments of one constant size, and back. Blocks are given raw, as the
+    DRAM tier holds them: [K of 32 rows, without position][V of 32 rows], in the model's dtype.
 
     Thread-safe and deterministic: equal rows give equal bytes, whatever else is in the call. Loads have compared
     checksums before; even so, `decode` stays inside its arrays for any bytes, and turns any bytes into some numbers.
@@ -43,8 +43,8 @@ class Codec(Decodes, Protocol):
     """The size of one block's segment, by layer. Layers may differ."""
 
     def on(self, device: torch.device) -> Decodes:
-        """Return a decoder of the segments for pages on this device: on the device if that is possible, otherwise on
-        the processor. Rows may differ by the order of a sum."""
+        """Return a decoder for pages on this device: one that runs on the device if that is possible, otherwise on the
+        CPU. Rows may differ by the order of a sum."""
         ...
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:

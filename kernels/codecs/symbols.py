@@ -33,7 +33,7 @@ _TOTAL = 1 << PROBABILITY_BITS
 
 
 def symbol_tables() -> Tables:
-    """Compute the tables, the same on every machine that rounds sums of doubles the same."""
+    """Return the tables of the entropy coder, the same on every machine that rounds sums of doubles the same."""
     classes = range(LEAST_CLASS, LARGEST_CLASS + 1)
     frequencies = np.stack([_frequencies(2 ** (c / 4)) for c in classes])
     starts = np.concatenate([np.zeros((len(classes), 1), np.int64), frequencies.cumsum(1)[:, :-1]], 1)
@@ -63,21 +63,22 @@ def classes_of(deviations: Fp64, step: float) -> Int64:
 
 
 def _below(x: float) -> float:
-    """Return the share of a variable of unit deviation that is less than x."""
+    """Return the probability that a variable of unit deviation is less than x."""
     gaussian = 0.5 * (1 + erf(x / sqrt(2)))
     laplacian = 0.5 * exp(sqrt(2) * x) if x < 0 else 1 - 0.5 * exp(-sqrt(2) * x)
     return _GAUSSIAN * gaussian + (1 - _GAUSSIAN) * laplacian
 
 
 def _shares(deviation: float) -> Fp64:
-    """Return how often a number with this deviation in steps rounds to each symbol, and to none of them."""
+    """Return the probability of each symbol, and of none of them, for a number with this deviation, in units of the
+    step."""
     edges = [(symbol - 0.5) / deviation for symbol in range(-REACH, REACH + 2)]
     shares = np.diff([_below(edge) for edge in edges])
     return np.append(shares, max(0.0, 1 - shares.sum()))
 
 
 def _frequencies(deviation: float) -> Int64:
-    """Return the frequency of each symbol among 2^PROBABILITY_BITS, for a deviation in steps."""
+    """Return the frequency of each symbol among 2^PROBABILITY_BITS. deviation: in units of the step."""
     share = _shares(deviation)
     # Symbols rarer than one in 2^PROBABILITY_BITS are escaped, except 0 and its neighbours.
     kept = share * _TOTAL >= 0.5
@@ -88,7 +89,7 @@ def _frequencies(deviation: float) -> Int64:
 
 
 def _values(deviation: float) -> Fp64:
-    """Return the mean of the numbers that round to each symbol, in steps."""
+    """Return the mean of the numbers that round to each symbol, in units of the step."""
     means = np.zeros(SYMBOLS)
     inside = (np.arange(64) + 0.5) / 64 - 0.5
     for symbol in range(1, REACH + 1):

@@ -1,4 +1,4 @@
-"""Codes blocks by a transform: keys without position in a calibrated basis, entropy-coded, at a constant size.
+"""Compresses blocks by a transform: keys without position in a calibrated basis, entropy-coded, at a constant size.
 
 A layer's keys of all heads together are decorrelated by the eigenvectors of their covariance, in a metric in which an
 error counts as much as queries see of it. That pays only because keys are stored without position: rotation would
@@ -100,8 +100,8 @@ def basis_of(layer: LayerStatistics) -> LayerBasis:
 
 
 class TransformCodec:
-    """Codes blocks by a transform. Implements `Codec`. layers, segment_bytes: as `fitted` computes them; dtype: of raw
-    rows, bfloat16 or float32. Raises ValueError for arguments that do not fit each other."""
+    """A codec that compresses blocks by a transform. Implements `Codec`. layers, segment_bytes: as `fitted` computes
+    them. dtype: of raw rows, bfloat16 or float32. Raises ValueError for arguments that do not fit each other."""
 
     is_lossy = True
     device = torch.device("cpu")
@@ -181,7 +181,7 @@ class TransformCodec:
         return Scratch(*(array[0] for array in self._rooms(layer, 1)))
 
     def _rooms(self, layer: int, count: int) -> Scratch:
-        """Return scratch memory for a layer and so many threads at once. Each calling thread makes it once for all
+        """Return scratch memory for a layer and `count` threads at once. Each calling thread makes it once for all
         layers of one shape."""
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
@@ -206,7 +206,7 @@ class TransformCodec:
         return rooms
 
     def _digest(self) -> bytes:
-        """Hash everything that decides what bytes mean."""
+        """Return a digest of everything that decides what stored bytes mean."""
         digest = blake2b(b"%d" % _VERSION, digest_size=12)
         for size, layer in zip(self.segment_bytes, self.layers, strict=True):
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
@@ -258,12 +258,12 @@ def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
 
 
 def _begin(layer: Layer) -> int:
-    """Return the word at which the coder's words begin."""
+    """Return the index of the first word of the entropy coder in a segment."""
     return HEAD_WORDS + (ROWS * layer.heads + 1) // 2
 
 
 def _segment_bytes(layer: Layer, tables: Tables) -> int:
-    """Return the bytes that a block needs if its components deviate as calibrated."""
+    """Return the bytes that a block needs if its components deviate as they did in calibration."""
     bits = 0.0
     for deviation in layer.classes.tolist():
         table, low = compiled.class_of(deviation, 0)

@@ -1,4 +1,4 @@
-"""Decodes transform coding where the pages are: coded bytes cross the link and are decoded after it."""
+"""Decodes transform coding on the device of the pages: compressed bytes cross the link and are decoded after it."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -11,8 +11,8 @@ from reprise.kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, P
 
 
 class TransformOnDevice:
-    """Decodes segments of a `TransformCodec` on a device. Implements `Decodes`. Numbers equal the processor's; rows may
-    differ by the order of a sum."""
+    """A decoder of `TransformCodec` segments on a device. Implements `Decodes`. Numbers equal the CPU decoder's; rows
+    may differ by the order of a sum."""
 
     def __init__(
         self,
@@ -23,7 +23,8 @@ class TransformOnDevice:
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
-        """layers, tables, segment_bytes: the codec's. kernels: the module `reprise.kernels.triton_transform`."""
+        """Set up. layers, tables, segment_bytes: the codec's. kernels: the module
+        `reprise.kernels.triton_transform`."""
         self.device, self._kernels = device, kernels
         self._segment_bytes = segment_bytes
         self._entries = torch.from_numpy(tables.entries.view(np.int32)).to(device)

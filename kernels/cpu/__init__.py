@@ -1,1 +1,1 @@
-"""Compiled kernels for CPUs."""
+"""Provides compiled kernels for CPUs."""

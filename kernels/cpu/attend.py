@@ -127,7 +127,7 @@ def _emit_scores(
             of_queries = e.b.insert_element(of_queries, scale, I32(g * keys + n))
 
     def score(first: Any, together: int) -> None:
-        """Compute the scores of the keys from `first` on: of `keys` of them, or of one."""
+        """Compute the scores of `together` keys from the key `first` on."""
         index = [e.add(first, n) for n in range(together)]
         bases = [e.at(k, e.mul(k_row, i)) for i in index]
         totals = _multiplied(e, is_packed, by_words, words if by_words else q, bases, group, lanes)

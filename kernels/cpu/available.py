@@ -135,13 +135,14 @@ def product_kernels() -> ModuleType | None:
 
 
 def dots_of_pairs() -> bool:
-    """Whether the processor has AVX512_BF16 and numba compiles for it. If it did not, LLVM would end the process."""
+    """Return whether the processor has AVX512_BF16 and numba compiles for it. If it did not, LLVM would end the
+    process."""
     return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in _features()
 
 
 @functools.cache
 def tiles_of_pairs() -> bool:
-    """Whether the system kernel permits AMX and numba compiles for it."""
+    """Return whether the system kernel permits AMX and numba compiles for it."""
     known = {"+amx-tile", "+amx-bf16"} <= _features()
     return known and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 

@@ -58,7 +58,8 @@ def _bf16_bits(value: int) -> int:
 
 
 def _code_table(zero: int) -> ir.Constant:
-    """Return the numbers that nibbles stand for, twice, because a look-up takes five bits."""
+    """Return the numbers that four-bit codes stand for, twice, because a look-up takes five bits. zero: code of the
+    number 0."""
     return ir.Constant(PAIRS, [_bf16_bits(code - zero) for code in range(16)] * 2)
 
 

@@ -2,7 +2,7 @@
 
     python -m reprise.kernels.cpu.compile_all
 
-Processes that start side by side would each compile them anew.
+Without it, processes that start at the same time would each compile them.
 """
 
 import logging

@@ -1,5 +1,5 @@
-"""Provides kernels for decoding in bf16 on CPU, compiled by numba: those that a step of a few rows uses besides runs of
-layers. Prefill uses some of them too.
+"""Provides kernels for decoding in bf16 on CPU, compiled by numba, for what a step of a few rows computes outside of
+runs of layers. Prefill uses some of them too.
 
 Import this through `reprise.kernels.cpu.available.decode_kernels`.
 """
@@ -118,7 +118,7 @@ def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
 
 @compiled()
 def _find(products: Int64, task: int) -> tuple[int, int]:
-    """Return the product to which a task belongs, and which of its blocks the task is."""
+    """Return the index of the product to which a task belongs, and the task's block in that product."""
     which, block = 0, task
     while block >= blocks_of(products[which]):
         block -= blocks_of(products[which])

@@ -39,10 +39,10 @@ _POINTER = I8.as_pointer()
 
 
 class Emit:
-    """Emits code at the place where a builder stands, for the kernels of this folder."""
+    """An emitter of code at a builder's position, for the kernels of this folder."""
 
     def __init__(self, builder: Any, features: frozenset[str] = frozenset()) -> None:
-        """features: those of the processor for which code is compiled, as LLVM names them."""
+        """Set up. features: of the processor for which code is compiled, by LLVM's names."""
         self.b = builder
         self.features = features
 
@@ -91,7 +91,7 @@ class Emit:
         return ir.Constant(VEC_I32, [value] * LANES)
 
     def vector(self, value: Any = None) -> Any:
-        """Make a vector that loops may change: of zeros, or with `value`."""
+        """Return a vector variable that loops may change: of zeros, or with `value`."""
         return cgutils.alloca_once_value(self.b, ir.Constant(VEC, [0.0] * LANES) if value is None else value)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
@@ -108,12 +108,12 @@ class Emit:
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VEC, total, x, y)
 
     def reduce(self, name: str, x: Any) -> Any:
-        """Reduce the lanes by `fadd` or `fmax`, in a tree."""
+        """Return the lanes of a vector reduced by `fadd` or `fmax`, in a tree."""
         first = [F32(0.0)] if name == "fadd" else []
         return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
 
     def sum_lanes(self, x: Any) -> Any:
-        """Add the lanes of a vector, in the same order as `sums`."""
+        """Return the sum of a vector's lanes, added in the same order as in `sums`."""
         while x.type.count > 1:
             half = x.type.count // 2
             parts = [self.shuffled(x, x, [*range(first, first + half)]) for first in (0, half)]
@@ -141,7 +141,7 @@ class Emit:
         return self.b.add(total, self.call("llvm.x86.avx512.pmaddw.d.512", VEC_I32, x, y))
 
     def upper(self, x: Any) -> Any:
-        """Return the bf16 numbers that make up the upper halves of words."""
+        """Return the bf16 numbers in the upper halves of words."""
         return self.b.bitcast(self.b.shl(x, self.words(16)), VEC)
 
     def bf16(self, pointer: Any) -> Any:

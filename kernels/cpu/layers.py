@@ -1,4 +1,5 @@
-"""Computes runs of decoder layers for a few rows, as a decode step of some streams has them, in one compiled call.
+"""Computes runs of decoder layers for a few rows, which is what a decode step of a few streams has, in one compiled
+call.
 
 A run is a sequence of phases, and a phase a number of tasks. Threads enter once and stay: they take tasks from a
 counter, and the thread that finishes a phase's last task opens the next phase. Threads wait only for tasks that have
@@ -92,7 +93,7 @@ class Shape(NamedTuple):
 
 @emitted_value(types.int64)
 def _take(e: Emit, counters: ir.Value, at: ir.Value) -> Any:
-    """Add one to a counter and return its value before."""
+    """Add one to a counter and return the value that it had before."""
     pointer = e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer())
     return e.b.atomic_rmw("add", pointer, I64(1), "seq_cst")
 
@@ -124,7 +125,7 @@ _PHASE_BITS = 32  # the upper half of the counter of tasks is the phase
 
 @compiled()
 def _wait_for(counters: Int64, phase: int) -> None:
-    """Wait until a phase is over."""
+    """Wait until a phase has ended."""
     spins = 0
     while _look(counters, _NEXT) >> _PHASE_BITS == phase:
         _pause()
@@ -162,7 +163,8 @@ def _sum(x: Fp32) -> np.float32:
 
 
 class Inputs(NamedTuple):
-    """The operands of products: rows in bf16 or fp32, whichever the products multiply, and each group's sum."""
+    """The operands of products: rows in bf16 or fp32, whichever the products multiply, and the sum of each group of
+    inputs."""
 
     wide: Fp32
     narrow: Bf16
@@ -255,8 +257,8 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
 
 @compiled()
 def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
-    """Return the places of all rows and of the outputs. out fp32 [rows, outputs of a block], or a part of its
-    columns."""
+    """Return the addresses of all rows of inputs and of the outputs. out fp32 [rows, outputs of a block], or a part of
+    its columns."""
     sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
     if len(dots):
         return Place(len(out), x.narrow.ctypes.data, x.narrow.strides[0], sums, sums_row, out_at, out_row)

@@ -65,8 +65,8 @@ from reprise.kernels.views import Fp32
 
 
 def _has_vectors() -> bool:
-    """Whether numba compiles for a processor with the instructions of `_Reader` and `_Writer`; without them, LLVM would
-    end the process. False if every index is to be checked, because those work on pointers."""
+    """Return whether numba compiles for a processor with the instructions of `_Reader` and `_Writer`; without them,
+    LLVM would end the process. False if every index is to be checked, because those work on pointers."""
     if config.BOUNDSCHECK:  # type: ignore[attr-defined]
         return False
     features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))

@@ -10,8 +10,8 @@ from reprise.kernels.views import Fp32, Int64, Words
 
 PROBABILITY_BITS = 12
 LEAST_CLASS, LARGEST_CLASS = -14, 8  # quarter octaves of s / d: 0.09 to 4
-"""Below the least, everything rounds to zero and costs nothing. Above the largest, the lowest bits are stored as they
-are, so that the rest is in the range."""
+"""Range of classes with tables. Below the least, everything rounds to zero and costs nothing. Above the largest, the
+lowest bits are stored as they are, so that the rest is in the range."""
 REACH = 23  # symbols are -REACH .. REACH, and ESCAPE
 SYMBOLS = 2 * REACH + 2
 ESCAPE = SYMBOLS - 1  # followed by the number as it is, in ESCAPE_BITS
@@ -22,8 +22,8 @@ LANES = 8
 GROUPS = ROWS // LANES
 TOGETHER = 4  # blocks that are coded at the same time
 FINEST, COARSEST = 8, 24
-"""How much finer and coarser than calibrated a block's steps may be, in eighths of an octave. A block that needs even
-coarser ones is unlike anything calibrated, and is not coded."""
+"""The most that a block's quantisation steps may be finer or coarser than calibrated, in eighths of an octave. A block
+that needs even coarser steps is unlike anything calibrated, and is not compressed."""
 HEAD_WORDS = 1 + 2 * LANES
 LEAST_STATE = 1 << 15
 MASK = (1 << PROBABILITY_BITS) - 1
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
     entries: Words  # [classes, 2^PROBABILITY_BITS]: symbol, frequency << 8, distance from the start << 20
     values: Fp32  # [classes, SYMBOLS], in steps: the mean of what rounds to this symbol
     costs: Fp32
-    """[classes, deviations]: mean bits of a number coded by a class, if it deviates as LEAST_DEVIATION + i says."""
+    """Mean bits of a number, [classes, deviations], when a class codes it and its deviation is LEAST_DEVIATION + i."""
 
 
 class Layer(NamedTuple):

@@ -31,28 +31,29 @@ class _Stream:
     `keep`."""
 
     def __init__(self, e: Emit, words: Any, states: Any, place: Any) -> None:
-        """words, states, place: pointers to the words, to the lanes' states, and to the place of the next word."""
+        """Load states and place. words, states, place: pointers to the words, to the lanes' states, and to the index of
+        the next word."""
         self._e, self._words, self._states, self._places = e, words, states, place
         self._state, self._place = e.variable(e.load(states, LANES_I32)), e.variable(e.b.load(place))
 
     def keep(self) -> None:
-        """Store states and place."""
+        """Store states and place in memory."""
         self._e.store(self._e.b.load(self._state), self._states)
         self._e.b.store(self._e.b.load(self._place), self._places)
 
 
 class _Reader(_Stream):
-    """Emits the decoding of one stream, one number of each lane at a time."""
+    """An emitter of the decoding of one stream, one number of each lane at a time."""
 
     def __init__(self, *stream: Any, entries: Any, values: Any, out: Any, low: Any, last: Any) -> None:
-        """stream: the arguments of `_Stream`. entries, values: pointers to its table; out: pointer to where numbers go;
-        low: how many low bits are stored as they are, None for 0; last: the last word."""
+        """Set up. stream: the arguments of `_Stream`. entries, values: pointers to its table. out: pointer to the
+        decoded numbers. low: how many low bits are stored as they are, None for 0. last: index of the last word."""
         super().__init__(*stream)
         self._entries, self._values, self._out, self._last = entries, values, out, last
         self._low = None if low is None else self._e.b.trunc(low, I32)
 
     def look(self, group: Any) -> Any:
-        """Look the lanes' symbols up. Returns whether `take` may go on: none is escaped, and there are words."""
+        """Look up the lanes' symbols. Returns whether `take` may continue: no number is escaped, and words are left."""
         e, b = self._e, self._e.b
         self._group, self._x = group, b.load(self._state)
         self._entry = e.gather(LANES_I32, self._entries, b.and_(self._x, _lanes(MASK)))
@@ -63,7 +64,7 @@ class _Reader(_Stream):
         return b.and_(is_plain, b.icmp_signed("<=", end, self._last))
 
     def take(self) -> None:
-        """Store a group's numbers, and go on to the next states."""
+        """Store a group's numbers, and compute the next states."""
         e, b = self._e, self._e.b
         frequency = b.and_(b.lshr(self._entry, _lanes(8)), _lanes(0xFFF))
         x = b.add(b.mul(frequency, b.lshr(self._x, _lanes(PROBABILITY_BITS))), b.lshr(self._entry, _lanes(20)))
@@ -103,17 +104,19 @@ class _Reader(_Stream):
 
 
 class _Writer(_Stream):
-    """Emits the encoding of one stream, one number of each lane at a time. It cannot store low bits or escapes."""
+    """An emitter of the encoding of one stream, one number of each lane at a time. It cannot store low bits or
+    escapes."""
 
     def __init__(self, *stream: Any, frequencies: Any, starts: Any, numbers: Any, finer: Any) -> None:
-        """stream: the arguments of `_Stream`. frequencies, starts: pointers to its table; numbers: pointer to the
-        numbers, which are multiplied by `finer`."""
+        """Set up. stream: the arguments of `_Stream`. frequencies, starts: pointers to its table. numbers: pointer to
+        the numbers, which are multiplied by `finer`."""
         super().__init__(*stream)
         self._frequencies, self._starts, self._numbers = frequencies, starts, numbers
         self._finer = self._e.splat(finer, LANES_F32)
 
     def look(self, group: Any) -> Any:
-        """Round a group's numbers and look their symbols up. Returns whether `take` may go on: none is escaped."""
+        """Round a group's numbers and look up their symbols. Returns whether `take` may continue: no number is
+        escaped."""
         e, b = self._e, self._e.b
         x = b.fmul(e.load(e.at(self._numbers, e.times(group, LANES)), LANES_F32), self._finer)
         for predicate, bound in (("<", -ESCAPED), (">", ESCAPED - 1)):
@@ -127,7 +130,7 @@ class _Writer(_Stream):
         return e.none(b.or_(is_far, b.icmp_unsigned("==", self._frequency, _lanes(0))))
 
     def take(self) -> None:
-        """Code a group's numbers, the last lane's first."""
+        """Encode a group's numbers, the last lane's first."""
         e, b = self._e, self._e.b
         x, place = b.load(self._state), b.load(self._place)
         is_long = b.icmp_unsigned(">=", x, b.shl(self._frequency, _lanes(31 - PROBABILITY_BITS)))

@@ -21,7 +21,7 @@ LANES_F32, LANES_I32, LANES_F64 = (ir.VectorType(kind, LANES) for kind in (F32, 
 
 
 class Emit:
-    """Emits vector code into a function that numba compiles. Offsets count elements."""
+    """An emitter of vector code into a function that numba compiles. Offsets count elements."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder

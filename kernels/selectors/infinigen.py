@@ -30,7 +30,7 @@ DIMS = 0.3  # share of a head's dims
 
 
 class InfinigenSelector:
-    """Chooses rows by guessed queries. Made for one model; called by the engine's thread."""
+    """A selector that chooses rows by guessed queries. Made for one model; called by the engine's thread."""
 
     name = "infinigen"
     index_bytes_per_token = 0
@@ -41,7 +41,7 @@ class InfinigenSelector:
         self.skews = [skew(layer) for layer in inputs.moments]  # directions by layer
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """Choose rows for one layer, as `KvSelector.choose` demands, with guesses in the place of queries."""
+        """Choose rows for one layer, as `KvSelector.choose` demands. queries: guessed ones."""
         rows = {}
         for at, context in enumerate(candidates.contexts):
             keys = context_keys(kv, candidates.table[at], context)

@@ -38,8 +38,8 @@ _ROOM = 16  # numbers that the kernel may write after the last chosen row
 
 
 class PairSelector:
-    """Chooses rows by partial keys. With compiled kernels an index beside the pool holds these; without, they are
-    gathered from the pool. Called by the engine's thread."""
+    """A selector that chooses rows by partial keys. With compiled kernels an index beside the pool holds these;
+    without, they are gathered from the pool. Called by the engine's thread."""
 
     name = "pairs"
     looks_ahead = False

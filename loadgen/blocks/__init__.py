@@ -1,1 +1,1 @@
-"""Replays block traces."""
+"""Replays recorded requests, given by the names of their blocks."""

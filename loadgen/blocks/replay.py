@@ -4,8 +4,9 @@ The rule models no server: when a request arrives, its leading blocks that are i
 blocks are inserted or touched, from last to first; then the policy makes room. No load fails, nothing is pinned, no
 request waits. For policies that look at sessions, sessions are inferred from the blocks (`SessionFinder`).
 
-Blocks may be coded. A prompt's first one, and one that is not full, then take more room than others, because the
-server's first block in it, or its open one, stays raw. One that is not full takes as much room as if it were.
+Blocks may be compressed by a codec. A prompt's first one, and one that is not full, then take more room than others,
+because the server's first block in it, or its open one, stays raw. One that is not full takes as much room as if it
+were.
 """
 
 import math
@@ -50,9 +51,10 @@ class HitRate:
 
 
 class SessionFinder:
-    """Assigns requests to sessions from the past alone: a request continues the session whose last full block (other
-    than the first, which all may share) is in its prompt, the deepest such block winning. Only the end of a session can
-    be continued; a second branch from the same place is a new session. A server knows this from its transcripts."""
+    """A part that assigns requests to sessions from the past alone: a request continues the session whose last full
+    block (other than the first, which all may share) is in its prompt, the deepest such block winning. Only the end of
+    a session can be continued; a second branch from the same place is a new session. A server knows this from its
+    transcripts."""
 
     def __init__(self) -> None:
         self._at_end: dict[int, int] = {}  # last full block -> session
@@ -84,7 +86,7 @@ class SessionFinder:
 
 
 class _Uses:
-    """Knows when each block is needed next."""
+    """The future uses of blocks, for Belady's policy."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self._next: dict[BlockKey, float] = {}
@@ -96,7 +98,7 @@ class _Uses:
         self._later.reverse()
 
     def arrive(self, number: int, keys: Sequence[BlockKey]) -> None:
-        """Advance the future of this request's blocks to what comes after it."""
+        """Set the next uses of this request's blocks to those after it. number: the request's place in the sequence."""
         self._next.update(zip(keys, self._later[number], strict=True))
 
     def next_use(self, key: BlockKey) -> float:
@@ -110,8 +112,8 @@ def hit_blocks(
     returns: ReturnTimes | None = None,
     codec: CodedKV = RAW,
 ) -> list[int]:
-    """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known about sessions; None:
-    only what is learned during the replay."""
+    """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known of when sessions
+    return; None: only what is learned during the replay."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes() if returns is None else returns
     if uses is not None:
@@ -168,7 +170,7 @@ class _Tier:
             self._used += size
 
     def make_room(self) -> None:
-        """Let blocks go until the others fit."""
+        """Evict blocks until the others fit."""
         excess = self._used - self._room
         if excess <= 0:
             return

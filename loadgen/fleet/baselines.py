@@ -1,4 +1,4 @@
-"""Other ways to choose a replica, for comparison with `reprise.fleet.routing.Router`."""
+"""Implements other ways to choose a replica, for comparison with `reprise.fleet.routing.Router`."""
 
 import math
 import random
@@ -9,13 +9,13 @@ from reprise.fleet.routing import Choice, Cost, FleetView, NoReplica, Question, 
 
 
 class Policy(Protocol):
-    """A policy of routing, as a simulated gateway asks it."""
+    """A routing policy, as a simulated gateway uses it."""
 
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice: ...
 
 
 class Hashing:
-    """Consistent hashing by session: what a balancer does that knows neither load nor KV."""
+    """A policy of consistent hashing by session, as of a balancer that knows neither load nor KV."""
 
     def __init__(self, view: FleetView) -> None:
         self._view = view
@@ -35,7 +35,7 @@ class Hashing:
 
 
 class RoundRobin:
-    """Every turn to the next replica."""
+    """A policy that sends every turn to the next replica."""
 
     def __init__(self, view: FleetView) -> None:
         self._view = view
@@ -52,7 +52,7 @@ class RoundRobin:
 
 
 class Sticky(Router):
-    """A session never leaves a home that takes turns."""
+    """A policy in which a session never leaves a home that takes turns."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
@@ -61,7 +61,7 @@ class Sticky(Router):
 
 
 class Cheapest(Router):
-    """The cheaper of home and two others, whatever a move costs the fleet."""
+    """A policy that takes the cheaper one of home and two others, whatever a move costs the fleet."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
@@ -73,27 +73,27 @@ class Cheapest(Router):
 
 
 class FourLooks(Router):
-    """Compares four others instead of two."""
+    """A Router that considers four other replicas instead of two."""
 
     looks = 4
 
 
 class CheapMoves(Router):
-    """A move must save as much as the work that it adds, not four times as much."""
+    """A Router for which a move must save as much as the work that it adds, not four times as much."""
 
     price = 1.0
 
 
 class EagerMoves(FourLooks, CheapMoves):
-    """Both, and looks at others whenever a turn would wait at all."""
+    """A Router with both changes, which also considers others whenever a turn would wait at all."""
 
     def hardly_waits(self, at_home: Cost) -> bool:
         return at_home.wait_s <= 0.05
 
 
 class Clairvoyant:
-    """The cheapest of all replicas, by what they really hold and have to do. exact: predicts the seconds to the first
-    token on a replica."""
+    """A policy that takes the cheapest of all replicas, by what they really store and have to do. exact: predicts the
+    seconds to the first token on a replica."""
 
     def __init__(self, view: FleetView, exact: Callable[[str, Question, float], float]) -> None:
         self._view = view

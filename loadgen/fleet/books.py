@@ -1,4 +1,4 @@
-"""Checks that bytes, tokens and turns of a fleet add up at the end of a run."""
+"""Checks that the bytes, tokens and turns of a fleet add up at the end of a run."""
 
 from reprise.loadgen.fleet.simulation import FleetSimulation
 from reprise.loadgen.sim import books
@@ -6,7 +6,7 @@ from reprise.loadgen.sim.store import BrokenBooks
 
 
 def check(fleet: FleetSimulation) -> None:
-    """Raises BrokenBooks if something does not add up."""
+    """Raise BrokenBooks if something does not add up."""
     killed = {name for name, replica in fleet.replicas.items() if replica.server.unfinished()}
     for name, replica in fleet.replicas.items():
         if name not in killed:
@@ -25,7 +25,8 @@ def check(fleet: FleetSimulation) -> None:
 
 
 def _check_turns(fleet: FleetSimulation) -> None:
-    """Every turn was answered once, in its order, and knew no more than was said before."""
+    """Raise BrokenBooks unless every turn was answered once, in its order, and no turn used more history than was said
+    before."""
     contexts = dict(fleet.histories)
     turns: dict[str, int] = {}
     for record in sorted(fleet.records, key=lambda record: (record.started_s, record.turn)):

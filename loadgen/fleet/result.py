@@ -1,4 +1,4 @@
-"""Figures of what simulated fleets did."""
+"""Computes figures from what simulated fleets did."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from reprise.loadgen.sim.turn import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """Covers the turns that arrived within a span of time, but for interrupted answers that went on elsewhere."""
+    """Figures of the turns that arrived within a span of time, except for continuations of interrupted answers."""
 
     turns: int
     ttft_p50_s: float
@@ -57,7 +57,7 @@ def summarize(fleets: Sequence[FleetSimulation], *, from_s: float, to_s: float) 
 
 
 def _within(fleet: FleetSimulation, from_s: float, to_s: float) -> Iterator[TurnRecord]:
-    """Yield the turns that arrived in time, but not the rests of interrupted answers."""
+    """Yield the turns that arrived within the span, but not the continuations of interrupted answers."""
     for record in fleet.records:
         key = record.session_id, record.turn
         first_s = fleet.asked_s.get(key, record.arrived_s)

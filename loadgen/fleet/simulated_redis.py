@@ -1,4 +1,5 @@
-"""Redis as a place for KV, shared by all replicas: a rate, a size, and uploads that wait for time between loads."""
+"""Simulates Redis as a store of KV shared by all replicas: a rate, a size, and uploads that use the time between
+loads."""
 
 import math
 from collections import OrderedDict
@@ -13,10 +14,10 @@ class _Upload:
 
 
 class SimulatedRedis:
-    """All KV instances of a fleet, taken as one. A load shares their rate and is as fast as its replica's link at most.
-    Loads go first. Uploads use the time between them, in order, and are dropped when more of them would wait than
-    `backlog_s` of the rate. The session that was used longest ago leaves. A call may be for an earlier time than the
-    call before it: a load then still waits for what was ordered before."""
+    """All Redis servers for KV of a fleet, taken as one. Loads share its rate, and none is faster than its replica's
+    link. Loads go first. Uploads use the time between them, in order, and are dropped when more of them would wait than
+    `backlog_s` of the rate. The session that was used longest ago leaves first. A call may be for an earlier time than
+    the previous call: a load then still waits for what was ordered before."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class SimulatedRedis:
         return max(0.0, self._free_s - now)
 
     def load(self, session: str, size: float, now: float) -> float:
-        """Return when Redis has sent it."""
+        """Return the time at which Redis has sent `size` bytes of a session."""
         self._pass(now)
         self._free_s = max(self._free_s, now) + size / self.bytes_per_s
         self.loaded += size
@@ -55,7 +56,7 @@ class SimulatedRedis:
         return self._free_s
 
     def save(self, session: str, num_tokens: int, owner: int, now: float) -> None:
-        """Upload what Redis lacks of a context, later. owner: the replica that has it."""
+        """Queue an upload of the part of a context that Redis lacks. owner: the replica that has the context."""
         self._pass(now)
         before = self._uploads.get(session)
         size = max(0, num_tokens - self._held.get(session, 0)) * self.kv_bytes_per_token
@@ -73,7 +74,7 @@ class SimulatedRedis:
             self._waiting -= self._uploads.pop(session).size
 
     def _pass(self, until_s: float) -> None:
-        """Use the time until then for uploads."""
+        """Use the time until `until_s` for uploads."""
         while self._uploads and self._free_s < until_s:
             session, upload = next(iter(self._uploads.items()))
             part = min(upload.size, (until_s - self._free_s) * self.bytes_per_s)
@@ -99,7 +100,7 @@ class SimulatedRedis:
             self.evicted += tokens * self.kv_bytes_per_token
 
     def check(self) -> None:
-        """Raises ValueError if bytes do not add up."""
+        """Raise ValueError if bytes do not add up."""
         held = sum(self._held.values()) * self.kv_bytes_per_token
         waiting = sum(upload.size for upload in self._uploads.values())
         if abs(held - self.used) > 1e-6 * held + 1.0 or abs(waiting - self._waiting) > 1e-6 * waiting + 1024.0:
@@ -109,7 +110,7 @@ class SimulatedRedis:
 
 
 class RedisLink:
-    """One replica's way to Redis: `reprise.loadgen.sim.remote.RemoteKV`."""
+    """One replica's access to the simulated Redis. Implements `reprise.loadgen.sim.remote.RemoteKV`."""
 
     def __init__(self, redis: SimulatedRedis, owner: int) -> None:
         self._redis = redis
@@ -124,7 +125,7 @@ class RedisLink:
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds that a load takes for a byte when it is alone."""
+        """Seconds per byte of a load when no other load runs."""
         return 1 / min(self._redis.link_bytes_per_s, self._redis.bytes_per_s)
 
     def seconds(self, num_tokens: int) -> float:

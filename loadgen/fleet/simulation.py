@@ -1,5 +1,5 @@
-"""A fleet on a virtual clock: simulated servers, gateways that hear their beats a little late and route with their own
-class, a directory of sessions, and Redis between them. Replicas may be killed, drained and added.
+"""Simulates a fleet on a virtual clock: simulated servers, gateways that get their beats a little late and route with
+the real class, a directory of sessions, and Redis. Replicas may be killed, drained and added.
 
 Simplifications: the directory and the network take no time. A gateway learns of a death when it sends something there.
 A turn that was interrupted is sent to another replica at once, with the tokens said so far if its answer had begun.
@@ -30,7 +30,7 @@ _START_S = 60.0  # from the wish for a replica until it serves
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """A fleet and what happens to it. Times in seconds of the virtual clock; math.inf: never."""
+    """A fleet and the events in its run. Times in seconds of the virtual clock; math.inf: never."""
 
     replicas: int
     policy: str  # a name in `reprise.loadgen.fleet.baselines.POLICIES`
@@ -91,7 +91,7 @@ class _Replica:
         )
 
     def _kept(self, name: str, now: float) -> float:
-        """Estimate how long a session stays in a tier after its last use: the time that replaces all of it."""
+        """Estimate how many seconds a session stays in a tier after its last use: the time that replaces all of it."""
         tier = self.server.store.tiers.get(name)
         if tier is None:
             return 0.0
@@ -104,10 +104,10 @@ class _Replica:
 
 
 class FleetSimulation:
-    """One run. Deterministic: chance comes from the workload and `config.seed`.
+    """A simulated run. Deterministic: chance comes from the workload and `config.seed`.
 
-    histories: tokens of the histories that conversations have at the start. Their homes are hashed then, whatever the
-    policy, and have their KV; Redis has none of it.
+    histories: tokens of the histories that conversations have at the start. Their homes are chosen by hashing, whatever
+    the policy, and have their KV; Redis has none of it.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FleetSimulation:
             if config.redis_bytes_per_s
             else None
         )
-        self.replicas: dict[str, _Replica] = {}  # also those that have left
+        self.replicas: dict[str, _Replica] = {}  # replicas that have left are among them
         self.routes: Counter[str] = Counter()  # route, and "moved: why", and "refused: why"
         self.asked_s: dict[tuple[str, int], float] = {}  # when an interrupted turn came first
         self.resumed: set[tuple[str, int]] = set()  # turns whose answers had begun when they were interrupted
@@ -168,16 +168,16 @@ class FleetSimulation:
 
     @property
     def records(self) -> list[TurnRecord]:
-        """All turns that were started, by the time of their arrival."""
+        """All turns that were started, by time of arrival."""
         found = [record for replica in self.replicas.values() for record in replica.server.records]
         return sorted(found, key=lambda record: record.arrived_s)
 
     def ttft_s(self, record: TurnRecord) -> float:
-        """Return the time to the first token as the client saw it."""
+        """Return the seconds to the first token as the client saw it."""
         return record.first_token_s - self.asked_s.get((record.session_id, record.turn), record.arrived_s)
 
     def _settle(self, session: LiveSession) -> None:
-        """Give a conversation that is under way a home with its KV."""
+        """Give a conversation that has begun before the run a home with its KV."""
         name = rendezvous(session.name, list(self.replicas))
         store = self.replicas[name].server.store
         store.arrived(session.name, self.now, session.context - 1)
@@ -192,7 +192,7 @@ class FleetSimulation:
             heapq.heappush(self._events, (when_s, self._pushed, handle, argument))
 
     def _send(self, session: LiveSession) -> None:
-        """A client sends the next turn of a conversation."""
+        """Send the next turn of a conversation, as its client."""
         if self.now > self.config.until_s:
             self._left -= 1
             return
@@ -246,7 +246,7 @@ class FleetSimulation:
             self._push(when_s, self._wake, replica)
 
     def _ended(self, name: str, turn: LiveTurn) -> None:
-        """A turn has ended: its replica commits it, and its client thinks about the next one."""
+        """Commit a turn that has ended, and schedule its client's next one."""
         session, done_s = turn.live, turn.record.done_s
         self._homes[session.name] = _Home(name, done_s, session.context - 1)
         if session.turn < len(session.conversation.turns):
@@ -256,7 +256,7 @@ class FleetSimulation:
             self._left -= 1
 
     def _beat(self, phase: int) -> None:
-        """A share of the replicas tell the gateways how they are."""
+        """Send the beats of a share of the replicas to the gateways."""
         for number, replica in enumerate(self.replicas.values()):
             if number % _BEAT_PHASES == phase and replica.is_alive:
                 if replica.draining and not replica.server.unfinished():
@@ -300,7 +300,7 @@ class FleetSimulation:
         self._count_replicas()
 
     def _kill(self, name: str) -> None:
-        """End a replica. What it has not uploaded is lost, and its turns go on elsewhere."""
+        """End a replica. What it has not uploaded is lost, and its turns continue elsewhere."""
         replica = self.replicas[name]
         replica.server.advance(self.now)
         replica.is_alive = False
@@ -343,7 +343,7 @@ class FleetSimulation:
     # --- what a clairvoyant knows -------------------------------------------------------------------------------------
 
     def _exact_s(self, name: str, question: Question, now: float) -> float:
-        """Predict the seconds to the first token from what the server holds and has to do."""
+        """Predict the seconds to the first token from what the server really stores and has to do."""
         replica = self.replicas[name]
         if not replica.is_alive:
             return math.inf

@@ -1,4 +1,4 @@
-"""The machine and the conversations of simulated fleets, with every number once."""
+"""Defines the machine and the conversations of simulated fleets: every number stands here once."""
 
 import math
 import random
@@ -70,9 +70,9 @@ def conversations(
 def already_under_way(
     drawn: Sequence[Conversation], machine: Machine, *, since_s: float
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Return conversations as they are `since_s` later, and the tokens of history that those under way then have. What
-    begins later is the same, so much earlier. With `since_s` as long as the longest conversation as many end as
-    begin."""
+    """Return conversations as they are `since_s` later, and the tokens of history that the running ones then have.
+    Conversations that begin later stay the same, but begin so much earlier. With `since_s` as long as the longest
+    conversation as many end as begin."""
     found: list[Conversation] = []
     histories: dict[str, int] = {}
     for one in drawn:
@@ -88,13 +88,13 @@ def already_under_way(
 
 
 def lifetime_s(conversation: Conversation, machine: Machine) -> float:
-    """Return about how long it is from a conversation's first prompt to its last."""
+    """Return an estimate of the seconds from a conversation's first prompt to its last."""
     return _asked_s(conversation, machine)[-1]
 
 
 def _asked_s(conversation: Conversation, machine: Machine) -> list[float]:
-    """Return about when its prompts come, in seconds after the first. Steps are taken to be twice as long as with a
-    batch of one short context, and nothing waits."""
+    """Return estimates of when a conversation's prompts come, in seconds after the first. Steps are taken to be twice
+    as long as with a batch of one short context, and nothing waits."""
     found: list[float] = []
     at_s = 0.0
     for turn in conversation.turns:
@@ -106,8 +106,8 @@ def _asked_s(conversation: Conversation, machine: Machine) -> list[float]:
 
 def sessions_per_s(machine: Machine, config: Config, drawn: Sequence[Conversation]) -> float:
     """Measure how many conversations a second one replica finishes whose batch is always full: twice as many as fit are
-    under way, nobody thinks, and the next one begins when one has ended. The first third of those that are `drawn` does
-    not count, in which all are young. Raises ValueError if there are too few."""
+    under way, there is no think time, and the next one begins when one has ended. The first third of those that are
+    `drawn` does not count, in which all are young. Raises ValueError if there are too few."""
     if len(drawn) < 6 * machine.max_seqs:
         raise ValueError(f"{len(drawn)} conversations are too few to fill {machine.max_seqs} places for long")
     waiting, ends_s = list(reversed(drawn)), list[float]()

@@ -33,7 +33,7 @@ class Broken(Exception):
 
 
 class Http:
-    """Connections to one server, as many as there are simultaneous requests. To be used on one event loop."""
+    """A set of connections to one server, as many as there are simultaneous requests. To be used on one event loop."""
 
     def __init__(self, url: str, *, silence_s: float) -> None:
         """url: `https://host:port/path`. silence_s: how long the server may send nothing."""
@@ -175,7 +175,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(Broken(str(error) if error else "the connection was closed"))
 
     def _look(self) -> None:
-        """Check whether the server is silent: now and then, not at every byte."""
+        """Abort the request if the server is silent. Called now and then, not at every byte."""
         if self._done is None or self._done.done():
             return
         left_s = self.heard_s + self._silence_s - time.perf_counter()

@@ -1,4 +1,4 @@
-"""One run of `reprise load`: its options, the workload they describe, the run itself and the result file."""
+"""Executes one run of `reprise load`: its options, the workload they describe, the run itself and the result file."""
 
 import asyncio
 import gc
@@ -88,7 +88,7 @@ def workload(options: Options) -> Workload:
 
 
 def repeated(conversations: Sequence[Conversation]) -> int:
-    """Count the conversations that repeat another one word for word, which a cache finds too."""
+    """Return how many conversations repeat another one word for word, which a cache would hit too."""
     told = [tuple(turn.text for turn in conversation.turns) for conversation in conversations]
     return sum(1 for texts in told if texts[0]) - len({texts for texts in told if texts[0]})
 
@@ -132,7 +132,7 @@ def execute(
 
 
 def warmed_up(results: Sequence[TurnResult], options: Options) -> list[bool]:
-    """Tell for each result, in order of sending, whether it counts, being after the warm-up."""
+    """Return for each result, in order of sending, whether it counts because it was sent after the warm-up."""
     return [place >= options.warmup_turns and result.due_s >= options.warmup_s for place, result in enumerate(results)]
 
 
@@ -147,7 +147,7 @@ def document(
     started: datetime,
     token_times: bool,
 ) -> dict[str, Any]:
-    """Build the result file, described in docs/measuring.md."""
+    """Return the content of the result file, described in docs/measuring.md."""
     conversations = workload.conversations
     counts = warmed_up(results, options)
     counted = [result for result, counted in zip(results, counts, strict=True) if counted]

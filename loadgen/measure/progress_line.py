@@ -14,8 +14,8 @@ _RECENT = 200  # number of latest requests that the figures cover
 
 
 class ProgressLine:
-    """The figures to show. Updated on the event loop and read by the drawing thread; appends and single reads need no
-    lock."""
+    """The figures of a run's progress. Updated on the event loop and read by the drawing thread; appends and single
+    reads need no lock."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo

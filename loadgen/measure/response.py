@@ -8,7 +8,7 @@ class BadResponse(Exception):
 
 
 class HttpResponse:
-    """One response. `feed` takes bytes in pieces of any size and returns those that belong to the body.
+    """A parser of one response. `feed` takes bytes in pieces of any size and returns those that belong to the body.
 
     `status` is 0 until the head is complete; `done` is true when the body is. A body that lasts until the connection
     ends is done when `close` says so.
@@ -118,7 +118,7 @@ class HttpResponse:
 
 
 class Events:
-    """Extracts the `data` of server-sent events from a body in pieces of any size."""
+    """A parser that extracts the `data` of server-sent events from a body in pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,4 +1,4 @@
-"""A client for any OpenAI-compatible server that sends conversations on schedule and stamps every token.
+"""Sends conversations on schedule to any OpenAI-compatible server and records the time of every token.
 
 Three modes: open loop (conversations begin when they are due, however the server fares), closed loop (a fixed number at
 once; one begins when another ends), and one request at a time, with conversations taking turns.
@@ -31,7 +31,7 @@ _RETRIED = ("connect", "rate_limited", "overloaded")
 
 @dataclass(slots=True)
 class TurnResult:
-    """One request. Times are in seconds since the run began."""
+    """The result of one request. Times are in seconds since the run began."""
 
     session_id: str
     turn: int
@@ -59,13 +59,13 @@ class TurnResult:
 
     @property
     def gaps_s(self) -> list[float]:
-        """The gaps between pieces of text."""
+        """The seconds between the arrivals of successive pieces of text."""
         return [b - a for a, b in pairwise(self.token_s)]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server to send to, and how."""
+    """The server to send to, and the fields of its requests."""
 
     url: str  # without /v1
     model: str
@@ -271,7 +271,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class _Answer:
-    """Collects one answer as it arrives."""
+    """A collector of one answer as it arrives."""
 
     def __init__(self, result: TurnResult, began_s: float) -> None:
         self._result = result

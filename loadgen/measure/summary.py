@@ -57,7 +57,7 @@ def distribution(values: Iterable[float], digits: int = 3) -> dict[str, float | 
 
 
 def tokens_of(result: TurnResult) -> int:
-    """Count the answer's tokens, or, if the server does not say, the pieces it came in."""
+    """Return the number of the answer's tokens, or, if the server does not report it, of the pieces it came in."""
     return result.completion_tokens or len(result.token_s)
 
 
@@ -282,7 +282,8 @@ def _timings(result: TurnResult) -> dict[str, float]:
 
 
 def _prefill_rate(good: Sequence[TurnResult]) -> float | None:
-    """Divide prompt tokens by the time they took: the server's prefill and load times if reported, else the TTFT."""
+    """Return prompt tokens per second of the time they took: the server's prefill and load times if reported, else the
+    TTFT."""
     tokens, seconds = 0, 0.0
     for result in good:
         timings = _timings(result)

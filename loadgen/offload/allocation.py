@@ -1,9 +1,9 @@
-"""Decides how much of a context is kept as activations and how much as KV: HybridServe's Algorithm 1 and Equation 11.
+"""Decides how much of a context is stored as activations and how much as KV: HybridServe's Algorithm 1 and Equation 11.
 Pure.
 
-A block of activations is half as large as one of KV with full multi-head attention, but keys and values have to be made
-of it. The link brings weights and KV while the GPU makes keys and values, so both should take as long. A model whose
-activations are no smaller than its KV, as with grouped heads, gains nothing: it gets none.
+A block of activations is half as large as one of KV with full multi-head attention, but keys and values have to be
+computed from it. The link brings weights and KV while the GPU computes keys and values, so both should take as long. A
+model whose activations are no smaller than its KV, as with grouped heads, gains nothing: it gets none.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from reprise.loadgen.offload.hardware import Host, OffloadedModel
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Tokens that memory is divided for, each in all layers."""
+    """The numbers of tokens for which memory is divided, each in all layers."""
 
     act_gpu: float
     act_host: float
@@ -21,16 +21,18 @@ class Allocation:
 
     @property
     def kv_per_act(self) -> float:
-        """KV blocks for each block of activations, in host memory: the ratio that the paper states."""
+        """KV blocks per block of activations in host memory: the ratio that the paper states."""
         return self.kv_host / self.act_host if self.act_host else float("inf")
 
 
 def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None) -> Allocation:
-    """Algorithm 1. host_bytes: of host memory beside the weights; None: all of it.
+    """Divide host memory between KV and activations by Algorithm 1. host_bytes: of host memory beside the weights;
+    None: all of it.
 
-    First what one side has to do while the other is busy anyway: if weights load for longer than keys and values are
-    made of the activations on the GPU, activations in host memory; otherwise KV. Then the rest, in the proportion in
-    which loading KV takes as long as making it. As in the paper's Equation 9 loads of activations do not count.
+    First comes what one side can do while the other is busy anyway: if weights load for longer than keys and values are
+    computed from the activations on the GPU, activations in host memory; otherwise KV. Then comes the rest, in the
+    proportion in which loading KV takes as long as computing it. As in the paper's Equation 9 loads of activations do
+    not count.
     """
     if host_bytes is None:
         host_bytes = host.host_bytes - model.num_layers * model.weight_bytes
@@ -49,7 +51,8 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
 
 
 def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
-    """Whether a request's next block holds activations: if not, they would fall short of the ratio of host memory."""
+    """Return whether a request's next block is to hold activations, because it otherwise has fewer of them than the
+    ratio in host memory."""
     return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
 
 

@@ -1,4 +1,5 @@
-"""Tokens a second of a batch whose weights and contexts lie in host memory, by what is kept of a context.
+"""Computes tokens per second of a batch whose weights and contexts lie in host memory, by the form in which contexts
+are stored.
 
 A layer is computed for one mini-batch after another, as in FlexGen, so that its weights are loaded once. While one
 mini-batch is computed, the next one and a part of the next layer's weights are loaded; new KV goes the other way.
@@ -14,16 +15,16 @@ from reprise.loadgen.offload.hardware import Host, OffloadedModel
 from reprise.loadgen.offload.mini_batches import Load, pack
 
 Arm = Literal["kv", "act", "hybrid", "static"]
-"""The choices of what is kept: KV alone, with as many weights on the GPU as fit (FlexGen); activations alone; both, by
-Algorithm 1 over as much host memory as the batch takes; both, by Algorithm 1 over all of it, whatever the batch
-takes."""
+"""The form in which contexts are stored. kv: KV alone, with as many weights on the GPU as fit (FlexGen); act:
+activations alone; hybrid: both, by Algorithm 1 over as much host memory as the batch takes; static: both, by Algorithm
+1 over all of it, whatever the batch takes."""
 BLOCK_TOKENS = 16  # vLLM's
 _LAYERS = 4  # simulated until times repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A batch from prompts to the last tokens."""
+    """The result of generating with a batch, from its prompts to the last tokens."""
 
     tokens_per_s: float
     prefill_s: float
@@ -33,8 +34,8 @@ class Generated:
 
 
 def pipeline_s(weights_s: float, loads_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """Seconds that a layer adds: mini-batches in turn, at most two in the buffers, loaded in order. A part of the next
-    layer's weights comes with each."""
+    """Return the seconds that a layer takes: mini-batches in turn, at most two in the buffers, loaded in order. A part
+    of the next layer's weights comes with each."""
     link_s = done_s = ended_s = weights_there_s = 0.0
     computed: list[float] = []
     for _ in range(_LAYERS):
@@ -49,7 +50,7 @@ def pipeline_s(weights_s: float, loads_s: Sequence[float], computes_s: Sequence[
 
 
 def generate(arm: Arm, model: OffloadedModel, host: Host, *, batch: int, prompt: int, answer: int) -> Generated:
-    """Raises ValueError if it does not fit."""
+    """Simulate a batch. Raises ValueError if it does not fit."""
     allocation, resident = _allocation(arm, model, host, batch * (prompt + answer / 2)), 0.0
     if allocation.act_host == 0:
         resident = min(1.0, host.free_bytes(model) / (model.num_layers * model.weight_bytes))
@@ -69,7 +70,7 @@ def generate(arm: Arm, model: OffloadedModel, host: Host, *, batch: int, prompt:
 def _layer(
     model: OffloadedModel, host: Host, allocation: Allocation, resident: float, batch: int, context: int
 ) -> tuple[float, float, float]:
-    """Seconds of a layer in a step, bytes over the link, and seconds that the GPU computes."""
+    """Return (seconds of a layer in a step, bytes over the link, seconds that the GPU computes)."""
     act_blocks, _ = divide(-(-context // BLOCK_TOKENS), allocation)
     act = min(context, act_blocks * BLOCK_TOKENS)
     requests = [Load(act, context - act)] * batch
@@ -92,7 +93,7 @@ def _layer(
 
 
 def _allocation(arm: Arm, model: OffloadedModel, host: Host, tokens: float) -> Allocation:
-    """tokens: of the batch, in the mean."""
+    """Return the division of memory for an arm. tokens: of the batch, in the mean."""
     if arm == "kv":
         return Allocation(0.0, 0.0, 1.0)
     if arm == "act":

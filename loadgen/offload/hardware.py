@@ -1,4 +1,4 @@
-"""A model in host memory and the GPU that it is brought to: sizes and seconds of one layer."""
+"""Describes a model in host memory and the GPU that it is loaded to: sizes and seconds of one layer."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class OffloadedModel:
 
     @property
     def head_bytes(self) -> float:
-        """The embedding, which is also the head: it stays on the GPU."""
+        """Bytes of the embedding, which is also the head and stays on the GPU."""
         return _FP16 * self.vocabulary * self.hidden
 
     @property
@@ -32,12 +32,13 @@ class OffloadedModel:
 
     @property
     def act_bytes(self) -> int:
-        """Bytes of what enters a layer for one token."""
+        """Bytes of the input of a layer for one token."""
         return _FP16 * self.hidden
 
 
 def opt(name: str, num_layers: int, hidden: int) -> OffloadedModel:
-    """One of OPT's models: each head has its own keys and values, and the feed-forward part is four times as wide."""
+    """Return one of OPT's models: each head has its own keys and values, and the feed-forward part is four times as
+    wide."""
     return OffloadedModel(name, num_layers, hidden, hidden, 12.0 * hidden**2, 50_272)
 
 
@@ -54,32 +55,34 @@ class Host:
     reserved_bytes: float  # GPU memory for the runtime and intermediate results
 
     def weights_s(self, model: OffloadedModel, on_gpu: float) -> float:
-        """Seconds to load a layer's weights but for the share that stays on the GPU."""
+        """Return the seconds to load a layer's weights, except for the share that stays on the GPU."""
         return (1 - on_gpu) * model.weight_bytes / self.link_bytes_per_s
 
     def load_s(self, num_bytes: float) -> float:
         return num_bytes / self.link_bytes_per_s
 
     def kv_gen_s(self, model: OffloadedModel, tokens: float) -> float:
-        """Seconds to make keys and values of activations."""
+        """Return the seconds to compute keys and values from activations."""
         compute_s = tokens * 2 * model.hidden * 2 * model.kv_width / self.flops
         return max(compute_s, tokens * (model.act_bytes + model.kv_bytes) / self.hbm_bytes_per_s)
 
     def forward_s(self, model: OffloadedModel, rows: int, context: float) -> float:
-        """Seconds of one token each of `rows` sequences through a layer that is there. context: tokens, of all."""
+        """Return the seconds of one token each of `rows` sequences through a layer whose weights are loaded. context:
+        tokens, of all."""
         products_s = max(2 * model.layer_parameters * rows / self.flops, model.weight_bytes / self.hbm_bytes_per_s)
         return products_s + context * model.kv_bytes / self.hbm_bytes_per_s
 
     def prefill_s(self, model: OffloadedModel, rows: int, prompt: int, on_gpu: float) -> float:
-        """Seconds of all layers over the prompts of `rows` sequences, with weights loaded and KV stored meanwhile."""
+        """Return the seconds of all layers over the prompts of `rows` sequences, with weights loaded and KV stored
+        meanwhile."""
         pairs = rows * prompt * prompt / 2
         compute_s = (2 * model.layer_parameters * rows * prompt + 4 * model.hidden * pairs) / self.flops
         store_s = self.load_s(rows * prompt * model.kv_bytes)
         return model.num_layers * max(compute_s, self.weights_s(model, on_gpu), store_s)
 
     def free_bytes(self, model: OffloadedModel) -> float:
-        """Return the GPU's bytes beside two layers' weights, two mini-batches, the head and what is reserved. Raises
-        ValueError if there are not so many."""
+        """Return the GPU's bytes beside two layers' weights, two mini-batches, the head and the reserve. Raises
+        ValueError if there are none."""
         taken = 2 * model.weight_bytes + 2 * self.buffer_bytes + model.head_bytes + self.reserved_bytes
         if taken > self.gpu_bytes:
             raise ValueError(f"{model.name} needs {taken / 1e9:.1f} GB of a GPU of {self.gpu_bytes / 1e9:.1f}")

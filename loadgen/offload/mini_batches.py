@@ -13,8 +13,8 @@ class Load:
 
 
 def imbalance(load: Load, *, make_s: Callable[[int], float], load_s: Callable[[int], float]) -> float:
-    """The paper's F: by how much one of the two takes longer, 0 if neither does. What has to be done on one side alone
-    is balanced by nothing."""
+    """Return the paper's F: by how much one of loading and computing takes longer, 0 if neither does. A load that has
+    work on one side alone is balanced by nothing."""
     made, loaded = make_s(load.act), load_s(load.kv)
     least, most = min(made, loaded), max(made, loaded)
     return most / least - 1 if least else (float("inf") if most else 0.0)
@@ -27,8 +27,8 @@ def pack(
     make_s: Callable[[int], float],
     load_s: Callable[[int], float],
 ) -> list[list[int]]:
-    """Return mini-batches of places in `requests`. The first request that is left opens one; then those join that fit
-    and leave it no less balanced. most_tokens: of a buffer; a request that exceeds it is alone."""
+    """Return mini-batches, as lists of indices into `requests`. The first remaining request opens one; then those join
+    that fit and leave it no less balanced. most_tokens: of a buffer; a request that exceeds it is alone."""
     left, batches = list(range(len(requests))), []
     while left:
         batch, total = [left[0]], requests[left[0]]

@@ -1,1 +1,1 @@
-"""`reprise plan`: the machines that a workload needs."""
+"""Implements `reprise plan`: computes the machines that a workload needs."""

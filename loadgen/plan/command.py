@@ -123,7 +123,7 @@ def plan_command(
 
 
 def _plan_fleet(workload: PlanOptions, drawn: ConversationOptions, fleet: FleetOptions) -> replicas.FleetPlan:
-    """Plan a fleet for conversations that are drawn. Raises ValueError."""
+    """Plan a fleet for conversations that are drawn at random. Raises ValueError."""
     machine = replace(
         plan.machine_of(workload.model), dram_bytes=workload.dram_gb * 1e9, disk_bytes=fleet.disk_gb * 1e9
     )
@@ -140,7 +140,8 @@ def _plan_fleet(workload: PlanOptions, drawn: ConversationOptions, fleet: FleetO
 
 
 def _plan(workload: PlanOptions, drawn: ConversationOptions, prices: Prices) -> plan.Plan:
-    """Plan for the trace, if there is one, or for conversations that are drawn. Raises ValueError, OSError."""
+    """Plan for the trace, if there is one, or for conversations that are drawn at random. Raises ValueError,
+    OSError."""
 
     def progress(stored_gb: float) -> None:
         console.print(f"{plan.amount(stored_gb)} GB")

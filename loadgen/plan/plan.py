@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
-        """The row with the least storage that hits `target` of what can be hit."""
+        """The row with the least storage that reaches the share `target` of the best hit rate."""
         return _least(self.rows, self.target)
 
     def figures(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def of_distribution(
 
 
 def enough(ttl_s: float, sessions_per_s: float) -> int:
-    """Return how many conversations cover twice the time that KV is kept, within bounds."""
+    """Return how many conversations cover twice the time that KV is stored, within bounds."""
     return math.ceil(min(_MOST, max(_FEWEST, 2 * ttl_s * sessions_per_s)))
 
 
@@ -236,8 +236,8 @@ def _least(rows: Sequence[Row], target: float) -> Row:
 
 
 def _trace_hits(requests: Sequence[TraceRequest], dram_gb: float, disk_gb: float, machine: Machine) -> list[int]:
-    """Return the hit tokens of every request. All room is that of a disk whose blocks are coded: one that lies in DRAM
-    takes there what several take here."""
+    """Return the hit tokens of every request. All room counts as that of a disk whose blocks a codec has compressed; a
+    block in DRAM takes the room of several compressed ones."""
     codec = machine.codec if disk_gb else RAW
     capacity = (dram_gb / codec.ratio + disk_gb) * 1e9 / machine.kv_bytes_per_token
     if capacity < BLOCK_TOKENS:

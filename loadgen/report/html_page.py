@@ -43,7 +43,7 @@ th:first-child, td:first-child { text-align: left; } td.words { text-align: left
 
 
 def render(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
-    """Render one run, or several side by side. names: how to call them."""
+    """Render one run, or several side by side. names: of the runs."""
     alone = len(documents) == 1
     title = f"reprise load: {' · '.join(names)}"
     parts = [f"<h1>{escape(title)}</h1>"]

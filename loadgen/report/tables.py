@@ -47,7 +47,7 @@ def compare(console: Console, names: Sequence[str], documents: Sequence[dict[str
 
 
 def comparison(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[float | None]]]:
-    """Return (label, its value in every run)."""
+    """Return (label, its value in every run) for each figure."""
     rows: list[tuple[str, list[float | None]]] = []
     summaries = [document["summary"] for document in documents]
     for label, name in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2e_ms")):
@@ -66,7 +66,7 @@ def comparison(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[floa
 
 
 def differences(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe what makes these runs not comparable."""
+    """Return what makes these runs not comparable, as text."""
     found = []
     if len({document["workload"]["digest"] for document in documents}) > 1:
         found.append("these runs did not send the same workload")

@@ -28,7 +28,7 @@ __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", 
 
 def simulate(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
     """Run all conversations to their end. Deterministic. Raises ValueError for an unknown policy or if no turn is left
-    after the warm-up, and BrokenBooks if bytes, counts or tokens do not add up at the end."""
+    after the warm-up, and BrokenBooks if bytes, counts or tokens do not add up at the end of the run."""
     if config.policy not in SIMULATED_POLICIES:
         raise ValueError(f"no policy {config.policy!r}; there are {', '.join(SIMULATED_POLICIES)}")
     return _run(SimulatedServer(workload, machine, config))

@@ -13,7 +13,7 @@ from reprise.scheduler.sequence import Sequence
 
 
 class SimulatedLookAhead:
-    """Fetches one session at a time, from disk into DRAM."""
+    """A simulated look-ahead, which fetches one session at a time, from disk into DRAM."""
 
     def __init__(
         self, machine: Machine, config: Config, store: SimulatedStore, queue: WaitingQueue, disk: Disk
@@ -29,7 +29,7 @@ class SimulatedLookAhead:
         self.fetched_bytes = 0.0
 
     def tell(self, now: float) -> None:
-        """The policies of what comes: once for all that has changed since they were asked last."""
+        """Tell the policies which turns come next, once for all changes since they were last asked."""
         if not self._store.looks_ahead:
             return
         self._follow()
@@ -38,7 +38,7 @@ class SimulatedLookAhead:
             self._store.look_ahead(self._names, now)
 
     def fetch(self, now: float) -> None:
-        """Begin to bring the next session of the prefetch window that lies on disk alone into DRAM."""
+        """Begin to fetch the next session of the prefetch window that lies on disk alone into DRAM."""
         if not self._fetches or self.fetching is not None or not (mean := self._store.mean_session_bytes):
             return
         self._follow()
@@ -60,7 +60,7 @@ class SimulatedLookAhead:
 
     @property
     def due_s(self) -> float:
-        """The time at which what is being fetched will be there."""
+        """The time at which the current fetch ends."""
         return math.inf if self.fetching is None else self.fetching[0]
 
     def fetched(self) -> None:

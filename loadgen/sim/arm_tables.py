@@ -33,7 +33,7 @@ def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Ma
 
 
 def read_machine(path: Path) -> Machine:
-    """Read the machine from an earlier result, with what was measured on a server then. Raises ValueError, OSError."""
+    """Read the machine from an earlier result, with what had been measured on a server. Raises ValueError, OSError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
         codec = CodedKV(**fields.get("codec", {}))
@@ -91,7 +91,7 @@ def simulate(
 
 
 def _fields(machine: Machine) -> dict[str, Any]:
-    """Return the machine for JSON, which has no infinity; what is unlimited by default is left out."""
+    """Return the machine for JSON, which has no infinity; fields that are unlimited by default are left out."""
     fields = asdict(machine)
     if machine.codec.decode_bytes_per_s == math.inf:
         del fields["codec"]["decode_bytes_per_s"]
@@ -106,7 +106,7 @@ def _known(kind: str, name: str, known: Iterable[str]) -> None:
 
 
 def shown(result: dict[str, Any]) -> list[Table]:
-    """Return tables of the arms and of the assumptions."""
+    """Return tables of the arms (the compared variants) and of the assumptions."""
     arms = Table(title=f"{result['machine']['name']}, {result['load']}, {result['sessions']:,} sessions")
     for column in ("", "hit rate", "turns >= 2", "tokens", "DRAM", "prefill", "TTFT", "tokens/s", "GPU time", "cost"):
         # fold, so that no digit is cut off

@@ -6,13 +6,13 @@ from reprise.loadgen.sim.turn import TurnRecord
 
 
 def check(server: SimulatedServer) -> None:
-    """Raises BrokenBooks if something does not add up in a server that had all turns of its sessions."""
+    """Raise BrokenBooks if something does not add up in a server that had all turns of its sessions."""
     check_end(server)
     _check_order(server.records)
 
 
 def check_end(server: SimulatedServer) -> None:
-    """Raises BrokenBooks if somebody still runs, or bytes or tokens do not add up."""
+    """Raise BrokenBooks if a turn still runs, or bytes or tokens do not add up."""
     if server.ahead.fetching is not None:
         server.ahead.fetched()
     server.store.check()

@@ -14,7 +14,7 @@ _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The parts of `/v1/models` that matter here."""
+    """The parts of `/v1/models` that are used here."""
 
     name: str
     kv_bytes_per_token: int

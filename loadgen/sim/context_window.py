@@ -15,7 +15,7 @@ class ContextWindow:
 
     def fit_prompt(self, session: LiveSession, record: TurnRecord) -> int:
         """Drop the head of the history of a prompt that leaves no room for its answer. Returns the number of tokens
-        that `drop` must remove from saved KV once the turn comes; until then the tiers hold all of it."""
+        that `drop` must remove from saved KV when the turn starts; until then the tiers hold all of it."""
         window, reserved = self._window, self._reserved(record.answer_tokens)
         if record.new_tokens > window - reserved:
             record.clipped_tokens = record.new_tokens - (window - reserved)
@@ -31,7 +31,8 @@ class ContextWindow:
         self.drop(session, self._cut(session, self._window - self._reserved(left), record))
 
     def drop(self, session: LiveSession, num_tokens: int) -> None:
-        """Drop the first tokens of what is saved, or all of it if truncation is coupled."""
+        """Drop the first tokens of what is saved; all of it if truncation makes saved KV useless (positions coupled to
+        keys)."""
         if num_tokens and self._config.truncation == "decoupled":
             self._store.cut(session.name, num_tokens)
         elif num_tokens:

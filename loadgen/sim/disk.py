@@ -2,9 +2,9 @@
 
 
 class Disk:
-    """Serves reads one at a time, in order of request. Writes wait in memory for idle time between reads. When more is
-    unwritten than memory holds, reads wait too, so nothing is lost and a server that asks too much of its disk becomes
-    as slow as the disk."""
+    """A disk that serves reads one at a time, in order of request. Writes wait in memory for idle time between reads.
+    When more is unwritten than memory holds, reads wait too, so nothing is lost and a server that asks too much of its
+    disk becomes as slow as the disk."""
 
     def __init__(self, bytes_per_s: float, buffer_bytes: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -25,7 +25,7 @@ class Disk:
         self._unwritten_s += num_bytes / self._bytes_per_s
 
     def _pass(self, until_s: float) -> None:
-        """Use the time until then for writes."""
+        """Use the time until `until_s` for writes."""
         if until_s > self._free_s:
             self._unwritten_s = max(0.0, self._unwritten_s - (until_s - self._free_s))
             self._free_s = until_s

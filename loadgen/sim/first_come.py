@@ -1,4 +1,5 @@
-"""FIFO by session: the session that began first leaves first, however often it was evicted and saved again."""
+"""Implements FIFO by session: the session that began first leaves first, however often it was evicted and saved
+again."""
 
 from collections.abc import Container, Hashable
 from heapq import heappop, heappush
@@ -8,8 +9,8 @@ from reprise.cache.policies.lru import LruPolicy
 
 
 class FirstComePolicy(LruPolicy):
-    """Ranks sessions by their first save. `reprise.cache.policies.fifo` instead gives a returning session a new place
-    at the end; of the two, this one comes closer to what AttentionStore publishes for FIFO."""
+    """A policy that ranks sessions by their first save. `reprise.cache.policies.fifo` instead gives a returning session
+    a new place at the end; of the two, this one comes closer to what AttentionStore publishes for FIFO."""
 
     def __init__(self) -> None:
         super().__init__()

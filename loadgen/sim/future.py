@@ -1,4 +1,4 @@
-"""Knowledge of the future for Belady's policy: when each session's next turn starts."""
+"""Provides knowledge of the future for Belady's policy: when each session's next turn starts."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Loads into HBM: what is found for a turn, and when it will be there. The link carries one load at a time."""
+"""Simulates loads into HBM: what is found for a turn, and when it has arrived. The link carries one load at a time."""
 
 from reprise.cache.stats import ResidencyValue
 from reprise.loadgen.sim.ahead import SimulatedLookAhead
@@ -74,13 +74,14 @@ class SimulatedLoads:
             self.moved[tier] += tokens * self._machine.kv_bytes_per_token
 
     def ready_s(self, turn: LiveTurn) -> float:
-        """Return the time from which a load that is under way ends no later than its computation."""
+        """Return the time from which on a load that is under way ends no later than its turn's computation would."""
         assert turn.loaded_s is not None
         found = turn.record.hit_tokens
         return turn.loaded_s - self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
 
     def found(self, turn: LiveTurn, now: float) -> dict[str, int]:
-        """Count the leading tokens that are kept of a turn's history, by the fastest place that has them."""
+        """Return place -> number of leading tokens of a turn's history that are stored, counted for the fastest
+        place."""
         if not self._config.reuse:
             return {}
         if turn.dropped and self._config.truncation == "coupled":
@@ -110,7 +111,7 @@ class SimulatedLoads:
         return starts_s
 
     def _leave_what_is_slow(self, turn: LiveTurn, now: float) -> None:
-        """Load no more of what was found than makes the first token earlier."""
+        """Reduce the load to the part of what was found that makes the first token earlier."""
         waits_s = self._starts_s(turn.live.name, now) - now
         hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
 

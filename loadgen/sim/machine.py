@@ -26,18 +26,18 @@ class Costs:
     attention_span: float = math.inf
 
     def prefill_s(self, num_tokens: int, context_len: int) -> float:
-        """Seconds of a pass over `num_tokens` after `context_len` others, alone."""
+        """Return the seconds of a pass over `num_tokens` after `context_len` others, alone."""
         work = self.tokens_s(num_tokens, context_len)
         return max(self.prefill_fixed_s, work) if self.overlapped else self.prefill_fixed_s + work
 
     def tokens_s(self, num_tokens: int, context_len: int) -> float:
-        """Seconds that these prompt tokens add to a pass that runs anyway."""
+        """Return the seconds that these prompt tokens add to a pass that runs anyway."""
         pairs = num_tokens * min(self.attention_span, context_len + num_tokens / 2) / 1000
         return num_tokens * self.s_per_token + pairs * self.s_per_kilo_pair
 
     def decode_s(self, num_steps: int, rows: int, context_sum: int) -> float:
-        """Seconds of `num_steps` decode steps of `rows` sequences whose contexts have `context_sum` tokens before the
-        first step."""
+        """Return the seconds of `num_steps` decode steps of `rows` sequences whose contexts have `context_sum` tokens
+        before the first step."""
         read = num_steps * context_sum + rows * num_steps * (num_steps - 1) / 2
         return num_steps * (self.decode_fixed_s + rows * self.s_per_row) + read / 1000 * self.s_per_kilo_read
 
@@ -63,7 +63,7 @@ class Machine:
     codec: CodedKV = RAW  # the disk's codec
 
     def disk_s(self, num_tokens: int) -> float:
-        """Seconds to read KV of so many tokens from disk and to decode it."""
+        """Return the seconds to read the KV of `num_tokens` tokens from disk and to decode it."""
         return self.codec.read_s(num_tokens * self.kv_bytes_per_token, self.disk_to_dram)
 
     def check(self) -> "Machine":

@@ -1,4 +1,4 @@
-"""The server's eviction policies by name, and one more that the papers may have compared theirs with."""
+"""Lists the server's eviction policies by name, and one more with which the papers may have compared theirs."""
 
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.eviction_policy import PolicyFactory

@@ -1,4 +1,4 @@
-"""The papers' models and machines and the assumptions about them: every number once, with its source."""
+"""Defines the papers' models and machines and the assumptions about them: every number once, with its source."""
 
 import math
 import random
@@ -134,7 +134,7 @@ def one_gpu(shape: DeployedModel) -> DeployedModel:
 
 
 def costs(shape: DeployedModel, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
-    """layer_s, hbm_share: see `Saturation`."""
+    """Return the seconds of a model's passes. layer_s, hbm_share: see `Saturation`."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * hbm_share * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth
     return Costs(
@@ -201,7 +201,7 @@ def saturated(
 
 
 def _poisson(rng: random.Random, mean: float) -> int:
-    """Count arrivals within a time of `mean` at a rate of 1."""
+    """Draw the number of arrivals within a time of `mean` at a rate of 1."""
     count, passed = 0, rng.expovariate(1.0)
     while passed < mean:
         count += 1

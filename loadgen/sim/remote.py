@@ -1,27 +1,28 @@
-"""KV that is kept outside of a simulated server, where others find it too."""
+"""Defines the access to KV that is stored outside of a simulated server, where other servers find it too."""
 
 from typing import Protocol
 
 
 class RemoteKV(Protocol):
-    """One server's way to it. Times are seconds of the virtual clock and do not decrease from call to call."""
+    """One server's access to shared KV. Times are seconds of the virtual clock and do not decrease from call to
+    call."""
 
     def found(self, session: str, now: float) -> int:
-        """Return the number of leading tokens of a session's context that are kept."""
+        """Return the number of leading tokens of a session's context that are stored."""
         ...
 
     def wait_s(self, now: float) -> float:
-        """Return how long a load that is ordered now waits for others."""
+        """Return how many seconds a load that is ordered now waits for others."""
         ...
 
     def seconds(self, num_tokens: int) -> float:
-        """Return how long a load takes once it has begun."""
+        """Return how many seconds a load takes once it has begun."""
         ...
 
     def load(self, session: str, num_tokens: int, now: float) -> float:
-        """Load, and return when all of it has arrived."""
+        """Load, and return the time at which all of it has arrived."""
         ...
 
     def save(self, session: str, num_tokens: int, now: float) -> None:
-        """Save a session's context of `num_tokens` in the background, or not, if there is no room or no time."""
+        """Save a session's context of `num_tokens` in the background; do nothing if there is no room or no time."""
         ...

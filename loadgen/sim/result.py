@@ -1,4 +1,4 @@
-"""The result of a simulated run: three hit rates, times, bytes and costs."""
+"""Defines the result of a simulated run: three hit rates, times, bytes and costs."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -12,7 +12,7 @@ from reprise.loadgen.sim.turn import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Covers the turns that count (those that start after the warm-up), unless a field says "of the whole run"."""
+    """Figures of the turns that count (those that start after the warm-up), unless a field says "of the whole run"."""
 
     turns: int
     first_turns: int
@@ -51,7 +51,7 @@ class Result:
 
 
 def cost(seconds: float, *, gpus: float, dram_bytes: float, disk_bytes: float) -> tuple[float, float]:
-    """Return ($ in total, $ for storage) for running a machine this long, at the AttentionStore paper's prices."""
+    """Return ($ in total, $ for storage) for running a machine for `seconds`, at the AttentionStore paper's prices."""
     prices = Prices(gpus=gpus, dram_gb=dram_bytes / 1e9, ssd_gb=disk_bytes / 1e9)
     hours = seconds / 3600
     return hours * prices.per_hour, hours * (prices.per_hour - prices.gpus * prices.gpu)

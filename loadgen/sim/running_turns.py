@@ -1,4 +1,4 @@
-"""The turns of a simulated server that decode together."""
+"""Tracks the turns of a simulated server that decode together."""
 
 import heapq
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from reprise.loadgen.sim.turn import LiveTurn
 
 
 class RunningTurns:
-    """Holds the turns of a SimulatedServer's batch by the decode step at which each is due. Pure."""
+    """The turns of a SimulatedServer's batch, by the decode step at which each is due. Pure."""
 
     def __init__(self) -> None:
         self.context_sum = 0  # tokens of all their contexts
@@ -24,20 +24,20 @@ class RunningTurns:
         return self._due[0][0] - self._steps
 
     def add(self, turn: LiveTurn, steps: int) -> None:
-        """Let a turn decode for so many steps, by which its context grows."""
+        """Let a turn decode for `steps` steps, by which its context grows."""
         self._added += 1
         heapq.heappush(self._due, (self._steps + steps, self._added, turn))
         self.context_sum += turn.live.context
         turn.live.context += steps  # its length when the turn is due next
 
     def step(self, steps: int) -> int:
-        """Let all turns decode. Returns the tokens of that."""
+        """Let all turns decode for `steps` steps. Returns how many tokens that generates."""
         self._steps += steps
         self.context_sum += steps * len(self._due)
         return steps * len(self._due)
 
     def take_due(self) -> list[LiveTurn]:
-        """Remove and return the turns that are due, all of them before one of them is computed beside the others."""
+        """Remove and return the turns that are due, all together, before one of them is computed beside the others."""
         due = []
         while self._due and self.steps_to_next <= 0:
             due.append(heapq.heappop(self._due)[2])

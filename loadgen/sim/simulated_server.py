@@ -1,4 +1,4 @@
-"""A server on a virtual clock that moves from event to event: queue, batch and tiers, with the server's own queue and
+"""Simulates a server on a virtual clock that moves from event to event: queue, batch and tiers, with the real queue and
 policy classes. Nothing is done token by token, so days with thousands of sessions take a minute.
 
 Simplifications: prefills run one after the other. Answers are as long as the workload says. Loads use a link that
@@ -42,7 +42,7 @@ class _View:
 
 
 class SimulatedServer:
-    """One run. Deterministic: only the workload is random.
+    """A simulated run of one server. Deterministic: only the workload is random.
 
     future: evict by Belady's policy with this knowledge. remote: KV that other servers can load too. ended: called at
     the end of a turn, instead of sending the conversation's next turn here; `submit` and `advance` drive such a server.
@@ -120,7 +120,7 @@ class SimulatedServer:
                 self.now = max(self.now, min(until_s, self._next_event()))
 
     def submit(self, session: LiveSession, when_s: float) -> None:
-        """Send the next turn of a conversation here, after the server has been advanced to that time."""
+        """Send the next turn of a conversation to this server at `when_s`, to which the server has been advanced."""
         self.now = max(self.now, when_s)
         self._arrive(when_s, session)
         self._start_s = 0.0
@@ -152,7 +152,7 @@ class SimulatedServer:
 
     @property
     def slowdown(self) -> float:
-        """The factor by which decode steps beside it lengthen a prefill."""
+        """The factor by which a prefill takes longer because of the decode steps beside it."""
         if not (chunk := self.config.chunk_tokens) or not self._running:
             return 1.0
         costs = self.machine.costs
@@ -288,7 +288,7 @@ class SimulatedServer:
 
     def _prefill(self, num_tokens: int, context_len: int, loaded_s: float) -> tuple[float, float]:
         """Compute one prompt, or the rest of one: at once, or in chunks with a decode step of the running turns beside
-        each. Returns the seconds it took, and how many of them it waited for its load."""
+        each. Returns the seconds it took, and how many of these it waited for its load."""
         costs, layers = self.machine.costs, self.machine.num_layers
         began_s, stalled_s = self.now, self.stalled_s
         chunk = self.config.chunk_tokens or num_tokens

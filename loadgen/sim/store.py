@@ -1,6 +1,6 @@
-"""The KV of sessions in tiers, ranked by the server's own eviction policies, with sizes instead of bytes.
+"""Simulates the KV of sessions in tiers, ranked by the server's own eviction policies, with sizes instead of bytes.
 
-Copies are kept as on the server: what a turn computes is saved in DRAM and then written to disk; a block that leaves
+Copies are stored as on the server: what a turn computes is saved in DRAM and then written to disk; a block that leaves
 DRAM stays on disk, and so does one that is fetched. What moves at once is a granule: a whole session (AttentionStore's
 item) or a fixed number of its tokens (the server's blocks).
 """
@@ -21,7 +21,7 @@ _TOLD = 3  # times the number of sessions that fit into an upper tier
 
 
 class BrokenBooks(Exception):
-    """The simulator's own accounts do not add up."""
+    """The simulator's own counts do not add up."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Tier:
     """One tier: its granules and their sizes."""
 
     def __init__(self, name: str, capacity: float, policy: EvictionPolicy, *, kv: float, codec: CodedKV) -> None:
-        """kv: bytes of a raw token."""
+        """Begin empty. kv: bytes of a raw token."""
         self.name = name
         self.capacity = capacity
         self._kv, self.codec = kv, codec
@@ -114,7 +114,7 @@ class Tier:
         self.policy.touch(key)
 
     def check(self) -> None:
-        """Raises BrokenBooks."""
+        """Raise BrokenBooks if the sizes do not add up."""
         total = sum(self.sizes.values())
         if abs(total - self.used) > 1e-6 * max(1.0, total) + 1.0:
             raise BrokenBooks(f"{self.name}: {self.used} bytes used, granules of {total}")
@@ -182,8 +182,8 @@ class SimulatedStore:
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
-        """Count, by the fastest tier that has them, the leading tokens found after the first `dropped`, at most
-        `most`."""
+        """Return tier -> number of leading tokens found after the first `dropped`, at most `most`, counted for the
+        fastest tier."""
         tokens = dict.fromkeys(self.tiers, 0)
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
@@ -210,7 +210,7 @@ class SimulatedStore:
         self._returns.used(session, now, prompt_tokens)
 
     def hit(self, session: str) -> None:
-        """Touch everything that is here of the session, beginning with the tail, so that tails leave first."""
+        """Touch all granules of the session in all tiers, beginning with the tail, so that tails leave first."""
         context = self._contexts.get(session)
         for granule in reversed(context.granules) if context else ():
             for tier in self.tiers.values():
@@ -329,7 +329,8 @@ class SimulatedStore:
         return fits
 
     def is_missing_in_dram(self, session: str) -> bool:
-        """Whether a fetch would bring anything from disk into DRAM. False for a session that is loading or running."""
+        """Return whether a fetch would bring anything from disk into DRAM. False for a session that is loading or
+        running."""
         context = self._contexts.get(session)
         if context is not None and not context.pins:
             dram, disk = self.tiers["dram"].sizes, self.tiers["disk"].sizes
@@ -339,8 +340,8 @@ class SimulatedStore:
         return False
 
     def fetch(self, session: str) -> float:
-        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes of
-        raw KV to move; 0 if the policy makes no room."""
+        """Make room in DRAM for what only the disk has of a queued session, and count it as fetched. Returns the bytes
+        of raw KV to move; 0 if the policy makes no room."""
         dram, disk = self.tiers["dram"], self.tiers["disk"]
         moved = 0.0
         for granule in self._contexts[session].granules:
@@ -395,7 +396,7 @@ class SimulatedStore:
         self._returns.forget(session)
 
     def expire(self, before_s: float) -> list[str]:
-        """Forget the sessions last accessed before this time, except those in use. Returns their names."""
+        """Forget the sessions last accessed before the time `before_s`, except those in use. Returns their names."""
         expired = []
         for session, used_s in self._used_s.items():
             if used_s > before_s:
@@ -408,7 +409,7 @@ class SimulatedStore:
         return expired
 
     def check(self) -> None:
-        """Raises BrokenBooks."""
+        """Raise BrokenBooks if the sizes do not add up."""
         for tier in self.tiers.values():
             tier.check()
         known = {granule.key: granule for context in self._contexts.values() for granule in context.granules}

@@ -1,4 +1,4 @@
-"""A turn in the simulated server, and the session it belongs to."""
+"""Defines a turn in the simulated server, and the session it belongs to."""
 
 from dataclasses import dataclass, field
 from typing import cast

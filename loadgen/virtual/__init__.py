@@ -1,1 +1,1 @@
-"""The server's own scheduler and cache on a virtual clock, without a model."""
+"""Runs the server's own scheduler and cache on a virtual clock, without a model."""

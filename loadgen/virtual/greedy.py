@@ -1,4 +1,4 @@
-"""Sampling of a virtual request: nothing but a length."""
+"""Defines the sampling parameters of a virtual request, of which only the length matters."""
 
 from reprise.scheduler.sequence import SamplingParams
 

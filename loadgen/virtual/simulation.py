@@ -1,5 +1,5 @@
-"""The server without a model, a clock or bytes: the real scheduler and cache manager, tiers and steps that only take
-time. A seed decides everything, so a run that breaks an invariant is replayed by its seed.
+"""Simulates the server without a model, a clock or bytes: the real scheduler and cache manager, with tiers and steps
+that only take time. A seed decides everything, so a run that breaks an invariant is replayed by its seed.
 
     python -m reprise.loadgen.virtual.simulation --seeds 10000           random small servers,
                                                                invariants checked in every step
@@ -44,7 +44,7 @@ _MOST_STEPS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class VirtualServer:
-    """A server: sizes, settings and what its steps and links cost."""
+    """A description of a server: sizes, settings and the costs of its steps and links."""
 
     hbm_blocks: int
     dram_blocks: int
@@ -92,11 +92,11 @@ class VirtualServer:
 
     @property
     def coded_block_bytes(self) -> int:
-        """0: nothing is coded."""
+        """Bytes of a block that the codec has compressed; 0: there is no codec."""
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps, times `misjudged`."""
+        """Return the cost of steps. misjudged: factor on the true cost."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,
@@ -141,7 +141,7 @@ class BrokenInvariant(Exception):
 
 
 class Simulation:
-    """One run. Deterministic: time is virtual, chance comes from `rng`."""
+    """A simulated run. Deterministic: time is virtual, chance comes from `rng`."""
 
     def __init__(self, *, machine: VirtualServer, conversations: Items[Conversation], rng: random.Random) -> None:
         self.machine = machine
@@ -344,7 +344,7 @@ class Simulation:
         self.cache.sessions.take_heads()  # that nobody is told of
 
     def _wait(self, preempted: bool) -> None:
-        """Nothing can run: until something comes."""
+        """Advance the clock to the next event, because nothing can run."""
         when_s = min(self.tiers.next_event_s, self._arrivals[0][0] if self._arrivals else math.inf)
         if when_s < math.inf:
             self.now = max(self.now, when_s)
@@ -420,7 +420,7 @@ def _make_rates(machine: VirtualServer, tiers: VirtualTiers) -> Rates:
 
 
 def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int], float]) -> CacheManager:
-    """arrived: see CacheManager."""
+    """Make the cache manager of a machine. arrived: see CacheManager."""
     dram_bytes = machine.dram_blocks * machine.block_bytes
     dram_slots, coded_slots = split_dram(dram_bytes, machine.block_bytes, machine.coded_block_bytes)
     return CacheManager(
@@ -482,7 +482,7 @@ def _make_scheduler(
 
 
 def random_case(seed: int) -> Simulation:
-    """A small server under some load, all of it drawn from the seed."""
+    """Return a simulation of a small server under some load, all of it drawn from the seed."""
     rng = random.Random(seed)
     machine = VirtualServer(
         hbm_blocks=rng.randint(8, 40),

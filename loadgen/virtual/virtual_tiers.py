@@ -40,7 +40,7 @@ DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualSpeeds:
-    """The speeds of moves: bytes per second of each link, and of rows that come out of the codec or go into it."""
+    """The speeds of moves: bytes per second of each link, and of rows that the codec decompresses or compresses."""
 
     dram_bytes_per_s: float
     disk_bytes_per_s: float
@@ -51,8 +51,8 @@ class VirtualSpeeds:
 
 
 class VirtualTiers:
-    """A thread carries out its moves one after the other; `failures` of them fail, as `rng` says. Redis keeps so many
-    blocks, and lets the oldest extents go without telling."""
+    """A simulation of the transfer threads. Each carries out its moves one after the other; a share `failures` of them
+    fail, as `rng` says. Redis stores a limited number of blocks, and evicts the oldest extents without telling."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class VirtualTiers:
         self._in_redis: dict[bytes, int] = {}  # names of extents -> their blocks; oldest first
 
     def speed(self, direction: str) -> float:
-        """Bytes per second."""
+        """Return the bytes per second of a direction."""
         return next(rate for tier, rate in self._bytes_per_s.items() if tier in direction)
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class VirtualTiers:
         return self._rng.random() < self._failures
 
     def _occupy(self, link: str, num_bytes: int, direction: str, now: float) -> tuple[float, float]:
-        """One more transfer on a thread: when it starts and ends."""
+        """Add a transfer to a thread. Returns when it starts and ends."""
         start_s = max(now, self._links.get(link, 0.0))
         fixed_s = self._load_fixed_s if num_bytes and link in ("load", "fetch") else 0.0
         end_s = start_s + fixed_s + num_bytes / self.speed(direction)
@@ -197,7 +197,7 @@ class VirtualTiers:
     # --- what has become of them --------------------------------------------------------------------------------------
 
     def take_events(self, now: float) -> Iterator[Event]:
-        """Return what has ended by now, in order, and what ends while these are taken."""
+        """Yield the events of moves that have ended by `now`, in order, including moves that end because of these."""
         while self._events and self._events[0][0] <= now:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, Loaded):
@@ -210,15 +210,15 @@ class VirtualTiers:
 
     @property
     def last_event_s(self) -> float | None:
-        """Return when nothing will be under way any more; None: nothing is."""
+        """Return when the last move under way ends; None if there is none."""
         return max((when_s for when_s, _, _ in self._events), default=None)
 
     def loaded_s(self, job_id: int) -> float:
-        """Return when a load ends; 0.0 if it has, or has not begun."""
+        """Return the time at which a load ends; 0.0 if it has ended, or has not begun."""
         return self._loads[job_id][1] if job_id in self._loads else 0.0
 
     def arrived(self, job_id: int, now: float) -> float:
-        """The share of a load that is in HBM, whole layers."""
+        """Return the share of a load that is in HBM, counted in whole layers."""
         if job_id not in self._loads:
             return 0.0  # decided on, and not ordered yet
         start_s, end_s = self._loads[job_id]

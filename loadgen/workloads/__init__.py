@@ -1,1 +1,1 @@
-"""Workloads: synthetic conversations, dialogues and traces."""
+"""Provides workloads: synthetic conversations, dialogues and traces."""

@@ -1,4 +1,4 @@
-"""Conversations drawn from stated distributions. The defaults are what AttentionStore (arXiv 2403.19708, §2.3 and §4.1)
+"""Draws conversations from stated distributions. The defaults are what AttentionStore (arXiv 2403.19708, §2.3 and §4.1)
 reports of ShareGPT; assumptions where it is silent are marked as such."""
 
 import math
@@ -13,9 +13,9 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Draws turns and tokens of conversations. Turns: one with probability `1 - multi_turn`, else two or more,
-    distributed geometrically so that the overall mean is `mean_turns`. Tokens of a conversation: log-normal through the
-    two points P(more than 2048) and P(more than 4096)."""
+    """A distribution of the turns and tokens of conversations. Turns: one with probability `1 - multi_turn`, else two
+    or more, distributed geometrically so that the overall mean is `mean_turns`. Tokens of a conversation: log-normal
+    through the two points P(more than 2048) and P(more than 4096)."""
 
     multi_turn: float = 0.73
     mean_turns: float = 5.75

@@ -1,4 +1,4 @@
-"""Conversations to be sent: when they begin, what is said, and how long people think in between."""
+"""Describes conversations to be sent: when they begin, what is said, and how long people think in between."""
 
 import hashlib
 import math
@@ -36,7 +36,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """Describes conversations by medians, each with a log-normal spread of `spread` (0: all are alike)."""
+    """The lengths of conversations, given by medians, each with a log-normal spread of `spread` (0: all are alike)."""
 
     turns: int
     prompt_tokens: int

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from reprise.scheduler.sequence import Chunk
 
 STALL_BUDGET_S = 0.02
-"""Seconds that a step with decodes may wait for the KV of a request that joins. A load that takes no longer than the
-step and this is counted as hidden."""
+"""The longest time, in seconds, that a step with decodes may wait for the KV of a request that joins it. A load counts
+as hidden if it outlasts the request's first chunk by no more than this."""
 _TERMS = 5
 _KEPT = 0.96  # share of the evidence left after one more step of its kind: about the last 25 count
 _ASIDE = 0.1  # weight of steps that only decode or only compute prompts; predictions are for mixed steps
@@ -26,8 +26,9 @@ _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones wo
 
 
 class StepWork(NamedTuple):
-    """The work of a step. Every token attends to its context: their products, in thousands, are `attended` for
-    tokens of prompts, which read a context once for many, and `read` for rows that decode."""
+    """The work of a step, counted for the prediction of its time. A chunk of a prompt adds to `prefill_tokens` and, in
+    thousands of (token, context token) pairs, to `attended`. A decoding sequence adds 1 to `decode_rows` and its
+    context length, in thousands of tokens, to `read`."""
 
     prefill_tokens: int = 0
     attended: float = 0.0
@@ -36,7 +37,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "StepWork":
-        """Return the work of a step with these chunks. A chunk of a single token counts as a row that decodes."""
+        """Return the work of a step that runs `chunks`. A chunk of a single token counts as a decoding sequence."""
         work = cls().plus_rows([chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1])
         for chunk in chunks:
             if chunk.num_tokens != 1:
@@ -44,16 +45,17 @@ class StepWork(NamedTuple):
         return work
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
-        """Return this work and that of a chunk of a prompt after `context_len` tokens."""
+        """Return this work plus a chunk of `num_tokens` tokens of a prompt that follow `context_len` computed
+        tokens."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
     def plus_row(self, context_len: int) -> "StepWork":
-        """Return this work and that of one more sequence that decodes."""
+        """Return this work plus one more decoding sequence with `context_len` tokens of context."""
         return self.plus_rows([context_len])
 
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
-        """Return this work and that of one more sequence that decodes for each of these contexts."""
+        """Return this work plus one more decoding sequence for each entry of `context_lens`, its tokens of context."""
         read = self.read + sum(context_lens) / 1000
         return StepWork(self.prefill_tokens, self.attended, self.decode_rows + len(context_lens), read)
 
@@ -63,7 +65,7 @@ class StepWork(NamedTuple):
 
 
 class _Evidence:
-    """Decayed sums over the steps of one kind."""
+    """A least-squares sum over the steps of one kind, in which older steps count exponentially less."""
 
     __slots__ = ("products", "squares")
 
@@ -81,13 +83,15 @@ class _Evidence:
 
 
 class StepCost:
-    """seconds ~ fixed + a * prefill tokens + b * attended + c * decode rows + d * read, as `StepWork` counts them.
+    """A model of how long a step takes, in seconds: fixed + a * prefill tokens + b * attended + c * decode rows + d *
+    read, in the terms of `StepWork`.
 
-    Least squares of the relative error, so that a step held up by something else hardly counts, over steps that fade
-    exponentially. They fade by kind: an hour of decoding does not make it forget what prompts cost. What is asked for
-    are steps that do both; products of other sizes, as in long steps without a decode, cost less per token. A prior of
-    the machine's usual proportions, at the level of what was measured, decides between terms that the steps so far do
-    not tell apart. No term is negative.
+    The terms are fitted to the latest steps by least squares of the relative error, so that a step that something else
+    held up hardly counts. Older steps count exponentially less, separately for each kind of step (prompts, decodes,
+    both): an hour of decoding does not make the model forget what prompts cost. Steps with both count most, since
+    predictions are made for them; a token costs less in long steps without decodes. Where the latest steps do not tell
+    two terms apart, a prior decides: the machine's usual proportions, scaled to the measured level. No term is
+    negative.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class StepCost:
         self._in_order = [_FIRST_JUDGEMENT]
 
     def ran(self, work: StepWork, seconds: float) -> None:
-        """A step took so long, waiting for loads not included."""
+        """Learn that a step with this work took `seconds`, without the time in which it waited for loads."""
         if seconds <= 0:
             return
         evidence = self._mixed
@@ -117,12 +121,12 @@ class StepCost:
 
     @property
     def margin(self) -> float:
-        """The most that 99 of 100 steps with decodes and prompts take, in units of what was predicted."""
+        """The ratio of measured to predicted seconds that 99 of 100 steps with decodes and prompts stay below; from 1
+        to 2."""
         return min(_MOST_MARGIN, max(1.0, self._in_order[-1 - len(self._in_order) // 100]))
 
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
-        """Return the most tokens of a prompt, after `context_len` others, that take no longer than that beside a step's
-        rest."""
+        """Return the most tokens of a prompt, after `context_len` others, that add no more than `seconds` to a step."""
         _, per_token, per_pair, _, _ = self.current()
         # per_pair / 2000 * n^2 + (per_token + per_pair * context / 1000) * n = seconds
         square, linear = per_pair / 2000, per_token + per_pair * context_len / 1000
@@ -132,7 +136,8 @@ class StepCost:
         return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
 
     def current(self) -> tuple[float, ...]:
-        """(fixed, per prefill token, per thousand pairs attended, per decode row, per thousand pairs read), seconds."""
+        """Return the fitted terms in seconds: (fixed, per prefill token, per thousand attended pairs, per decode row,
+        per thousand read pairs)."""
         if self._stale:
             self.terms = self._solve()
             self._stale = False
@@ -191,20 +196,21 @@ class StepCost:
 
 
 class Pace:
-    """The recent times from the start of a step with decodes to the start of the next: what a decoding sequence
-    waits."""
+    """The recent times from the start of a step with decodes to the start of the next step, which are what a decoding
+    sequence waits for a token."""
 
     def __init__(self) -> None:
         self.is_known = False
         self.tpot_s = 0.0
-        """Mean time between two tokens of a stream; 0 before the first."""
+        """Mean seconds between two tokens of a stream; 0 before the first step with decodes."""
         self.plain_s = self.mixed_s = 0.0
-        """Steps that only decode, and those that compute prompts as well."""
+        """Mean seconds of steps that only decode (plain) and of steps that compute prompts as well (mixed)."""
         self.chunk_tokens = 256.0
-        """Mean tokens of prompts in a step that computes prompts as well."""
+        """Mean prompt tokens in a step that decodes and computes prompts."""
 
     def decoded(self, period_s: float, prompt_tokens: int) -> None:
-        """A step with decodes has run. prompt_tokens: of prompts, that it computed beside them."""
+        """Learn that a step with decodes started `period_s` before its successor and also computed `prompt_tokens` of
+        prompts."""
         if not self.is_known:
             self.is_known, self.tpot_s, self.plain_s, self.mixed_s = True, period_s, period_s, period_s
         self.tpot_s += _TPOT_WEIGHT * (period_s - self.tpot_s)
@@ -216,33 +222,36 @@ class Pace:
 
 
 class StepBudget(Protocol):
-    """The rest of one step. At least one chunk fits, so that prompts get on whatever the decodes take."""
+    """The part of one step that is left for prompts. It always admits at least one chunk, so that prompts progress
+    however much the decodes take."""
 
     is_urgent: bool
-    """Whether the next chunk may use the time that is kept back for a step that takes longer than expected."""
+    """Whether the next chunk may also use the time that is kept back in case the step takes longer than predicted."""
 
     def wait(self, seconds: float) -> None:
-        """The step is expected to wait so long for KV."""
+        """Note that the step is expected to wait `seconds` for KV that is being loaded."""
         ...
 
     def chunk(self, pending: int, context_len: int) -> int:
-        """Return how many of `pending` tokens, after `context_len` others, may be computed; 0: the step is full."""
+        """Return how many of a prompt's `pending` tokens, which follow `context_len` others, the step may compute; 0 if
+        it is full."""
         ...
 
     def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
-        """Take a chunk of any size. ends: it ends its prompt, so that a client waits for the end of the step."""
+        """Deduct a chunk of any size from the budget. ends: whether the chunk ends its prompt, so that a client waits
+        for the step."""
         ...
 
 
 class TokenBudget:
-    """A fixed number of tokens, decodes included."""
+    """A budget that allows a fixed number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.is_urgent = False  # nothing is kept back
         self._left = tokens
 
     def wait(self, seconds: float) -> None:
-        """However long it takes."""
+        """Do nothing: waiting costs no tokens."""
 
     def chunk(self, pending: int, context_len: int) -> int:
         return max(0, min(pending, self._left))
@@ -252,8 +261,8 @@ class TokenBudget:
 
 
 class TimeBudget:
-    """Tokens too, but no more than the step's target of time has room for by what steps have cost so far, and by how
-    far such predictions were off: it is to be met by 99 of 100 steps, but for urgent ones."""
+    """A budget of tokens that also keeps the predicted time of the step within a target. The target is divided by how
+    far recent predictions were off, so that 99 of 100 steps meet it; an urgent chunk may use all of it."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost
@@ -282,7 +291,8 @@ class TimeBudget:
 
 
 def _solve_linear(matrix: list[list[float]], wanted: list[float]) -> list[float]:
-    """Gauss elimination; the matrix is symmetric and positive definite."""
+    """Solve `matrix` @ x = `wanted` by Gauss elimination and return x. The matrix has to be symmetric and positive
+    definite."""
     size = len(wanted)
     rows = [[*row, value] for row, value in zip(matrix, wanted, strict=True)]
     for pivot in range(size):

@@ -1,31 +1,33 @@
-"""Finds how long a step may take where no target is set: what its length costs the streams that decode, against what
-more and shorter steps cost the prompts that wait for a first token."""
+"""Finds how long a step may take where no target is set. A longer step delays the tokens of decoding streams; more and
+shorter steps delay the first tokens of waiting prompts."""
 
 import math
 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 
 _GAP_S = 24.0
-"""A gap of g seconds between two tokens is as bad as g^2 / (2 * this) more seconds before a first one: readers are
-later than their streams and hardly see a short gap, while there is nothing to read of a stream that has not begun."""
+"""Price of a gap: a gap of g seconds between two tokens counts as much as g^2 / (2 * _GAP_S) more seconds before a
+first token. Readers are slower than their streams and hardly see a short gap, while a stream that has not begun shows
+nothing."""
 _PLENTY = 30.0  # times its rest: a step that is longer is hardly any more efficient
 _BESIDE = 2.0  # a prompt that ends in a step waits no more than so many times what it alone would have
 
 
 class PricedBudget:
-    """Room for prompts in a step, of the length that costs all of them the least.
+    """A budget that gives a step the length that costs decoding streams and waiting prompts the least in sum.
 
-    Each piece of a prompt pays anew for the rest of a step, `rest_s`, and all `prompts` wait for that; each of the
-    `readers`, sequences that decode, bears the step as a gap. Over a long prompt the sum is least where a step gives it
+    Each piece of a prompt pays anew for the rest of a step, `rest_s`, and all `prompts` wait for that. Each of the
+    `readers` (decoding sequences) sees the whole step as a gap between two tokens. Over a long prompt the sum of both
+    costs is least where a step gives prompts
 
         sqrt(rest_s^2 + 2 * _GAP_S * rest_s * prompts / readers)
 
-    seconds, but no more than make splitting cheap anyway: long where steps are dear, short where a thousand tokens take
-    no time. With no readers there is nothing to weigh, and a prompt is computed at once.
+    seconds. It gives them no more than `_PLENTY` * rest_s, at which splitting a prompt costs little anyway. Without
+    readers no stream is delayed, and a prompt is computed at once.
 
-    A prompt is cut into even pieces, none of fewer than `least_tokens`, below which products are inefficient, but for
-    the one that ends it. Where one ends, its first token waits for what is computed beside it, which may double the
-    step.
+    A prompt is cut into even pieces of at least `least_tokens`, since smaller matrix products are inefficient; only the
+    last piece may be shorter. Once a prompt ends in the step, its first token waits for the chunks computed beside it:
+    they may at most double the step.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class PricedBudget:
         most_tokens: int,
         stretch: float,
     ) -> None:
-        """prompts: that are not computed yet, this step's included. most_tokens: in a step, whatever the rest says.
-        stretch: how many times as long as best the step may be."""
+        """Set up the budget of one step. prompts: number of prompts not yet computed, those of this step included.
+        most_tokens: bound of prompt tokens in the step, whatever its time. stretch: how many times the best length the
+        step may last."""
         self.is_urgent = False  # nothing is kept back
         self._cost = cost
         self._work = decodes
@@ -77,7 +80,7 @@ class PricedBudget:
             self._until_s = min(self._until_s, _BESIDE * self._cost.seconds(self._work))
 
     def _fits(self, context_len: int) -> int:
-        """Tokens that the time has room for."""
+        """Return how many tokens, after `context_len` others, fit into the time that is left."""
         if self._until_s == math.inf:
             return self._tokens_left
         left_s = self._until_s - self._cost.seconds(self._work)
@@ -85,5 +88,5 @@ class PricedBudget:
 
 
 def _divided(pending: int, pieces: int) -> int:
-    """Tokens of the first of so many even pieces."""
+    """Return the tokens of the largest piece when `pending` tokens are cut into `pieces` even pieces."""
     return -(-pending // pieces)

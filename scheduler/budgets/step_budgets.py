@@ -1,4 +1,5 @@
-"""Makes the budget that a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
+"""Makes the budget that a step may spend on prompts: a number of tokens, a target of time, or the length that serves
+decoding streams and waiting prompts best."""
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from reprise.scheduler.budgets.priced import PricedBudget
@@ -10,8 +11,8 @@ from reprise.scheduler.waiting import Waiting
 
 
 class StepBudgets:
-    """Makes the budget of every step. A step without decodes may take more tokens, and has no target of time;
-    not while several tenants come, since the next one to come waits for its end."""
+    """A factory of step budgets. A step without decodes may take more tokens and has no target of time, unless several
+    tenants sent requests lately: the next request would have to wait for the end of such a step."""
 
     def __init__(
         self, *, cost: StepCost, limits: SchedulerLimits, batch: RunningBatch, waiting: Waiting, tenants: Tenants
@@ -22,10 +23,11 @@ class StepBudgets:
         self._waiting = waiting
         self._tenants = tenants
         self.most_tokens: int | None = None
-        """The most of any step, whatever the limits say; None: they suffice."""
+        """The most tokens of any step, where it is lower than the limits; None: only the limits count."""
 
     def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
-        """Return what a step with these decodes has left for prompts. stretch: how much longer than usual it may be."""
+        """Return the budget that prompts have in a step that also runs `decodes`. stretch: factor on the usual length
+        of a step."""
         limits = self._limits
         lone_tokens, tokens = limits.lone_step_tokens, limits.step_tokens - len(decodes)
         if self.most_tokens is not None:

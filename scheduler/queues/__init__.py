@@ -1,1 +1,1 @@
-"""The orders in which waiting requests start."""
+"""Holds the orders in which waiting requests may start."""

@@ -12,8 +12,8 @@ from reprise.scheduler.sequence import Sequence
 _PER_STEP = 128  # requests in line for each step that their order may be out of date
 
 Cost = Callable[[Sequence], float]
-"""Returns the tokens that a request takes of its tenant's share: expected while it waits, what it was once it has
-ended."""
+"""Returns the tokens that a request takes of its tenant's share: an expectation while it waits, the true count once it
+has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class _Tenant:
 
 
 class FairShare:
-    """Start-time fair queueing, the deficit that a tenant runs up being the lead of its clock over the common one.
+    """A start-time fair queue over tenants. A tenant's deficit is how far its clock is ahead of the common one.
 
-    A tenant's clock advances by cost / weight of each request that it gets through; the request whose start is earliest
-    goes first, so tenants with work get equal shares in tokens, and one that comes seldom is next. A clock that is
-    slower than the common time is put to it, so that no tenant saves up. What was charged on a guess is settled at the
-    end of the request, and given back if it never started. Within a tenant, requests of different weights share
-    likewise.
+    A tenant's clock advances by cost / weight of each of its requests that starts. The request with the earliest
+    virtual start goes first, so tenants with work get equal shares in tokens, and the request of a tenant that comes
+    seldom is next. A clock that shows less than the common time is set to it, so that no tenant saves up. The cost is
+    first charged as expected, corrected at the end of the request, and given back if the request never started. Within
+    a tenant, requests of different weights share in the same way.
 
-    Cost: an arrival or a departure touches one tenant's requests; the order over all is merged from them when it is
-    asked for after a change. In a long line, the merge after a request has ended and its tenant's clock was settled
-    waits a few steps: no request that is next is chosen by it.
+    An arrival or a departure costs work for one tenant's requests alone; the order over all tenants is merged when it
+    is asked for after a change. In a long line, the merge after a request has ended waits a few steps: the choice of
+    the next request does not use the merged order.
     """
 
     def __init__(self, *, cost: Cost) -> None:
@@ -54,8 +54,8 @@ class FairShare:
         self._entries: dict[Sequence, _Waiting] = {}
         self._charged: dict[Sequence, float] = {}  # requests that have started and have not ended
         self._line: Line[Sequence] = Line()
-        self._is_current = True  # the line, or but for clocks that were put right:
-        self._outdated = 0  # steps since the first of these; 0: there is none
+        self._is_current = True  # whether `_line` is right but for corrected clocks
+        self._outdated = 0  # steps since a clock was corrected that the line does not know of; 0: none was
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,12 +85,12 @@ class FairShare:
         self._is_current, self._outdated = self._may_wait(), max(1, self._outdated)
 
     def remove(self, sequence: Sequence) -> None:
-        """A waiting request was cancelled."""
+        """Remove a waiting request that was cancelled."""
         self._leave(self._entries.pop(sequence))
         self._settle(sequence.tenant, 0.0)
 
     def take(self, sequence: Sequence) -> None:
-        """The request goes, at its tenant's expense."""
+        """Remove a request that goes to the window or starts, and charge its tenant the expected cost."""
         entry = self._entries.pop(sequence)
         # A request that starts out of turn does not move the common time past those that wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
@@ -108,11 +108,12 @@ class FairShare:
             self._line, self._is_current = self._line.followed_by(order[:index] + order[index + 1 :]), True
 
     def refund(self, sequence: Sequence) -> None:
-        """A request that went has been cancelled before it started."""
+        """Give a tenant back what `take` charged for a request that was cancelled before it started."""
         self._settle(sequence.tenant, -self._charged.pop(sequence))
 
     def finished(self, sequence: Sequence) -> None:
-        """A request that went has ended, and has cost what it has cost. Forgives unknown ones."""
+        """Replace the charge of a request that has ended by its true cost. Ignores requests that `take` never
+        charged."""
         charged, was_current = self._charged.pop(sequence, None), self._is_current
         if charged is not None:
             self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)
@@ -120,7 +121,7 @@ class FairShare:
                 self._is_current, self._outdated = True, max(1, self._outdated)
 
     def first(self, excluded: Container[str]) -> Sequence | None:
-        """The next of a tenant that is not excluded."""
+        """Return the next request among tenants that are not in `excluded`; None if there is none."""
         heads = (
             (tenant.served, tenant.waiting[0][1], tenant.waiting[0][2].sequence)
             for name, tenant in self._tenants.items()
@@ -164,7 +165,7 @@ class FairShare:
         del waiting[bisect_left(waiting, (entry.tag, entry.number))]
 
     def _settle(self, name: str, cost: float) -> None:
-        """Something of a tenant's has changed, and its clock with it."""
+        """Advance a tenant's clock by `cost`, which may be negative, and mark the order as changed."""
         if not (self._entries or self._charged):
             self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant has a deficit
             return
@@ -174,7 +175,8 @@ class FairShare:
 
 
 def cost_of(sequence: Sequence, cache: CacheView, predictor: LengthPredictor) -> float:
-    """Tokens that a request makes the model compute: expected while it has not run, what it was afterwards."""
+    """Return the tokens that a request makes the model compute: an expectation before it has run, the true count
+    afterwards."""
     if sequence.scheduled_s is None:
         return cache.residency(sequence.request_id).missing_tokens + predictor.predict(sequence)
     return sequence.prompt_tokens - sequence.cached_tokens + sequence.output_tokens

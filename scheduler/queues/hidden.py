@@ -1,5 +1,5 @@
-"""The shuffled window by what a load costs instead of by where KV is: a load that holds no step up is as good as KV in
-HBM. Departs from CaR's §III-B-1. The policy `car-hidden`, the default
+"""Orders the shuffled window by what a load costs instead of by where KV lies: a load that delays no step counts as KV
+in HBM. Departs from CaR's §III-B-1. The policy `car-hidden`, the default
 (docs/decisions/0010-car-hidden-is-the-default.md)."""
 
 from collections.abc import Sequence as Items
@@ -13,15 +13,17 @@ from reprise.scheduler.sequence import Sequence
 
 
 def standing_if_exposed(residency: Residency) -> Standing:
-    """A load that is under way, or would hardly hold up its step, is none, and its bytes do not count either."""
+    """Return the request's standing, in which a load counts only if it has not begun and would delay its step
+    noticeably."""
     if residency.is_loading or residency.exposed_s <= STALL_BUDGET_S:
         return without_load(residency)
     return standing(residency)
 
 
 class HiddenWindow(ShuffledWindow):
-    """While all places are taken, a member whose load will have ended by its turn, if all start in order of arrival,
-    has nothing to load: passing it would save nothing. For a place that is free, only what is there counts."""
+    """A shuffled window in which a hidden load counts as nothing to load. While all places are taken, the load of a
+    member is hidden if it will have ended by the member's turn, with all members starting in order of arrival: letting
+    another pass would save nothing. For a place that is free now, only KV that is in HBM counts."""
 
     policy = "car-hidden"
 
@@ -44,8 +46,8 @@ class HiddenWindow(ShuffledWindow):
             self._changed()
 
     def once_loaded(self) -> tuple[Sequence, ...]:
-        """Loads that count for nothing change nothing when they end; a request with a load stands where it will
-        start."""
+        """Return the same order as `front`: hidden loads change nothing when they end, and a request with another load
+        stands where it will start."""
         return self.front()
 
     def _standing(self, sequence: Sequence) -> Standing:

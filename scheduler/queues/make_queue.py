@@ -1,4 +1,4 @@
-"""The orders in which requests may start, by the name that settings give them."""
+"""Makes the queue of waiting requests by the name that settings give its order."""
 
 from functools import partial
 
@@ -24,7 +24,8 @@ def make_queue(
     window: int,
     patience: float,
 ) -> WaitingQueue:
-    """Make the queue of a policy, one of ORDERS. window: places of the windowed ones; patience: of `DueQueue`."""
+    """Return a queue of the policy with this name, one of ORDERS. window: number of places in the window, for policies
+    with one. patience: see `DueQueue`."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)

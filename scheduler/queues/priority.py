@@ -1,4 +1,5 @@
-"""CaR's three classes by bytes to transfer (CaR §III-B-1), and the plain priority queue over them."""
+"""Sorts requests into CaR's three classes by the bytes they have to load (CaR §III-B-1), and has the plain priority
+queue over these classes."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterator
@@ -15,7 +16,7 @@ _REFRESH_TOKENS = 4096  # contexts looked up per step: a tenth of a millisecond,
 
 
 class TransferClass(IntEnum):
-    """Smaller starts first."""
+    """A request's class by what it has to load. The smaller class starts first."""
 
     IN_HBM = 1  # some of the session's own KV is in HBM and none is to come, even if a part has to be computed
     NOTHING_TO_LOAD = 2  # no history, all of it lost, or cheaper to recompute; a shared system prompt is no history
@@ -23,11 +24,12 @@ class TransferClass(IntEnum):
 
 
 Standing = tuple[TransferClass, int]
-"""(class, bytes to load): ascending, before the order of arrival decides."""
+"""A request's rank: (class, bytes to load), ascending; the order of arrival decides between equals."""
 
 
 def standing(residency: Residency) -> Standing:
-    """The paper's rule: a load counts until it has ended, even if computation would hide all of it."""
+    """Return the request's standing by the paper's rule: a load counts until it has ended, even if computation would
+    hide it."""
     if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
     return without_load(residency)
@@ -47,7 +49,8 @@ class _Known(NamedTuple):
 
 
 class Standings:
-    """The standings of some requests. Each step looks again at as many of them as a bounded effort allows, in turn."""
+    """A record of the standings of watched requests, refreshed in turn: each step looks up only a bounded number of
+    tokens."""
 
     def __init__(self, *, cache: CacheView, standing: Callable[[Residency], Standing]) -> None:
         self._cache = cache
@@ -68,7 +71,8 @@ class Standings:
         return iter(self._known)
 
     def load_s(self, sequence: Sequence) -> float | None:
-        """Return the seconds that its load would take alone; None if there is nothing to load, or it is on its way."""
+        """Return the seconds that the request's load would take alone; None if it needs no load or the load has
+        begun."""
         return self._known[sequence].load_s
 
     def watch(self, sequence: Sequence) -> None:
@@ -80,8 +84,8 @@ class Standings:
         del self._known[sequence]
 
     def refresh(self, num_tokens: int = _REFRESH_TOKENS) -> list[tuple[Sequence, Standing]]:
-        """Look again at contexts of so many tokens, one at least. Returns those whose standing has changed, with what
-        it was before."""
+        """Look up again the requests refreshed longest ago, up to `num_tokens` of context but at least one request.
+        Return those whose standing has changed, each with its earlier standing."""
         changed = []
         left = num_tokens
         for sequence in list(self._known):
@@ -96,8 +100,8 @@ class Standings:
 
 
 class PriorityQueue:
-    """A queue ordered by class, bytes and arrival, with which CaR compares its window. A request of the third class may
-    wait for ever. A request that finds no room is not passed over."""
+    """A queue ordered by class, bytes to load and arrival: the baseline of CaR's window. A request of the third class
+    may wait for ever. While the first request finds no room, no later one starts."""
 
     policy = "priority"
 
@@ -127,7 +131,7 @@ class PriorityQueue:
         return False
 
     def waited_for(self) -> None:
-        """Return None: every request may be passed any number of times."""
+        """Return None: any number of requests may pass another."""
 
     dispatch = remove
 
@@ -143,7 +147,7 @@ class PriorityQueue:
         return next((sequence for _, _, sequence in self._order if sequence not in skipped), None)
 
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: there are no shares."""
+        """Do nothing: this order keeps no shares of tenants."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple([sequence for _, _, sequence in self._order[:FRONT]])

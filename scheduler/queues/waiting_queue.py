@@ -1,4 +1,5 @@
-"""The order in which waiting requests start: what the scheduler asks of it, and first come, first served."""
+"""Defines the queue of waiting requests that the scheduler asks for the next one, and has the simplest: first come,
+first served."""
 
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Items
@@ -12,34 +13,35 @@ FRONT = 8  # where the order has no window, so many are told to the cache as the
 
 
 class WaitingQueue(Protocol):
-    """Requests that have not run yet, in the order of a policy. Requests that lost their room are not in it: they stand
+    """A queue of requests that have not run yet, in the order of a policy. Preempted requests are not in it: they start
     before it. Single-threaded."""
 
     policy: str
-    """Its name in the settings."""
+    """The name of the policy in the settings."""
 
     def __len__(self) -> int: ...
 
     def add(self, sequence: Sequence) -> None:
-        """A request has arrived. Calls come in order of arrival."""
+        """Add a request that has arrived. Calls have to come in order of arrival."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """A waiting request was cancelled. KeyError if it is not here."""
+        """Remove a waiting request that was cancelled. Raises KeyError if it is not in the queue."""
         ...
 
     def refresh(self) -> None:
-        """Look again where the KV of the waiting requests is. Called once a step. The order changes here, in `foresee`,
-        and by `add`, `remove`, `dispatch` and `finished`."""
+        """Look up again where the KV of waiting requests lies. Called once a step. The order changes only here and in
+        `foresee`, `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """opens_s: when each place is expected to be free, in seconds, ascending; loading_s: what is left of the loads
-        under way. The order may change by it."""
+        """Take a forecast into account, which may change the order. opens_s: when each place is expected to be free, in
+        seconds from now, ascending. loading_s: seconds that the current loads still take."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return the request that starts next if those in `skipped` cannot start now. None: no other may pass them."""
+        """Return the request that starts next if those in `skipped` cannot start now. None: no other may start before
+        them."""
         ...
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
@@ -48,38 +50,40 @@ class WaitingQueue(Protocol):
         ...
 
     def waited_for(self) -> Sequence | None:
-        """Return the request that no later one may pass any more; None: there is none."""
+        """Return the request that no later one may pass any more; None if there is none."""
         ...
 
     def dispatch(self, sequence: Sequence) -> None:
-        """A request that `best` or `waited_for` named has started, and so left."""
+        """Remove a request that `best` or `waited_for` returned and that has started."""
         ...
 
     def finished(self, sequence: Sequence) -> None:
-        """A request that had started has ended, with `output_tokens` as they are now. Forgives unknown ones."""
+        """Note that a started request has ended, with its final `output_tokens`. Ignores requests that never
+        started."""
         ...
 
     def front(self) -> tuple[Sequence, ...]:
-        """The sequences whose order is settled, next first: they start before all others."""
+        """Return the sequences whose order is settled, next first: they start before all others."""
         ...
 
     def once_loaded(self) -> tuple[Sequence, ...]:
-        """The front in the order in which they would start if their loads had ended: by the place that it has here, a
-        load is begun in time."""
+        """Return the sequences of `front` in the order in which they would start if their loads had ended. Early loads
+        are timed by this order."""
         ...
 
     def near(self) -> Iterable[Sequence] | None:
-        """The sequences whose KV should stay in HBM for them: CaR's window. None: the order has none."""
+        """Return the sequences whose KV should stay in HBM because they start soon: CaR's window. None if the policy
+        has no window."""
         ...
 
     def upcoming(self) -> Line[Sequence]:
-        """All of them, next first: the front once it is loaded, and then the others as they would come to stand there.
-        Answers at once while nothing has changed."""
+        """Return all waiting requests, next first: those of `once_loaded`, then the others in the order in which they
+        would move up. Costs nothing while nothing has changed."""
         ...
 
 
 class FcfsQueue:
-    """First come, first served. A request that finds no room is not passed over."""
+    """A queue that starts requests in order of arrival. While the first request finds no room, no later one starts."""
 
     policy = "fcfs"
 
@@ -103,7 +107,7 @@ class FcfsQueue:
         """Do nothing: the order does not depend on time."""
 
     def refresh(self) -> None:
-        """Do nothing: the order does not depend on where KV is."""
+        """Do nothing: the order does not depend on where KV lies."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)
@@ -112,12 +116,12 @@ class FcfsQueue:
         return False
 
     def waited_for(self) -> None:
-        """Return None: requests start in turn anyway."""
+        """Return None: requests start in order of arrival anyway."""
 
     dispatch = remove
 
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: there are no shares."""
+        """Do nothing: this order keeps no shares of tenants."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple(islice(self._waiting, FRONT))

@@ -1,5 +1,5 @@
-"""The shuffled window (CaR §III-B-1): the next request is chosen among a few at the front, and none is passed over for
-long."""
+"""Implements the shuffled window (CaR §III-B-1): the next request is chosen among a few at the front of the queue, and
+each can be passed only a bounded number of times."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -15,7 +15,7 @@ _REFRESH_TOKENS = 1024  # members with this many tokens, and at least one, are l
 
 @dataclass(slots=True)
 class Member:
-    """A place in the window."""
+    """A request in the window."""
 
     entered: int  # number of its entry
     arrived: int  # number of its arrival
@@ -23,18 +23,19 @@ class Member:
 
 
 class ShuffledWindow:
-    """A window of `size` places before the queue; nothing outside starts before its members.
+    """A window of `size` requests at the front of the queue. No request outside it starts before those inside.
 
-    A place that becomes free is filled in the order of entry. The last free one is kept for a tenant with no
-    member. Inside, the order is class, bytes to load, arrival. Each member counts those that entered later and started
-    before it, for whatever reason; at size - 1 none of these may pass it any more: it is waited for. So between its
-    entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later ones.
+    A request that starts is replaced by the next of the queue; the last free place is kept for a tenant that has no
+    request inside. Inside, the order is class, bytes to load, arrival. Each member counts the requests that entered
+    later and started before it, for whatever reason. At size - 1 no later one may pass it any more: the window waits
+    for it. So between its entry and its start at most 2 * (size - 1) others start: those it found inside, and as many
+    later ones.
 
-    A member whose KV has to come stands after those with none to come, until it is in HBM. Its load is begun in time
-    for the place that it will have then (`once_loaded`), so that it comes while these are computed.
+    A member that still has KV to load stands after those without, until its KV is in HBM. Its load is started so as to
+    end when its turn comes by the order that it will have then (`once_loaded`), while the others are computed.
 
-    CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; this is our
-    reading of it.
+    CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; the counting is
+    our reading of it.
     """
 
     policy = "car"
@@ -49,7 +50,7 @@ class ShuffledWindow:
         self._arrived: dict[Sequence, int] = {}  # every waiting request -> the number of its arrival
         self._members: dict[Sequence, Member] = {}  # kept in order of entry
         self._order: tuple[Sequence, ...] | None = None  # order of the members; None: not yet computed
-        self._once_loaded: tuple[Sequence, ...] | None = None  # the same
+        self._once_loaded: tuple[Sequence, ...] | None = None  # order of `once_loaded`; None: not yet computed
         self._orders = 0  # counts how often these two have changed
         self._line: Line[Sequence] = Line()  # the members once loaded, and then the others
         self._made_of = 0, 0  # the order of the members, and the version of the others' line, that it was made of
@@ -78,8 +79,8 @@ class ShuffledWindow:
             self._changed()
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: this window orders requests by where their KV lies now. A load that is under way counts as a load
-        until it has ended."""
+        """Do nothing: this window orders requests by where their KV lies now. A load in progress counts as a load until
+        it has ended."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()
@@ -108,7 +109,7 @@ class ShuffledWindow:
         self._entry.finished(sequence)
 
     def front(self) -> tuple[Sequence, ...]:
-        """Return the members in the order in which they start if nothing else happens."""
+        """Return the members in the order in which they will start if nothing else happens."""
         if self._order is None:
             self._order = self._in_order(self._rank)
         return self._order
@@ -138,7 +139,8 @@ class ShuffledWindow:
         return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
-        """Return the number of the last entry that may start: none passes a member that was overtaken often enough."""
+        """Return the highest entry number that may start now: later entries may not pass a member that was passed often
+        enough."""
         spent = self.waited_for()
         return self._entries if spent is None else self._members[spent].entered
 
@@ -152,7 +154,8 @@ class ShuffledWindow:
         return self._standings.without_load(sequence), self._members[sequence].arrived
 
     def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> tuple[Sequence, ...]:
-        """Play what `best` and `dispatch` would do."""
+        """Return the members in the order in which they will start if sorted by `rank`: simulates repeated `best` and
+        `dispatch`."""
         left = sorted(self._members, key=rank)
         if left == [*self._members]:
             return tuple(left)  # this is the order of entry, so none is passed

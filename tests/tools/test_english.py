@@ -25,6 +25,12 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, folder: 
         ("# nobody waits\n", "a request is not 'nobody'"),
         ('def f():\n    """Add a row behind the last."""\n', "'behind' is a place"),
         ("x = 1  # of the rows\n", "write the noun again"),
+        ('A = 1\n"""What it counts."""\n', "begin with a verb"),
+        ('class A:\n    x: int\n    """Of the rows."""\n', "begin with a verb"),
+        ('class A:\n    def f(self):\n        self.x = 1\n        """Which row it is."""\n', "begin with a verb"),
+        ('A = 1\n"""A row behind the last."""\n', "'behind' is a place"),
+        ("x = 1\n# but not the rows\n", "say the whole thought"),
+        ("x = 1  # after ten rows,\ny = 2  # after a block\n", "end the thought"),
         ('@field_validator("a")\ndef _is_good(a):\n    return a\n', "a validator is named _check_<what>"),
     ],
 )
@@ -35,6 +41,8 @@ def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sourc
 @pytest.mark.parametrize(
     "source",
     [
+        'A = 1\n"""Rows of a block."""\nf()\n"""What stands alone is no docstring."""\n',
+        "# rows of a block,\n# or of several\nx = 1  # a row: the first,\n# which has no rows before it\n",
         '"""Holds blocks."""\n\nx = 1  # rows of a block\n# of the rows, a comment of its own\n',
         'def f():\n    """Whether it runs."""\n\n\nclass A:\n    """A block that is saved."""\n',
         '@field_validator("a")\ndef _check_a(a):\n    return a\n',

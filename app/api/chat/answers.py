@@ -41,8 +41,8 @@ def _message(choice: Answer) -> dict[str, Any]:
 
 
 class Chunks:
-    """Frames the chunks of one streamed answer. With `include_usage` every chunk has a `usage` field, as in OpenAI's
-    API."""
+    """A maker of the chunks of one streamed answer. With `include_usage` every chunk has a `usage` field, as in
+    OpenAI's API."""
 
     ping = PING
 
@@ -59,7 +59,8 @@ class Chunks:
         return b"".join(event(self._chunk(choice.index, first, None, None)) for choice in self._generation.choices)
 
     def delta(self, delta: Delta) -> bytes:
-        """The chunk with the last finish_reason also carries `x_cache` and `timings`, unless a usage chunk will."""
+        """Return the chunk for a delta. The chunk with the last finish_reason also carries `x_cache` and `timings`,
+        unless a usage chunk will."""
         chunk = self._chunk(delta.choice, _said(delta.parts), delta.logprobs, delta.finish_reason)
         if delta.finish_reason is not None:
             self._unfinished -= 1
@@ -74,7 +75,8 @@ class Chunks:
         return event(last) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Ends without [DONE], so a client that waits for it knows that the answer is incomplete."""
+        """Return the last event of a stream that ends with an error. It has no [DONE], so a client that waits for that
+        knows that the answer is incomplete."""
         return b"data: " + error.body() + b"\n\n"
 
     def _chunk(
@@ -144,8 +146,8 @@ def cached_tokens(generation: Generation) -> int:
 
 
 def _cached_tokens(report: TokensBySource | None, prompt_tokens: int) -> int:
-    """Count the cached tokens among those the client sent. When its truncation is rounded to whole blocks, the context
-    keeps more tokens than the client sent; the report counts those too."""
+    """Return how many of the tokens that the client sent were cached. When its truncation is rounded to whole blocks,
+    the context keeps more tokens than the client sent; the report counts those too."""
     if report is None:
         return 0
     return max(0, min(report.cached_tokens, prompt_tokens - report.computed_tokens))
@@ -183,7 +185,8 @@ def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Combine several prompts: counts are summed, session and timings are those of the first."""
+    """Combine the fields `x_cache` and `timings` of several prompts: counts are summed, session and timings are those
+    of the first."""
     all_of = [ours(generation) for generation in generations]
     merged = all_of[0]
     for other in all_of[1:]:
@@ -201,7 +204,7 @@ def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def timings(generation: Generation) -> dict[str, float | None]:
-    """Return times in milliseconds; null where no token was generated."""
+    """Return the times of the first choice in milliseconds; null where no token was generated."""
     choice = generation.choices[0]
     engine = choice.timings
     ttft_ms = decode_ms = tokens_per_s = None

@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 
 
 class CompletionFrames:
-    """Builds the answer to one completions request, plain or as the frames of a stream."""
+    """A builder of the answer to one completions request, plain or as the frames of a stream."""
 
     ping = PING
 
@@ -65,8 +65,8 @@ class CompletionFrames:
         return prompt.text or "" if self._request.echo else ""
 
     def _with_prompt(self, index: int, prompt: Prompt, entries: list[Entry]) -> list[Entry]:
-        """Return the entries of all tokens in the text. The prompt's first token has no probability: nothing precedes
-        it."""
+        """Return the log-probability entries of all tokens in the text. The prompt's first token has no probability:
+        nothing precedes it."""
         generated: list[Entry] = [] if self._hides_answer else list(entries)
         if not self._request.echo:
             return generated

@@ -34,7 +34,7 @@ def message(generation: Generation) -> dict[str, Any]:
 
 
 class MessageFrames:
-    """Frames the events of one streamed message."""
+    """A maker of the events of one streamed message."""
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -63,7 +63,8 @@ class MessageFrames:
         return data
 
     def closing(self) -> bytes:
-        """Sends the final counts. The opening can report cached tokens only if the first token was there already."""
+        """Return the last events, with the final counts. The opening event can report cached tokens only if the first
+        token existed already."""
         (choice,) = self._generation.choices
         last = _event("message_delta", delta=_reason(choice), usage=usage(self._generation), **ours(self._generation))
         return self._close() + last + _event("message_stop")

@@ -23,7 +23,7 @@ _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout"
 
 
 def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Raises ApiError if the chat request that results is invalid."""
+    """Return the chat request that is equivalent. Raises ApiError if it is invalid."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     system = _without_billing(request.system or [])
     messages = [{"role": "system", "content": _joined(system)}] if system else []

@@ -135,7 +135,7 @@ async def clear(request: Request) -> dict[str, Any]:
 
 
 async def _remove(request: Request, tenant: str, session_id: str) -> str:
-    """Returns "removed", "running", or "gone" if another request has deleted it meanwhile."""
+    """Delete a session. Returns "removed", "running", or "gone" if another request has deleted it meanwhile."""
     try:
         await sessions_of(request).ask("delete", tenant=tenant, session_id=session_id)
     except ApiError as error:

@@ -15,7 +15,7 @@ router = APIRouter()
 
 
 class FleetPage(BaseModel):
-    """The number of replicas to show."""
+    """Query parameters: how many replicas to show."""
 
     model_config = ConfigDict(extra="ignore")
     limit: int = Field(1000, ge=1, le=1000)

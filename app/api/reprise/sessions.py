@@ -123,14 +123,14 @@ async def _ask(request: Request, action: str, **fields: Unpack[Question]) -> Ses
 
 
 def _check(session_id: str) -> None:
-    """Raises ApiError 404 for a string that cannot be a session id."""
+    """Raise ApiError 404 for a string that cannot be a session id."""
     if not SESSION_ID.fullmatch(session_id):
         raise session_not_found(session_id)
 
 
 def _only(session_id: str, reply: SessionReply) -> dict[str, Any]:
-    """Return the session. Sessions of the same id with different cache salts may exist; the list shows all, this one
-    the last used."""
+    """Return the session of a reply. There may be several with the same id and different cache salts; the list shows
+    all, this one the last used."""
     if not reply.sessions:
         raise session_not_found(session_id)
     return describe_session(max(reply.sessions, key=lambda info: info.last_used_s))

@@ -13,8 +13,8 @@ Event = dict[str, Any]
 
 
 class ResponseBuilder:
-    """Collects the items of one response in the order in which they begin. Methods return the events that announce each
-    change; a plain answer ignores them."""
+    """A collector of the items of one response, in the order in which they begin. Methods return the events that
+    announce each change; a plain answer ignores them."""
 
     def __init__(self, request: ResponseRequest, generation: Generation, *, response_id: str) -> None:
         self.id = response_id
@@ -111,7 +111,7 @@ class ResponseBuilder:
         return events
 
     def end(self, finish_reason: str | None) -> list[Event]:
-        """`finish_reason`: that of the only choice."""
+        """End the response and return the last events. finish_reason: that of the only choice."""
         events: list[Event] = []
         is_cut = finish_reason == "length"
         self._close(events, status="incomplete" if is_cut else "completed")

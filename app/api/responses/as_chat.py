@@ -27,21 +27,22 @@ def new_id(kind: str) -> str:
 
 
 def id_within(request_id: str, kind: str, place: int = 0) -> str:
-    """Return the id of the answer to a request, or of the item in a place of it. A server that goes on with another
-    one's answer gives the same ids."""
+    """Return the id of the answer to a request, or of the item at index `place` of the answer. A server that continues
+    another server's answer gives the same ids."""
     digest = hashlib.blake2b(f"{request_id}/{kind}/{place}".encode(), digest_size=24)
     return f"{kind}_{digest.hexdigest()}"
 
 
 def items_with_ids(items: Sequence[InputItem]) -> list[Item]:
-    """Return items as they are stored and listed, with ids."""
+    """Return items in the form in which they are stored and listed, with ids."""
     prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
     stored = [item.as_stored() for item in items]
     return [{"id": new_id(prefixes[item["type"]]), **item} for item in stored]
 
 
 def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
-    """Build the chat request. `items`: the history and then the request's own items. Raises ApiError."""
+    """Return the chat request that is equivalent. items: the history and then the request's own items. Raises
+    ApiError."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     messages = messages_of(items)
     if request.instructions is not None:
@@ -76,7 +77,8 @@ def wants_logprobs(request: ResponseRequest) -> bool:
 
 
 def _tool_choice(value: Any) -> Any:
-    """Convert a tool choice: a function's name is a field of the choice here, of a nested object in a chat."""
+    """Convert a tool choice. Here a function's name is a field of the choice; in a chat request it is a field of a
+    nested object."""
     if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
         return {"type": "function", "function": {"name": value["name"]}}
     if isinstance(value, dict) and value.get("type") == "allowed_tools" and isinstance(value.get("tools"), list):

@@ -99,7 +99,7 @@ class ResponseTurn(AsyncIterator[Delta]):
 
 
 class Responses:
-    """Serves /v1/responses. One per app; to be used on its event loop."""
+    """A service for /v1/responses. One per app; to be used on its event loop."""
 
     def __init__(self, service: TurnService, store: Store, hooks: ServerHooks) -> None:
         self.store = store
@@ -178,7 +178,7 @@ class Responses:
             await self.remember(turn)
 
     async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """Raises ApiError 404."""
+        """Return a stored or running response. Raises ApiError 404."""
         if (running := self._running.get((tenant, response_id))) is not None:
             return running[0].builder.body()
         try:
@@ -202,7 +202,7 @@ class Responses:
         return body
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Raises ApiError 404."""
+        """Delete a response, after cancelling it if it is running. Raises ApiError 404."""
         if (tenant, response_id) in self._running:
             await self.cancel(tenant, response_id)
         try:

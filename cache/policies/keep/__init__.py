@@ -1,6 +1,6 @@
-"""Lists the scorers of what a cut drops, by name. The engine, the simulator and the property tests read this table.
-`cache.block_scorer` in app/settings/sections.py lists the names again, because the app does not import the cache; a
-test compares the two."""
+"""Lists by name the scorers that choose which blocks are dropped from a full window. The engine, the simulator and the
+property tests read this table. `cache.block_scorer` in app/settings/sections.py lists the names again, because the app
+does not import the cache; a test compares the two."""
 
 from collections.abc import Callable
 

@@ -6,8 +6,9 @@ from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs, with_gues
 
 
 class AttendedScorer:
-    """Drops the blocks to which the ends of later prompts attended least. Differs from both papers in that it counts
-    blocks, not tokens, for all heads and layers together, and that nothing leaves before the window is full."""
+    """A scorer that drops the blocks to which the ends of later prompts attended least. Differs from both papers in
+    that it counts blocks, not tokens, for all heads and layers together, and that nothing is dropped before the window
+    is full."""
 
     needs: Needs = "attention"
 

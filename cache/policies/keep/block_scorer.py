@@ -1,4 +1,4 @@
-"""Defines the interface of scorers, which say what blocks of a full window are wanted least."""
+"""Defines the interface of scorers, which say which blocks of a full window are wanted least."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ Needs = Literal["tokens", "attention"]
 
 @dataclass(frozen=True, slots=True)
 class CutBlocks:
-    """The blocks that a cut may drop, the oldest first, and what is known of each. The lists are of one length, but
-    `attention` is empty unless the scorer needs it."""
+    """The blocks that may be dropped from a window, the oldest first, and what is known of each. The lists are of one
+    length, but `attention` is empty unless the scorer needs it."""
 
     tokens: Sequence[Sequence[int]]
     newest: Sequence[int]  # tokens of the newest message, for which there has to be room
@@ -21,13 +21,14 @@ class CutBlocks:
 
 
 class BlockScorer(Protocol):
-    """Scores blocks for a cut. The Keeper calls it. Pure and deterministic; keeps nothing from call to call."""
+    """A scorer of the blocks that may be dropped from a window. The Keeper calls it. Pure and deterministic; stores
+    nothing between calls."""
 
     needs: Needs  # what it reads beside the tokens
 
     def score(self, blocks: CutBlocks) -> Sequence[float] | None:
-        """Return a number for each block; those with the least leave. None: the oldest leave, up to where a message
-        begins."""
+        """Return a number for each block; the blocks with the lowest are dropped. None: the oldest are dropped, up to
+        where a message begins."""
         ...
 
 

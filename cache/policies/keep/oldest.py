@@ -6,7 +6,7 @@ from reprise.cache.policies.keep.block_scorer import CutBlocks, Needs
 
 
 class OldestScorer:
-    """Keeps the newest blocks, whatever is in them."""
+    """A scorer that keeps the newest blocks, whatever is in them."""
 
     needs: Needs = "tokens"
 

@@ -1,4 +1,4 @@
-"""Says which dropped episodes a new message is about (after EpiCache, arXiv 2509.17396)."""
+"""Chooses which dropped blocks a new message is about (after EpiCache, arXiv 2509.17396)."""
 
 import math
 from collections import Counter
@@ -21,12 +21,13 @@ class Recall(NamedTuple):
 def choose(
     dropped: Sequence[tuple[int, Collection[int]]], kept: Sequence[Collection[int]], query: Sequence[int], most: int
 ) -> Recall:
-    """Choose at most `most` dropped blocks for the message `query`. dropped: the place of each in the conversation,
-    with its tokens.
+    """Choose at most `most` dropped blocks for the message `query`. dropped: (place in the conversation, tokens) of
+    each dropped block. kept: tokens of each block in the window.
 
     A block is relevant by the tokens that it and its neighbours share with the message, and by how rare these are. Its
-    neighbours come back with it, because an episode does not end where a block does. Differs from the paper: only
-    tokens are compared, so that the choice is known before the message is computed."""
+    neighbours are chosen with it, because an episode does not end where a block does. Differs from the paper: only
+    tokens are compared, so that the choice is known before the message is computed.
+    """
     asked = set(query)
     blocks = [*(tokens for _, tokens in dropped), *kept]
     shared = [sorted(asked.intersection(block)) for block in blocks]
@@ -52,15 +53,16 @@ def choose(
 
 
 def _relevance(shared: Sequence[Sequence[int]], having: Counter[int]) -> list[float]:
-    """Return how much each block has to do with a message. shared: for each block, the message's tokens that are in it.
-    having: for each token, how many blocks have it."""
+    """Return each block's relevance to a message. shared: for each block, the message's tokens that are in it. having:
+    for each token, how many blocks have it."""
     most = max(2, len(shared) // _COMMON_SHARE)
     weights = {token: _rarity(count, len(shared)) for token, count in having.items() if count <= most}
     return [sum(weights.get(token, 0.0) for token in tokens) for tokens in shared]
 
 
 def _around(place: int, at: Mapping[int, int], relevance: Sequence[float]) -> float:
-    """Return the relevance of a block plus a part of its neighbours' relevance."""
+    """Return the relevance of the block at `place` plus a part of its neighbours' relevance. at: place -> index into
+    `relevance`."""
     total = relevance[at[place]]
     for distance, part in enumerate(_NEIGHBOUR_SHARES, 1):
         total += part * sum(relevance[at[beside]] for beside in (place - distance, place + distance) if beside in at)

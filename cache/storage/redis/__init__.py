@@ -1,1 +1,1 @@
-"""Keeps extents in Redis servers, which other servers can load too."""
+"""Stores extents in Redis servers, so that other servers can load them too."""

@@ -1,4 +1,4 @@
-"""Implements the Redis tier: extents in one or several Redis servers, which other servers can load too.
+"""Implements the Redis tier: extents in one or several Redis servers, so that other servers can load them too.
 
 An extent has the header that its file on disk has, and is named by a keyed hash of that header. So a name promises the
 contents: a server that loads it checks the header against the name and every segment against the header. The segments'
@@ -26,8 +26,8 @@ from reprise.cache.storage.redis.resp import RedisAddress, RedisConnection, Redi
 from reprise.cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW, SIZES
 
 FIELD_BYTES = (5 << 18) - 64
-"""Below a size class of jemalloc: powers of two cost a quarter more memory. Smaller fields are slower, larger ones keep
-Redis from others for longer."""
+"""Bytes of a field: a little less than a size class of jemalloc, since powers of two cost a quarter more memory.
+Smaller fields are slower; larger ones keep Redis busy for longer at a time."""
 NAME_BYTES = 16
 MAX_CACHED_HEADER_BYTES = 32 << 20
 _MAX_IDLE_CONNECTIONS = 8  # connections kept to one server
@@ -47,7 +47,7 @@ class _Breaker:
         self._until_s = 0.0
 
     def check(self) -> None:
-        """Raise RedisFailed while the server is left alone."""
+        """Raise RedisFailed while no call is to be made, because the server has failed several times."""
         with self._lock:
             if self._failures < _MAX_FAILURES:
                 return
@@ -64,7 +64,7 @@ class _Breaker:
 
 
 class _Server:
-    """One Redis server: its idle connections and its breaker. Thread-safe."""
+    """A Redis server, with its idle connections and its breaker. Thread-safe."""
 
     def __init__(self, address: RedisAddress, deadline_s: float) -> None:
         self.address = address
@@ -74,7 +74,8 @@ class _Server:
 
     @contextmanager
     def lease(self) -> Iterator[RedisConnection]:
-        """Lend a connection. It is kept for the next call if all its replies were read. Raises RedisFailed."""
+        """Lend a connection until the end of the block. It is reused by the next call if all its replies were read.
+        Raises RedisFailed."""
         self._breaker.check()
         try:
             connection = self._idle.pop()
@@ -99,7 +100,7 @@ class _Server:
 
 
 class RedisExtents:
-    """Stores, reads and deletes extents. Thread-safe; every step of a call has a deadline."""
+    """The Redis tier: stores, reads and deletes extents. Thread-safe; every step of a call has a deadline."""
 
     name = "redis"
 
@@ -112,9 +113,9 @@ class RedisExtents:
         ttl_s: float,
         deadline_s: float,
     ) -> None:
-        """urls: all servers, among which extents are spread by their names. capacity_bytes: most bytes of all extents
-        on one server, from all writers; 0: whatever Redis allows. ttl_s: how long an unused extent stays. Raises
-        ValueError for an invalid URL."""
+        """Set up, without connecting. urls: all servers, among which extents are spread by their names. capacity_bytes:
+        most bytes of all extents on one server, from all writers; 0: whatever Redis allows. ttl_s: how long an unused
+        extent stays. Raises ValueError for an invalid URL."""
         if not urls:
             raise ValueError("at least one Redis URL")
         self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
@@ -155,7 +156,7 @@ class RedisExtents:
         )
 
     def _session_key(self, tenant: str, session_id: str) -> bytes:
-        """Return the key of the set that names the extents that are deleted together."""
+        """Return the Redis key of the set of a session's extents, which are deleted together."""
         fields = typed_fields(tenant, session_id)
         digest = blake2b(fields, key=self._form.key, digest_size=NAME_BYTES, person=b"session")
         return b"r1:ks:" + digest.hexdigest().encode()
@@ -163,10 +164,10 @@ class RedisExtents:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, header: ExtentHeader, layers: Iterable[Sequence[memoryview]], next_use_s: float) -> bytes:
-        """Store an extent and return its name. An extent that is there already is only renewed, and its `layers` are
-        not asked for. layers: for each layer, the bytes of its blocks in order, in any number of pieces, which must not
-        change until the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises
-        TierFull, TierFailed, and whatever `layers` raises."""
+        """Store an extent and return its name. If Redis has it already, only its life is extended, and `layers` are not
+        read. layers: for each layer, the bytes of its blocks in order, in any number of pieces, which must not change
+        until the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises TierFull,
+        TierFailed, and whatever `layers` raises."""
         encoded = encode_header(header, self._form.key)
         name = self._named(encoded, header.extent_id)
         server, key = self.server_of(name), self.key_of(name)
@@ -202,7 +203,7 @@ class RedisExtents:
         return name
 
     def renew(self, names: Sequence[bytes], next_use_s: float) -> list[bytes]:
-        """Keep extents for another time to live. Returns the names of those that are there. Raises TierFailed."""
+        """Keep extents for another time to live. Returns the names of those that Redis has. Raises TierFailed."""
         there: list[bytes] = []
         for server, mine in self._by_server(names):
             with self._asking(server) as connection:
@@ -221,8 +222,8 @@ class RedisExtents:
         return found
 
     def used_bytes(self) -> int:
-        """Return the bytes of all extents on all servers, from all writers, as the books have it. An extent that Redis
-        has evicted by itself counts until a later publication finds it gone. Raises TierFailed."""
+        """Return the bytes of all extents on all servers, from all writers, as recorded in Redis. An extent that Redis
+        has evicted by itself counts until a later write finds it gone. Raises TierFailed."""
         total = 0
         for server in self._servers:
             with self._asking(server) as connection:
@@ -231,7 +232,7 @@ class RedisExtents:
         return total
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """Take damaged extents out of Redis, so that no server tries them again. Raises TierFailed."""
+        """Delete damaged extents from Redis, so that no server tries them again. Raises TierFailed."""
         for server, mine in self._by_server(names):
             with self._asking(server) as connection:
                 connection.call(b"EVAL", DROP.encode(), b"%d" % len(mine), *map(self.key_of, mine))
@@ -264,8 +265,8 @@ class RedisExtents:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def headers(self, names: Sequence[bytes]) -> tuple[dict[bytes, ExtentHeader], dict[bytes, BlockMissing]]:
-        """Read the headers of extents, all of one server at once. Returns the intact ones, and why others cannot be
-        used."""
+        """Read the headers of extents, all of one server at once. Returns the intact headers by name, and by name the
+        reason why others cannot be used."""
         found: dict[bytes, ExtentHeader] = {}
         missing: dict[bytes, BlockMissing] = {}
         unknown = []
@@ -290,7 +291,7 @@ class RedisExtents:
         return found, missing
 
     def _decoded(self, name: bytes, reply: Reply) -> ExtentHeader:
-        """Return the header that Redis has sent. Raises BlockMissing."""
+        """Return the header in a reply of Redis. Raises BlockMissing."""
         extent = name.hex()
         if reply is None:
             raise BlockMissing(f"extent {extent} is not in Redis", reason="missing", extent_id=name)
@@ -338,8 +339,8 @@ class RedisExtents:
 
 
 def cut_fields(layers: Iterable[Sequence[memoryview]]) -> Iterator[list[memoryview]]:
-    """Cut bytes that come layer by layer into fields of FIELD_BYTES, the last one shorter. A field's pieces are valid
-    until the next field is asked for. Only the remainder of a layer is copied."""
+    """Cut bytes that are given layer by layer into fields of FIELD_BYTES, the last one shorter. A field's pieces are
+    valid until the next field is asked for. Only the remainder of a layer is copied."""
     kept = memoryview(bytearray(FIELD_BYTES))
     filled = 0
     for pieces in layers:

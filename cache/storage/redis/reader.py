@@ -32,7 +32,7 @@ class _Stream:
         self._held: deque[tuple[int, memoryview]] = deque()  # received and not wanted yet, by place in the stream
 
     def fields(self, layer: int) -> Iterator[int]:
-        """Yield the fields that this layer needs and no earlier call has yielded."""
+        """Yield the numbers of the fields that this layer needs and no earlier call has yielded."""
         for start, stop in self._pieces(layer):
             for field in range(start // FIELD_BYTES, (stop - 1) // FIELD_BYTES + 1):
                 if field > self._planned:
@@ -61,7 +61,7 @@ class _Stream:
                 start, out = start + taken, out[taken:]
 
     def _held_part(self, at: int, out: memoryview) -> int:
-        """Copy bytes that were received before. Returns how many."""
+        """Copy bytes that were received before, from offset `at` on, into `out`. Returns how many."""
         while self._held:
             begin, data = self._held[0]
             if begin + len(data) <= at:
@@ -80,7 +80,7 @@ class _Stream:
 
 
 class _Receiver:
-    """Receives the next field of a stream, and asks ahead for those that follow."""
+    """A receiver of fields, which requests the following fields ahead of their use."""
 
     def __init__(self, plan: Sequence[tuple[_Stream, int]], connections: dict[int, RedisConnection]) -> None:
         self._plan, self._connections = deque(plan), connections
@@ -88,8 +88,8 @@ class _Receiver:
         self._under_way: deque[_Stream] = deque()
 
     def __call__(self, stream: _Stream, at: int, out: memoryview) -> int:
-        """Receive the next field of `stream`, and put its bytes from `at` on into `out`. Returns how many bytes were
-        put there."""
+        """Receive the next field of `stream`, and copy its bytes from offset `at` on into `out`. Returns how many bytes
+        were copied."""
         self._ask()
         if not self._under_way or self._under_way[0] is not stream:
             raise BlockMissing("a field of another extent comes next", reason="format")
@@ -103,7 +103,7 @@ class _Receiver:
         return taken
 
     def keep_rest(self) -> None:
-        """Receive the fields that were asked for and are not wanted yet, and ask for no more."""
+        """Receive and store the fields that were requested and are not wanted yet, and request no more."""
         self._plan.clear()
         while self._under_way:
             stream = self._under_way[0]
@@ -138,11 +138,12 @@ class _Receiver:
 
 
 class RedisReader:
-    """Reads blocks of several extents, in one thread at a time. Fields are asked for before the layer that needs them,
-    and their bytes of later layers are kept until those are asked for."""
+    """A reader of blocks of several extents, used by one thread at a time. It requests fields ahead of the layer that
+    needs them, and stores their bytes of later layers until those are read."""
 
     def __init__(self, store: RedisExtents, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> None:
-        """wanted: names of extents and the places of their blocks, ascending. Raises BlockMissing."""
+        """Read the headers. wanted: names of extents, and for each the indices of the wanted blocks, ascending. Raises
+        BlockMissing."""
         found, missing = store.headers([name for name, _ in wanted])
         for error in missing.values():
             raise error
@@ -154,8 +155,8 @@ class RedisReader:
         self._next_layer = 0
 
     def checksums(self, extent: int, place: int, key: BlockKey) -> tuple[bytes, ...]:
-        """Return the checksums, by layer, of a block in the `extent`th extent. Raises BlockMissing if the extent has no
-        block of this key there."""
+        """Return the checksums, by layer, of a block. extent: index into the wanted extents. place: index of the block
+        in it. Raises BlockMissing if the block there has another key."""
         stream = self._streams[extent]
         if stream.header.blocks[place].key != key:
             problem = f"extent {stream.name.hex()} has another block {place}"
@@ -164,8 +165,8 @@ class RedisReader:
 
     def land(self, first_layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
         """Fill each of `outs` with one layer, beginning with `first_layer`, without verifying anything; a layer is the
-        wanted blocks' segments back to back. Layers must be read in order. `landed`: as in `ExtentReader.land`. Returns
-        how many were read. Raises BlockMissing; nothing is written to `outs` afterwards."""
+        wanted blocks' segments back to back. Layers must be read in order. landed: called as in `ExtentReader.land`.
+        Returns how many layers were read. Raises BlockMissing; nothing is written to `outs` afterwards."""
         layers = range(first_layer, first_layer + len(outs))
         if first_layer != self._next_layer:
             raise ValueError("layers come in order")

@@ -1,4 +1,4 @@
-"""Talks to Redis about large values: sends them from where they lie and receives them to where they belong.
+"""Talks to Redis about large values: sends them from the memory they are in and receives them into the caller's memory.
 
 A client library makes a Python object of every value it receives, with the GIL held. Here the bytes go between a socket
 and the caller's memory, and the GIL is released while they do. Every step has a deadline, and no reply makes this
@@ -28,7 +28,7 @@ _PORT = 6379
 
 
 class RedisFailed(Exception):
-    """Redis is not there, has not answered in time, or has answered what it should not. The connection is closed, and
+    """Redis cannot be reached, has not answered in time, or has sent an invalid answer. The connection is closed, and
     the next call makes another."""
 
     def __init__(self, message: str, *, reason: Reason) -> None:
@@ -37,15 +37,15 @@ class RedisFailed(Exception):
 
 
 class WrongLength(RedisFailed):
-    """A value has another length than the memory that was to receive it."""
+    """A value has another length than the memory into which it was to be received."""
 
 
 class RedisRefusal(Exception):
-    """Redis has answered a command with an error. The connection goes on."""
+    """Redis has answered a command with an error. The connection can still be used."""
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no memory left."""
+        """Whether the error means that Redis has no memory left."""
         return str(self).startswith("OOM")
 
 
@@ -65,8 +65,8 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> "RedisAddress":
-        """Read redis://USER:PASSWORD@HOST:PORT/DB, rediss://... with ?ssl_ca_certs=FILE or ?ssl_cert_reqs=none, or
-        unix://USER:PASSWORD@/PATH?db=DB, as redis-py does. Raises ValueError."""
+        """Parse a URL in the forms that redis-py takes: redis://USER:PASSWORD@HOST:PORT/DB, rediss://... with
+        ?ssl_ca_certs=FILE or ?ssl_cert_reqs=none, or unix://USER:PASSWORD@/PATH?db=DB. Raises ValueError."""
         parts = urlsplit(url)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if parts.scheme not in {"redis", "rediss", "unix"}:
@@ -97,7 +97,7 @@ class RedisAddress:
 
 @dataclass(slots=True)
 class _Allowed:
-    """The bytes and items that the rest of a reply may still have."""
+    """The number of bytes and items that the rest of a reply may still have."""
 
     size_bytes: int
     items: int = _MAX_ITEMS
@@ -109,14 +109,14 @@ class RedisConnection:
     RedisFailed, after which the connection is closed and unanswered commands are lost."""
 
     def __init__(self, address: RedisAddress, *, deadline_s: float) -> None:
-        """deadline_s: the longest that one call of a method may take."""
+        """Set up, without connecting. deadline_s: the longest that one call of a method may take."""
         self._address, self._deadline_s = address, deadline_s
         self._socket: socket.socket | None = None
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0  # what was received and not read yet
         self.unanswered = 0
-        """Commands sent whose reply was not read. Read only."""
+        """Number of commands sent whose reply was not read. Read only."""
 
     @property
     def is_open(self) -> bool:
@@ -320,7 +320,7 @@ class RedisConnection:
             raise RedisFailed(f"{self._address} sends a value longer than it said", reason="format")
 
     def _receive(self, targets: Sequence[memoryview], until: float) -> None:
-        """Fill the targets, first with bytes that were received already."""
+        """Fill the targets, first with bytes that were received before."""
         left = [target for target in targets if len(target)]
         while left and self._start < self._end:
             taken = min(len(left[0]), self._end - self._start)
@@ -348,7 +348,7 @@ class RedisConnection:
                 left[first] = left[first][got:]
 
     def _more(self, views: Sequence[memoryview], until: float) -> int:
-        """Receive the bytes that have come, at least one. Raises RedisFailed, OSError."""
+        """Receive available bytes, at least one, and return how many. Raises RedisFailed, OSError."""
         made = self._made()
         made.settimeout(self._left(until))
         got = made.recv_into(views[0]) if isinstance(made, ssl.SSLSocket) else made.recvmsg_into(views)[0]

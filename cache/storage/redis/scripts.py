@@ -1,4 +1,4 @@
-"""Holds the scripts that keep the books of extents in Redis. Redis carries out each as one step.
+"""Defines the scripts that keep records of the extents in Redis. Redis carries out each as one step.
 
     r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `s` the key of its session's set, and `0`, `1`, ... its
                                bytes in fields of FIELD_BYTES
@@ -8,8 +8,8 @@
     r1:kb                      hash: every key of an extent -> bytes; "" -> bytes of all
 
 Extents are immutable and named by their contents, so writing one twice is harmless. An extent counts as stored only
-when it has its header, which is written last. If a key goes by itself (by its time to live or Redis' own eviction), the
-books still have it. So every publication looks at a few members of the books chosen at random.
+when it has its header, which is written last. If a key vanishes by itself (by its time to live or Redis' own eviction),
+the records still list it. So every publication checks a few listed keys chosen at random.
 """
 
 SIZES = b"r1:kb"
@@ -71,9 +71,10 @@ end
 return redis.call('EXISTS', key) == 1 and 'stored' or 'full'
 """
 )
-"""keys: extent, session; arguments: number of fields, header, bytes, seconds to live, Unix time of the next expected
-use, most bytes of all extents (0: no bound). Returns `stored`, `lost` if fields are missing, or `full` if this extent
-is the one that is expected back last. Those expected back last leave (Belady), whoever wrote them."""
+"""Publishes an extent. Keys: extent, session; arguments: number of fields, header, bytes, seconds to live, Unix time of
+the next expected use, most bytes of all extents (0: no bound). Returns `stored`, `lost` if fields are missing, or
+`full` if this extent has the latest next use. To make room, extents with the latest next use leave (Belady), whichever
+server wrote them."""
 
 RENEW = (
     _KEEP
@@ -89,8 +90,8 @@ end
 return there
 """
 )
-"""keys: extents; arguments: seconds to live, Unix time of the next expected use. Returns for each whether it is
-there. The set of its session lives at least as long, so that a deletion finds it."""
+"""Extends the life of extents. Keys: extents; arguments: seconds to live, Unix time of the next expected use. Returns
+for each whether Redis has it. The set of its session lives at least as long, so that a deletion finds it."""
 
 DROP = (
     _DROP
@@ -99,7 +100,7 @@ for _, key in ipairs(KEYS) do drop(key) end
 return 'OK'
 """
 )
-"""keys: extents. Deletes them, whatever is wrong with them."""
+"""Deletes extents, whatever is wrong with them. Keys: extents."""
 
 DELETE = (
     _DROP
@@ -111,4 +112,4 @@ end
 return 'OK'
 """
 )
-"""keys: sets of sessions. Deletes all of their extents."""
+"""Deletes all extents of sessions. Keys: the sessions' sets."""

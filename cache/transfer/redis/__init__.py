@@ -1,1 +1,1 @@
-"""Holds the streams of the tier that other servers share."""
+"""Moves bytes to and from Redis, the tier that other servers share."""

@@ -1,4 +1,4 @@
-"""Fetches from Redis into DRAM for turns that are queued (AttentionStore §3.3.1)."""
+"""Fetches blocks from Redis into DRAM for queued turns (AttentionStore §3.3.1)."""
 
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.redis.reader import RedisReader

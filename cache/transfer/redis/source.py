@@ -1,4 +1,4 @@
-"""Gives a load its bytes out of Redis, layer by layer."""
+"""Provides the bytes of a load from Redis, layer by layer."""
 
 from collections.abc import Container, Sequence
 

@@ -1,4 +1,4 @@
-"""Puts together the streams that move bytes to and from Redis, for a Transfer."""
+"""Composes the streams that move bytes to and from Redis, for a Transfer."""
 
 from collections.abc import Sequence
 

@@ -31,7 +31,8 @@ from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 
 class UploadStream:
-    """Uploads extents for RedisStreams. `run` is the work of a thread; the engine's thread calls the other methods."""
+    """A stream that uploads extents for RedisStreams. `run` is the work of a thread; the engine's thread calls the
+    other methods."""
 
     def __init__(self, *, disk: ExtentStore, redis: RedisExtents, completions: Events) -> None:
         self._disk, self._redis, self._completions = disk, redis, completions
@@ -39,15 +40,15 @@ class UploadStream:
         self._orders: SimpleQueue[UploadExtent | None] = SimpleQueue()
 
     def put(self, order: UploadExtent) -> None:
-        """Order an upload, after those ordered before."""
+        """Queue an upload, after those queued earlier."""
         self._orders.put(order)
 
     def close(self) -> None:
-        """Let the thread do what it was given, and end."""
+        """Let the thread finish the queued uploads and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Upload until `close`."""
+        """Upload queued extents until `close`."""
         while (order := self._orders.get()) is not None:
             self._completions.tell(self._upload(order))
 
@@ -82,8 +83,8 @@ _ALTERED = frozenset({"checksum", "short_read"})
 
 
 class RemoteCalls:
-    """Makes the calls to Redis that move few bytes: reads headers, renews and drops extents, deletes sessions. `run` is
-    the work of a thread; the engine's thread calls the other methods."""
+    """A stream of the calls to Redis that move few bytes: it reads headers, renews and drops extents, and deletes
+    sessions. `run` is the work of a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, redis: RedisExtents, completions: Events) -> None:
         self._redis, self._completions = redis, completions
@@ -93,15 +94,15 @@ class RemoteCalls:
         self._used_bytes = 0
 
     def put(self, order: Call) -> None:
-        """Order a call, after those ordered before."""
+        """Queue a call, after those queued earlier."""
         self._orders.put(order)
 
     def close(self) -> None:
-        """Let the thread do what it was given, and end."""
+        """Let the thread finish the queued calls and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Call Redis until `close`."""
+        """Make queued calls until `close`."""
         while (order := self._next()) is not None:
             match order:
                 case ReadHeaders():
@@ -122,7 +123,8 @@ class RemoteCalls:
             self._look()
 
     def _look(self) -> None:
-        """Report how full Redis is, if that has changed. The last number stays while Redis does not answer."""
+        """Report how many bytes extents take in Redis, if that has changed. Reports nothing while Redis does not
+        answer."""
         wait_s = _LOOK_S
         try:
             used = self._redis.used_bytes()
@@ -168,7 +170,7 @@ class RemoteCalls:
 
 
 def _layers(reader: ExtentReader) -> Iterator[Sequence[memoryview]]:
-    """Read an extent's layers. Each is read and verified when it is asked for."""
+    """Yield the segments of each layer of an extent, read and verified when they are asked for."""
     sizes, places = reader.header.segment_bytes, range(len(reader.header.blocks))
     memory = memoryview(bytearray(max(sizes) * len(places)))
     for layer, size in enumerate(sizes):

@@ -1,10 +1,10 @@
-"""Computes decoder layers for a few rows, as a decode step of some streams has them: several layers in one compiled
-call.
+"""Computes decoder layers for a few rows, which is what a decode step of a few streams has: several layers in one
+compiled call.
 
-The model's own code calls the layers one after the other. The first layer of a run computes all of the run, and the
-others return what they get. A run ends where another thread or another part of the engine must act between two layers:
-where KV is still being loaded, where chosen parts of contexts are read, or where a part of the engine wants to see
-rows.
+The model's own code calls the layers one after the other. The first layer of a run (adjacent layers that one call
+computes) computes the whole run, and the others return their input. A run ends where another thread or another part of
+the engine must act between two layers: where KV is still being loaded, where chosen parts of contexts are read, or
+where a part of the engine wants to see rows.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class LayerParts:
 
     @property
     def fields(self) -> list[int]:
-        """The layer's entry in a kernel's table: addresses of memory that `products` and `norms` keep."""
+        """Return the layer's entry in a kernel's table: addresses of memory that `products` and `norms` keep alive."""
         weights = [0 if norm is None else norm.weight.data_ptr() for norm in self.norms]
         nothing = (0,) * len(self.q.fields)
         products = (nothing if product is None else product.fields for product in self.products)
@@ -48,7 +48,7 @@ class LayerParts:
 
     @property
     def q(self) -> FewProduct:
-        """The product that gives queries, and perhaps keys and values."""
+        """The matrix product that gives queries, and in some models keys and values as well."""
         assert self.products[0] is not None
         return self.products[0]
 
@@ -58,16 +58,16 @@ class LayerParts:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The properties that all layers of one run share."""
+        """The properties in which all layers of one run must agree."""
         sizes = [p and (p.inputs, p.outputs, p.padded_outputs, p.first) for p in self.products]
         return (self.heads, self.head_dim, self.params.window, sizes)
 
 
 class Run:
-    """Adjacent layers of one form, as tables for the kernels. Used by the thread that runs the model."""
+    """Adjacent layers with equal `form`, as tables for the kernels. Used by the thread that runs the model."""
 
     def __init__(self, parts: Sequence[LayerParts], first: int) -> None:
-        """first: the first layer's index in the model."""
+        """Make the tables of the layers. first: the first layer's index in the model."""
         kernels: Any = decode_kernels()
         self.kernels, self.parts, self.first = kernels, list(parts), first
         self._table = np.array([part.fields for part in parts], np.int64)
@@ -87,14 +87,15 @@ class Run:
         return self.first + len(self.parts)
 
     def takes(self, pages: KvPages) -> bool:
-        """Whether the kernels can attend to these pages. The answer is remembered, because nearly every step has the
-        same pages."""
+        """Return whether the kernels can attend to these pages. The answer is remembered, because nearly every step has
+        the same pages."""
         if pages is not self._seen_pages:
             self._seen_pages, self._fits = pages, fits_kernels(self.parts[0].heads[0], pages)
         return self._fits
 
     def prepare(self, step: Step, end: int, save: bool) -> None:
-        """Enter into the table where KV goes in this step, for layers up to `end`."""
+        """Write the addresses of this step's pages into the table, for layers up to `end` - 1. save: whether KV also
+        goes to DRAM."""
         for place in range(end - self.first):
             pages = step.pages(self.first + place)
             if self._pages[place] is not pages:
@@ -125,8 +126,8 @@ class Run:
 
 
 class FewRows:
-    """Computes a layer for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that the layer's own
-    code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
+    """A layer's implementation for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that the
+    layer's own code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
 
     def __init__(self, index: int, parts: LayerParts) -> None:
         self.parts = parts
@@ -139,12 +140,12 @@ class FewRows:
         return self.parts.q.width
 
     def takes(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether this implementation is correct and faster for these rows."""
+        """Return whether this implementation is correct and faster for these rows."""
         has_dtype = cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
         return has_dtype and self.takes_rows(current_step(), len(hidden))
 
     def takes_rows(self, step: Step, num_rows: int) -> bool:
-        """Whether this implementation is correct and faster for a step of so many rows."""
+        """Return whether this implementation is correct and faster for a step of `num_rows` rows."""
         return (
             0 < num_rows <= FEW_ROWS
             and type(step.backend) is TorchAttention
@@ -153,7 +154,7 @@ class FewRows:
         )
 
     def is_undisturbed(self, step: Step) -> bool:
-        """Whether no other part of the engine must act between the layers of a run."""
+        """Return whether no other part of the engine must act between the layers of a run."""
         shows_rows = step.saved is None and step.sink is not None
         return not (shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None)
 
@@ -187,7 +188,7 @@ class FewRows:
         return out
 
     def _rows(self, step: Step, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, Tensor, Any]:
-        """Return the rows of a step as the kernels take them, with their heads, and the attention tasks."""
+        """Return the rows of a step in the kernels' form, their heads, and the attention tasks."""
         num_q, count, dim = self.parts.heads[0], len(hidden), self.parts.head_dim
         table, slots, tasks = self._plan(step)
         heads = torch.empty(count, sum(self.parts.heads), dim, dtype=hidden.dtype)
@@ -205,8 +206,8 @@ class FewRows:
         return rows, heads, tasks
 
     def _read_in_part(self, step: Step, selection: StepSelection, rows: Any, tasks: Any) -> None:
-        """Attend where some rows may read chosen parts of their contexts, from `rows.q` to `rows.mixed`. tasks: of all
-        rows, reading whole contexts."""
+        """Attend from `rows.q` to `rows.mixed`, where some rows may read only the chosen parts of their contexts.
+        tasks: the attention tasks of all rows, for whole contexts."""
         candidates, pages, params = selection.candidates, step.pages(self._index), self.parts.params
         attend, queries = self.run.kernels.attend, rows.q
         pool = as_bits(pages.k), as_bits(pages.v)
@@ -245,8 +246,8 @@ class FewRows:
 
 
 def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
-    """Let adjacent layers of one form be computed in one call. ways: by layer. together: for each layer, whether it
-    gets the same rotary tables as the one before it."""
+    """Join adjacent layers with equal `form` into runs, each of which one call computes. ways: the implementation of
+    each layer, or None. together: whether each layer gets the same rotary tables as the one before it."""
     run: list[FewRows] = []
     for index, way in enumerate((*ways, None)):
         if run and (way is None or not together[index] or way.parts.form != run[0].parts.form):
@@ -259,8 +260,8 @@ def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
 
 
 class Layers(nn.ModuleList):
-    """A model's layers, whose iteration within a step ends as soon as all of them have been computed. Calling each of
-    thirty layers for nothing takes 0.4 ms."""
+    """A model's list of layers, whose iteration within a step ends as soon as all of them have been computed. Calling
+    each of thirty layers for nothing takes 0.4 ms."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return _left(tuple(self._modules.values()))

@@ -1,4 +1,5 @@
-"""Lets a model's last layer finish only the rows whose logits are wanted, which is one row of a prompt."""
+"""Lets a model's last layer compute its output only for rows whose logits are wanted: of a prompt, only the last
+row."""
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 def finish_wanted_rows_only(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> bool:
-    """Have the last layer skip unwanted rows, if it is one of ours. Returns whether it does. Both variants must give
-    the same logits, because the modules after the layers may do anything."""
+    """Have the last layer skip unwanted rows, if it is a DecoderLayer, and return whether it does. It does so only if
+    both variants give the same logits, because the modules after the layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False

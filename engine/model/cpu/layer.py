@@ -20,11 +20,12 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 
 
 class DecoderLayer(nn.Module):
-    """Computes hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a transformers layer;
-    uses the rotary tables and the current step."""
+    """A decoder layer: hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a
+    transformers layer; uses the rotary tables and the current step."""
 
     def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
-        """exact: rows must not depend on how many rows there are, whatever that costs in speed."""
+        """Take over the weights of `layer`. exact: whether a row's result must not depend on the number of rows,
+        whatever that costs in speed."""
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -46,7 +47,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def saves_rows(self) -> bool:
-        """Whether it has kernels that write rows to the slots where they are saved."""
+        """Whether the layer has kernels that also write rows to DRAM (`Step.saved`)."""
         return self._rotate is not None and (self.few is not None or self._is_exact)
 
     def _few_rows(self) -> FewRows | None:
@@ -135,7 +136,8 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
-    """Return parameters whose selection is for the sequences that `single_rows` makes."""
+    """Return the same parameters, with the selection limited to the sequences that `single_rows` makes of the wanted
+    rows."""
     if params.selection is None or step.selection is None:
         return params
     tokens = step.selection.candidates.tokens
@@ -149,7 +151,7 @@ def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> Attention
 
 
 def _together(layers: list[Any], exact: bool) -> Any:
-    """Return one product for linear layers with the same inputs."""
+    """Return one linear layer with the joint outputs of linear layers that have the same inputs."""
     if isinstance(layers[0], QuantisedLinear):
         return QuantisedTogether(layers)
     biases = [linear.bias for linear in layers if linear.bias is not None]
@@ -164,7 +166,7 @@ def _gate(gate: Any, up: Any, exact: bool) -> Any:
 
 
 def _summed(linear: Any, exact: bool) -> Any:
-    """Return a linear layer that adds a residual."""
+    """Return a linear layer that also adds a residual."""
     if isinstance(linear, QuantisedLinear):
         return linear
     return ExactLinear(linear.weight, linear.bias) if exact else SummedLinear(linear)

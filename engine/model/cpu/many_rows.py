@@ -17,14 +17,15 @@ NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks an
 
 
 class RotateAndWrite:
-    """Gives the same bits as `turn_halves` and `write_rows`. heads: the number of query heads and of key heads."""
+    """A compiled pass that gives the same bits as `turn_halves` and then `write_rows`. heads: the number of query heads
+    and of key heads."""
 
     def __init__(self, kernels: Any, heads: tuple[int, int], head_dim: int) -> None:
         self._kernels, self._heads, self._head_dim = kernels, heads, head_dim
         self._pool: tuple[KvPages, tuple[Any, ...]] | None = None
 
     def takes(self, turning: Tensor, cos: Tensor, sin: Tensor, pages: KvPages) -> bool:
-        """Whether this implementation is correct for these rows."""
+        """Return whether this implementation gives the right result for these rows."""
         pools = pages.k, pages.v
         return (
             cos.shape[-1] == self._head_dim

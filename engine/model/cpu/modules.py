@@ -36,7 +36,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer for the compiled kernels of a few rows. fields: as `reprise.kernels.cpu.blocks` defines them."""
+    """A linear layer in the form that the compiled kernels for a few rows take. fields: defined by
+    `reprise.kernels.cpu.blocks`."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -45,12 +46,12 @@ class FewProduct:
     block: int  # outputs per block
 
     def starting_at(self, column: int) -> "FewProduct":
-        """Return the same layer with its outputs from a column on, among the outputs of other products."""
+        """Return the same layer with its outputs placed from a column on, among the outputs of other products."""
         return replace(self, fields=(*self.fields[:_FIRST_FIELD], column, *self.fields[_FIRST_FIELD + 1 :]))
 
     @property
     def first(self) -> int:
-        """The column of its first output, among the outputs of other products."""
+        """The column of the layer's first output, among the outputs of other products."""
         return self.fields[_FIRST_FIELD]
 
     @property
@@ -63,8 +64,8 @@ class FewProduct:
 
 
 def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewProduct | None:
-    """Return the same linear layer for the compiled kernels, using the memory of `packed`, which must outlive it. None
-    if there are no such kernels, or they cannot read oneDNN's layout."""
+    """Return a linear layer in the compiled kernels' form, using the memory of `packed`, which must outlive it. None if
+    there are no such kernels, or they cannot read oneDNN's layout."""
     kernels = decode_kernels()
     found = None if kernels is None else words_of(packed, weight)
     if kernels is None or found is None:
@@ -159,7 +160,8 @@ class ExactLinear(nn.Module):
 
 
 class ExactGate(nn.Module):
-    """Computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens, out]."""
+    """A module that computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens,
+    out]."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
@@ -204,7 +206,8 @@ class SummedLinear(nn.Module):
 
 
 class Gate(nn.Module):
-    """Computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
+    """A module that computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix
+    products."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class Gate(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Computes down(silu(gate(x)) * up(x))."""
+    """A module that computes down(silu(gate(x)) * up(x))."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
@@ -235,8 +238,8 @@ class GatedMlp(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Computes weight * x / rms(x) in fp32 with one rounding at the end. In bf16 this is one compiled pass over x where
-    available, else four passes instead of seven."""
+    """A module that computes weight * x / rms(x) in fp32 with one rounding at the end. In bf16 this is one compiled
+    pass over x where available, else four passes instead of seven."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -267,7 +270,7 @@ class RmsNorm(nn.Module):
 
 
 def packing_works() -> bool:
-    """Whether oneDNN's packed linear, a private operator, exists and is correct."""
+    """Return whether oneDNN's packed linear, a private operator of torch, exists and is correct."""
     try:
         weight, x = torch.randn(48, 32).bfloat16(), torch.randn(3, 32).bfloat16()
         return agree(PackedLinear(weight, None)(x), F.linear(x, weight))

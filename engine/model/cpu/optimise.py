@@ -129,7 +129,7 @@ def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
 
 
 def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None:
-    """Let adjacent layers that rotate alike compute a few rows in one call."""
+    """Let adjacent layers with the same rotary tables compute a few rows in one call."""
     ways: list[FewRows | None] = [None] * len(probed.shapes)
     for module in model.modules():
         if isinstance(module, DecoderLayer):
@@ -145,7 +145,7 @@ def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None
 def _few_agree(
     ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor, page_format: PageFormat
 ) -> bool:
-    """Whether a layer's two implementations agree on a few rows: same answer, same keys and values."""
+    """Return whether a layer's two implementations agree on a few rows: the same output, the same keys and values."""
     few, index = ours.few, ours.index
     assert few is not None
     positions = positions[1::2]

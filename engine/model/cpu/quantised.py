@@ -53,17 +53,17 @@ class QuantisedLinear(nn.Module):
         return out
 
     def unpacked(self, x: Tensor) -> Tensor:
-        """Multiply by the unpacked weight."""
+        """Return the layer's result for x, computed by torch with the unpacked weight."""
         return F.linear(x, unpack(self.packed, x.dtype), self.bias)
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The properties that decide which kernels it uses."""
+        """The properties that decide which kernels the layer uses."""
         weight = self.packed
         return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
 
     def is_right(self) -> bool:
-        """Whether the compiled kernels agree with the unpacked weight."""
+        """Return whether the compiled kernels agree with the unpacked weight."""
         if self._fields is None:
             return True
         generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ class QuantisedEmbedding(nn.Module):
 
 
 class QuantisedTogether(nn.Module):
-    """Linear layers of the same inputs, computed together. x [..., in] -> [..., out of all]."""
+    """A joint computation of several linear layers with the same inputs. x [..., in] -> [..., out of all]."""
 
     def __init__(self, layers: list[QuantisedLinear]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class QuantisedTogether(nn.Module):
 
 
 class QuantisedGate(nn.Module):
-    """Computes silu(gate(x)) * up(x). x [tokens, in] -> [tokens, out]."""
+    """A module that computes silu(gate(x)) * up(x). x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, gate: QuantisedLinear, up: QuantisedLinear) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class QuantisedGate(nn.Module):
 
 
 def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
-    """Return the layer for the compiled kernels, or None if there are none."""
+    """Return a packed linear layer in the form that the compiled kernels take, or None if there are no such kernels."""
     kernels: Any = decode_kernels()
     if kernels is None:
         return None

@@ -25,7 +25,7 @@ _CHECK_POSITIONS = (*range(40), 1000, 4097, 8190, 8191)
 
 
 class ShortWay:
-    """The short way through one model. Called in a step, by the thread that runs the model."""
+    """A faster way through one model (see the module). Called in a step, by the thread that runs the model."""
 
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head
@@ -34,7 +34,7 @@ class ShortWay:
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
         """Return logits [rows, vocab], or None where the short way cannot be taken. Arguments are those of
-        `forward`."""
+        `hf_model.forward`."""
         first = self._first
         if first.run is not self._run or not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
             return None

@@ -10,11 +10,11 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """Captures graphs. Called by the engine's thread."""
+    """A recorder of CUDA graphs. Called by the engine's thread."""
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of the device that all graphs hold together."""
+        """The bytes of device memory that all graphs take together."""
         ...
 
     def __call__(self, call: Callable[[], None]) -> Replay:
@@ -24,7 +24,8 @@ class Capture(Protocol):
 
 
 class CaptureOnCuda:
-    """Captures graphs that share their memory. So the results of one graph must be used before another is replayed.
+    """A recorder of graphs that share their memory. So the results of one graph must be used before another is
+    replayed.
 
     `torch.cuda.graph` is not used: after a capture that fails, it leaves the capturing stream as the current one. In
     torch 2.11 it also leaves the allocator in capturing mode, in which it refuses to free what it keeps.

@@ -18,11 +18,11 @@ from reprise.kernels.attention.ragged_batch import AttentionParams
 
 
 class CudaLayer(nn.Module):
-    """Computes hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a transformers layer;
-    uses the rotary tables and the current step."""
+    """A decoder layer: hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a
+    transformers layer; uses the rotary tables and the current step."""
 
     def __init__(self, known: KnownLayer, index: int, params: AttentionParams, kernels: ModuleType) -> None:
-        """kernels: the module `reprise.kernels.triton_rows`."""
+        """Take over the weights of a layer. kernels: the module `reprise.kernels.triton_rows`."""
         super().__init__()
         self.index, self._params, self._head_dim, self._kernels = index, params, known.head_dim, kernels
         self._norm, self._post_norm = (_weight_and_eps(norm) for norm in known.norms)
@@ -72,7 +72,7 @@ def _weight_and_eps(norm: Any) -> tuple[Tensor, float]:
 
 
 def joined(layers: Sequence[Any]) -> nn.Module:
-    """Return one linear layer with the outputs of all."""
+    """Return one linear layer with the outputs of all `layers`, which have the same inputs."""
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only
@@ -83,7 +83,7 @@ def joined(layers: Sequence[Any]) -> nn.Module:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """Return the linear layer of these parameters, which are not copied."""
+    """Return a linear layer with this weight and bias, which are not copied."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

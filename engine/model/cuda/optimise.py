@@ -37,7 +37,7 @@ class Optimised:
 
 
 class RmsNorm(nn.Module):
-    """Computes weight * x / rms(x) in one pass."""
+    """A module that computes weight * x / rms(x) in one pass."""
 
     def __init__(self, weight: Tensor, eps: float, norm: Kernel) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RmsNorm(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Computes down(silu(gate(x)) * up(x)), with one product for gate and up."""
+    """A module that computes down(silu(gate(x)) * up(x)), with one product for gate and up."""
 
     def __init__(self, mlp: nn.Module, gated: Kernel) -> None:
         super().__init__()
@@ -62,8 +62,9 @@ class GatedMlp(nn.Module):
 
 @torch.no_grad()
 def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> Optimised:
-    """Replace modules in place; nothing without Triton. In 16 bits whole layers of the known kind are replaced: a sum
-    may be rounded once there instead of twice. While a module's weights are joined, they take their memory twice."""
+    """Replace modules in place; do nothing without Triton. In 16 bits whole layers of the known kind are replaced, in
+    which a sum may be rounded once instead of twice. While a module's weights are joined, they take their memory twice.
+    """
     done, kernels = Optimised(), triton_rows()
     if kernels is None:
         return done

@@ -24,7 +24,8 @@ class CudaQuantisedLinear(nn.Module):
     kernels, torch unpacks it."""
 
     def __init__(self, weight: PackedRows, bias: Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> None:
-        """dtype: type of the unpacked weight. kernels: the module `reprise.kernels.triton_packed`."""
+        """Take over a packed weight. dtype: type of the unpacked weight. kernels: the module
+        `reprise.kernels.triton_packed`."""
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.packed, self._dtype, self._kernels = weight, dtype, kernels
@@ -67,11 +68,11 @@ class CudaQuantisedLinear(nn.Module):
 
     @property
     def form(self) -> tuple[int, int, bool, int, int, bool]:
-        """The properties that decide which kernels it uses."""
+        """The properties that decide which kernels the layer uses."""
         return *self.packed.form, self.out_features, self.bias is not None
 
     def is_right(self) -> bool:
-        """Whether the kernels run here and agree with torch."""
+        """Return whether the kernels run here and agree with torch."""
         if self._kernels is None:
             return True
         try:
@@ -124,7 +125,8 @@ class CudaQuantisedTogether(nn.Module):
 
 
 def join_packed(layers: Sequence[CudaQuantisedLinear]) -> nn.Module:
-    """Return one layer with the outputs of all: a single product if their weights are packed alike."""
+    """Return one layer with the outputs of all `layers`: a single product if their weights are packed in the same
+    way."""
     first = layers[0]
     if len({(layer.packed.form, layer._kernels is None) for layer in layers}) > 1:
         return CudaQuantisedTogether(layers)

@@ -25,9 +25,9 @@ class OffloadedWeights:
     def __init__(
         self, model: nn.Module, *, num_layers: int, hbm_layers: int, device: torch.device, throttle: Throttle
     ) -> None:
-        """model: on the CPU; its other weights move to `device`. hbm_layers: how many layers' weights stay in HBM,
-        fewer than there are layers. throttle: cap of the link from DRAM. Raises ValueError if the layers cannot be
-        moved one by one."""
+        """Move weights to DRAM. model: on the CPU; its other weights move to `device`. hbm_layers: how many layers'
+        weights stay in HBM, fewer than there are layers. throttle: cap of the link from DRAM. Raises ValueError if the
+        layers cannot be moved one by one."""
         layers = decoder_layers(model, num_layers)
         numbers = streamed_layers(num_layers, hbm_layers)
         self.modules = frozenset(module for number in numbers for module in layers[number].modules())
@@ -73,7 +73,7 @@ def _check_apart(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter, and where its bytes begin among those of its layer."""
+    """A parameter and the offset of its bytes among those of its layer."""
 
     name: str  # name in the model
     parameter: nn.Parameter
@@ -110,12 +110,12 @@ class _Layer:
         return [(place.name, place.view(self.memory)) for place in self._places]
 
     def lay_out(self, buffers: Tensor) -> None:
-        """Have the parameters show these [buffers, bytes] from now on."""
+        """Bind the layer's parameters to these buffers, uint8 [buffers, bytes], from now on."""
         self._views = [[place.view(buffer) for place in self._places] for buffer in buffers]
         self._bind(0)
 
     def hook(self, stream: WeightStream, link: "_Link") -> None:
-        """Wait for the weights before each call of the layer, and give their buffer back after it."""
+        """Make each call of the layer wait for its weights first, and give their buffer back afterwards."""
 
         def enter(*_: Any) -> None:
             buffer = stream.enter(self._number)
@@ -139,20 +139,21 @@ class _Layer:
 
 
 class _Link:
-    """Copies bytes from DRAM to buffers of HBM. On CUDA the copy is made on a stream of its own, after the computation
-    that the engine's thread has queued with the buffer's former weights."""
+    """A copier of bytes from DRAM to buffers of HBM. On CUDA the copy runs on a stream of its own, after the
+    computation that the engine's thread has queued with the buffer's former weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: dict[int, torch.cuda.Event] = {}
 
     def note_use(self, number: int) -> None:
-        """Note that the work queued so far may read a buffer. Called by the engine's thread."""
+        """Note that the work queued so far may read buffer `number`. Called by the engine's thread."""
         if self._stream is not None:
             self._used[number] = torch.cuda.current_stream(self._stream.device).record_event()
 
     def copy(self, memory: Tensor, buffer: Tensor, number: int) -> None:
-        """Copy `memory` and return when it is there. Called by the WeightStream's thread."""
+        """Copy `memory` to `buffer`, the one with this number, and return when the copy has ended. Called by the
+        WeightStream's thread."""
         if self._stream is None:
             np.copyto(buffer.numpy(), memory.numpy())  # uses this thread alone, because the others compute
             return

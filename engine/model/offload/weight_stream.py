@@ -1,8 +1,8 @@
 """Brings layers' weights from DRAM to HBM before the layers that need them, in the order in which those run.
 
-A few buffers of HBM take turns. A thread of its own fills the next one while the layers before it compute. The thread
-that runs a layer waits for its weights with `enter` and gives their buffer back with `leave`. After the last layer
-comes the first, so a step finds its first layers in HBM.
+A few buffers in HBM are used in turn. A thread of its own fills the next one while the layers before it compute. The
+thread that runs a layer waits for its weights with `enter` and gives their buffer back with `leave`. The last layer is
+followed by the first, so a step finds its first layers in HBM.
 
 Sources: FlexGen (arXiv 2303.06865) and HybridServe (arXiv 2501.01792), which also move weights while other layers
 compute.
@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 
 CopyWeights = Callable[[int, int], None]
-"""Copies a layer's weights into a buffer, and returns when they are there. Called by the stream's thread."""
+"""Copies a layer's weights into a buffer and returns when they are in it: (layer, buffer). Called by the stream's
+thread."""
 
 
 class WeightsLost(RuntimeError):
@@ -25,8 +26,8 @@ class WeightStream:
     runs the model."""
 
     def __init__(self, *, sizes: Mapping[int, int], num_buffers: int, copy: CopyWeights) -> None:
-        """sizes: layer -> bytes of its weights, in the order in which layers run. copy: fills a buffer; called at once,
-        and then whenever a buffer is free. Raises ValueError for fewer than two buffers."""
+        """Start the thread. sizes: layer -> bytes of its weights, in the order in which layers run. copy: fills a
+        buffer; called at once, and then whenever a buffer is free. Raises ValueError for fewer than two buffers."""
         if num_buffers < 2:
             raise ValueError("one buffer is computed with, so another must be filled meanwhile")
         self._order, self._sizes, self._copy = list(sizes), dict(sizes), copy
@@ -66,22 +67,22 @@ class WeightStream:
                 self._drop(layer)
 
     def close(self) -> None:
-        """End the thread, after its present copy."""
+        """End the thread, after the copy that it is making."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
 
     def _is_ahead(self, layer: int) -> bool:
-        """Whether the stream would bring weights of other layers, which are not needed now, before this layer's. That
-        happens after a step that broke off, or if layers run in another order."""
+        """Return whether the stream would bring weights of other layers, which are not needed now, before this layer's.
+        That happens after a step that broke off, or if layers run in another order."""
         if layer in self._held:
             return next(iter(self._held)) != layer
         due = self._copying if self._copying is not None else self._order[self._next]
         return bool(self._held) or due != layer
 
     def _go_to(self, layer: int) -> None:
-        """Drop the weights that would come before a layer's."""
+        """Drop the weights that the stream would bring before those of `layer`."""
         for other in list(self._held):
             if other == layer:
                 return

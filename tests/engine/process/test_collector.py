@@ -25,8 +25,8 @@ def thresholds():
 
 
 def test_no_full_collection_begins_by_itself(thresholds):
-    gc.freeze()  # so that the full collections of this test cost nothing,
-    gc.collect()  # garbage of earlier tests does not put them off
+    gc.freeze()  # the full collections of this test then cost nothing
+    gc.collect()  # garbage of earlier tests does not delay a full collection
 
     def full_collections():
         before = gc.get_stats()[2]["collections"]
