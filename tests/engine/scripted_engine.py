@@ -108,6 +108,7 @@ def config(model: str = "") -> EngineConfig:
         ),
         scheduler=SchedulerConfig(
             policy="fcfs",
+            patience=8.0,
             itl_target_s=0.0,
             max_seqs=8,
             max_queued=8,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.queues.make_queue import WINDOWED, make_queue
+from reprise.scheduler.queues.make_queue import FAIR, make_queue
 from reprise.scheduler.scheduler import QueueFull, Scheduler
 from reprise.scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence
@@ -28,6 +28,7 @@ class FakeCache:
         self.leaving = False
         self.to_load = {}  # bytes that an admission would have to load, at 100 per second
         self.scores = {}
+        self.compute_s_per_token = 0.01
         self.own = {}  # tokens that nobody else has, beside those to load
 
     def resident_tokens(self, request_id):
@@ -45,6 +46,7 @@ class FakeCache:
             exposed_s=size / 100,
             own_tokens=self.own.get(request_id, 0) + stored,
             missing_tokens=missing,
+            compute_s=missing * self.compute_s_per_token,
             is_loading=is_loading,
         )
 
@@ -145,6 +147,7 @@ def make_loop(
     chunked_prefill=True,
     policy="fcfs",
     window=4,
+    patience=8.0,
     itl_target_s=0.0,
     least_chunk_tokens=4,
     predictor=None,
@@ -158,6 +161,7 @@ def make_loop(
         cache=cache,
         predictor=predictor,
         window=window,
+        patience=patience,
     )
     scheduler = Scheduler(
         cache=cache,
@@ -174,7 +178,8 @@ def make_loop(
             chunked_prefill=chunked_prefill,
         ),
         scores=scores,
-        fair_places=policy in WINDOWED,
+        fair_places=policy in FAIR,
+        timed_loads=policy != "due",
     )
     return Loop(scheduler, cache)
 

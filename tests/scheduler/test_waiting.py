@@ -32,7 +32,7 @@ def test_who_lost_its_room_goes_before_the_queue(waiting):
     resumed = waiting.next(())
     assert resumed.request_id == "r"
     assert waiting.next((resumed,)).request_id == "a"
-    assert not waiting.may_be_passed(resumed)
+    assert not waiting.may_be_passed(resumed, 0.0)
     waiting.start(resumed)
     assert (waiting.count, waiting.next(()).request_id) == (3, "a")
 

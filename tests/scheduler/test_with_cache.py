@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import QuantilePredictor
-from reprise.scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
+from reprise.scheduler.queues.make_queue import FAIR, ORDERS, make_queue
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
@@ -131,10 +131,11 @@ def test_conversations_in_a_memory_too_small_for_them(
     predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
         cache=manager.view,
-        queue=make_queue(order, cache=manager.view, predictor=predictor, window=3),
+        queue=make_queue(order, cache=manager.view, predictor=predictor, window=3, patience=8.0),
         predictor=predictor,
         cost=make_cost(),
-        fair_places=order in WINDOWED,
+        fair_places=order in FAIR,
+        timed_loads=order != "due",
         scores=True,
         limits=SchedulerLimits(
             max_seqs=max_seqs,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.scheduler.queues.due import DueQueue
 from reprise.scheduler.queues.hidden import HiddenWindow
 from reprise.scheduler.queues.make_queue import ORDERS
 from reprise.scheduler.queues.priority import PriorityQueue
@@ -36,6 +37,11 @@ def told_anew(scheduler):
         order = list(queue._waiting)
     elif isinstance(queue, PriorityQueue):
         order = [sequence for _, _, sequence in queue._order]
+    elif isinstance(queue, DueQueue):
+        for tenant in queue._shares._tenants.values():
+            tenant.starts = None
+        starts = [start for tenant in queue._shares._tenants.values() for start in queue._shares._starts(tenant)]
+        order = [sequence for _, _, sequence in sorted(starts)]
     else:
         rank = queue._rank if isinstance(queue, HiddenWindow) else queue._rank_once_loaded
         order = [*queue._in_order(rank), *queue._entry.upcoming().members]

@@ -38,6 +38,7 @@ class Where:
             exposed_s=0.0 if request_id in self.hidden else size / 100,
             own_tokens=int(where is not NOTHING and request_id not in self.of_others),
             missing_tokens=10,
+            compute_s=0.1,
             is_loading=request_id in self.loading,
         )
 
@@ -45,7 +46,7 @@ class Where:
 def make_window(size, *, policy="car"):
     """Loads that hold up their step by no more than 20 ms are hidden, where that counts."""
     where = Where()
-    window = make_queue(policy, cache=where, predictor=MaxTokensPredictor(), window=size)
+    window = make_queue(policy, cache=where, predictor=MaxTokensPredictor(), window=size, patience=8.0)
     return window, where
 
 
@@ -449,7 +450,7 @@ def test_the_plain_priority_queue_lets_it_wait_for_ever():
 
 @pytest.mark.parametrize("policy", ORDERS)
 def test_a_queue_knows_who_is_in_it(policy):
-    queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2)
+    queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, patience=8.0)
     sequences = [make_sequence(name, 4) for name in "abc"]
     for sequence in sequences:
         queue.add(sequence)

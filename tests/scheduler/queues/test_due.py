@@ -1,0 +1,201 @@
+"""Tests the order by work and wait: what is due first starts first, nothing starves, and moves of KV change the order."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprise.scheduler.predictor import MaxTokensPredictor
+from reprise.scheduler.queues.make_queue import make_queue
+from tests.conftest import make_sequence
+from tests.example_counts import examples
+from tests.scheduler.test_scheduler import make_loop
+
+WORKS = st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0, 3.0, 20.0])
+ARRIVALS = st.lists(st.tuples(st.floats(0, 30), WORKS), min_size=1, max_size=12)
+
+
+class Works:
+    """A cache that knows what each request would cost: seconds to compute, and seconds of its load that show."""
+
+    def __init__(self):
+        self.compute_s, self.exposed_s = {}, {}
+
+    def residency(self, request_id):
+        return SimpleNamespace(
+            compute_s=self.compute_s.get(request_id, 0.0), exposed_s=self.exposed_s.get(request_id, 0.0), missing_tokens=10
+        )
+
+
+def make_due(patience=8.0):
+    works = Works()
+    return make_queue("due", cache=works, predictor=MaxTokensPredictor(), window=4, patience=patience), works
+
+
+def add(queue, works, name, *, at=0.0, work=0.0, tenant="", weight=1.0, tokens=10):
+    works.compute_s[name] = work
+    sequence = make_sequence(name, tokens, arrived_s=at, tenant=tenant, weight=weight)
+    queue.add(sequence)
+    return sequence
+
+
+def drain(queue):
+    started = []
+    while (best := queue.best(())) is not None:
+        assert queue.front()[0] is best
+        queue.dispatch(best)
+        started.append(best.request_id)
+    return started
+
+
+def test_a_short_request_passes_a_long_one_that_came_a_little_before():
+    queue, works = make_due(patience=4.0)
+    add(queue, works, "long", at=0.0, work=2.0)  # due at 8
+    add(queue, works, "short", at=6.0, work=0.25)  # at 7
+    add(queue, works, "late", at=7.5, work=0.25)  # at 8.5
+    assert drain(queue) == ["short", "long", "late"]
+
+
+def test_the_part_of_a_load_that_shows_is_work_as_well():
+    queue, works = make_due(patience=1.0)
+    works.exposed_s["disk"] = 2.0
+    add(queue, works, "disk", at=0.0, work=1.0)
+    add(queue, works, "computed", at=1.0, work=1.5)
+    assert queue.due_s(queue.front()[1]) == 3.0
+    assert drain(queue) == ["computed", "disk"]
+
+
+def test_without_patience_the_order_is_that_of_arrival():
+    queue, works = make_due(patience=0.0)
+    for place, work in enumerate([3.0, 0.0, 20.0, 1.0]):
+        add(queue, works, f"{place}", at=float(place), work=work)
+    assert drain(queue) == ["0", "1", "2", "3"]
+
+
+def test_a_request_of_more_weight_is_due_earlier():
+    queue, works = make_due(patience=2.0)
+    flex = add(queue, works, "flex", work=1.0, weight=0.5)
+    usual = add(queue, works, "usual", at=1.0, work=1.0)
+    assert (queue.due_s(flex), queue.due_s(usual)) == (4.0, 3.0)
+    assert drain(queue) == ["usual", "flex"]
+
+
+@settings(max_examples=examples(200))
+@given(arrivals=ARRIVALS, patience=st.sampled_from([0.0, 1.0, 8.0]), places=st.integers(1, 3), data=st.data())
+def test_none_that_comes_more_than_the_difference_of_works_later_starts_before(arrivals, patience, places, data):
+    """One tenant. Requests come in order of arrival and start whenever chance has it."""
+    queue, works = make_due(patience)
+    waiting, started = {}, []
+    for number, (at, work) in enumerate(sorted(arrivals)):
+        sequence = add(queue, works, f"{number}", at=at, work=work)
+        waiting[sequence] = at, work
+        for _ in range(data.draw(st.integers(0, places))):
+            best = queue.best(())
+            if best is None:
+                break
+            came, cost = waiting.pop(best)
+            for other_came, other_cost in waiting.values():
+                assert came <= other_came + patience * (other_cost - cost) + 1e-9
+            queue.dispatch(best)
+            started.append(best)
+    rest = [*queue.upcoming().members]
+    assert [sequence.request_id for sequence in rest] == drain(queue)
+    assert {*started, *rest} >= {*waiting} and len(queue) == 0
+
+
+@settings(max_examples=examples(100))
+@given(
+    works_before=st.lists(WORKS, min_size=1, max_size=40),
+    works_after=st.lists(WORKS, min_size=40, max_size=40),
+    tokens=st.integers(1, 5000),
+)
+def test_moves_of_kv_change_the_order_after_a_bounded_number_of_steps(works_before, works_after, tokens):
+    queue, works = make_due()
+    sequences = [
+        add(queue, works, f"{number}", at=0.1 * number, work=work, tokens=tokens)
+        for number, work in enumerate(works_before)
+    ]
+    for sequence, work in zip(sequences, works_after, strict=False):
+        works.compute_s[sequence.request_id] = work
+    for _ in sequences:
+        queue.refresh()
+    expected = sorted(sequences, key=lambda s: (s.arrived_s + 8.0 * works.compute_s[s.request_id], s.arrived_s))
+    assert [*queue.upcoming().members] == expected
+    assert queue.best(()) is expected[0]
+    assert queue.best(expected[:1]) is (expected[1] if len(expected) > 1 else None)
+
+
+def test_a_long_line_is_in_order_where_it_matters_at_once_and_elsewhere_soon():
+    queue, works = make_due()
+    sequences = [add(queue, works, f"{number:03}", at=0.01 * number, work=5.0) for number in range(300)]
+    assert queue.front()[0] is sequences[0]
+    works.compute_s["299"] = 0.0
+    for _ in range(2 + 300 // 64):
+        queue.refresh()
+    assert queue.best(()) is sequences[299], "it is chosen by what is known, not by the line"
+    for _ in range(1 + 300 // 128):
+        queue.refresh()
+    assert queue.front()[0] is sequences[299]
+
+
+def test_what_finds_no_room_may_be_passed_until_it_is_due():
+    queue, works = make_due()
+    large = add(queue, works, "large", at=1.0, work=2.0)
+    assert queue.may_be_passed(large, 16.9)
+    assert not queue.may_be_passed(large, 17.0)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_large_request_that_finds_no_room_is_not_passed_for_ever(passes):
+    """A step is a second. The large request needs all of the room, a stream of small ones half of it each."""
+    loop = make_loop(policy="due", room=64, max_seqs=4, patience=8.0)
+    loop.cache.compute_s_per_token = 0.05 if passes else 1.0
+    loop.add("before", 20, max_tokens=8)
+    loop.step()
+    large = loop.add("large", 50, arrived_s=loop.now, max_tokens=2)
+    small_before = 0
+    for number in range(60):
+        loop.add(f"small{number}", 20, arrived_s=loop.now, max_tokens=4)
+        loop.step()
+        if "large" in loop.running or large.output_tokens:
+            break
+        small_before += any(name.startswith("small") for name in loop.running)
+    assert large.scheduled_s is not None or large.output_tokens, "it starves"
+    assert bool(small_before) == passes or not passes
+
+
+@settings(max_examples=examples(100))
+@given(flood=st.integers(2, 30), work=WORKS, at=st.floats(0, 5))
+def test_a_tenants_flood_holds_up_no_other_tenant(flood, work, at):
+    queue, works = make_due()
+    for number in range(flood):
+        add(queue, works, f"flood{number}", at=0.0, tenant="loud")
+    for _ in range(flood // 2):
+        queue.dispatch(queue.best(()))
+    add(queue, works, "quiet", at=at, work=work, tenant="quiet")
+    assert "quiet" in drain(queue)[:2], "however late it is due, its tenant is next"
+
+
+def test_a_request_that_waits_for_a_sibling_is_skipped_and_keeps_its_place():
+    loop = make_loop(policy="due", max_seqs=1)
+    loop.add("sibling", 10, max_tokens=1)
+    loop.add("other", 10, max_tokens=1)
+    loop.cache.waiting_for_siblings.add("sibling")
+    assert loop.step() == [("other", 10)]
+    loop.cache.waiting_for_siblings.clear()
+    assert loop.step() == [("sibling", 10)]
+
+
+def test_a_load_begins_as_soon_as_its_pages_fit_and_gives_way_to_what_runs():
+    loop = make_loop(policy="due", max_seqs=1, room=60)
+    loop.add("running", 20, max_tokens=30)
+    loop.step()
+    loop.cache.resident["later"], loop.cache.to_load["later"] = 19, 500
+    loop.cache.stalls["later"] = 5.0
+    later = loop.add("later", 20, arrived_s=loop.now, max_tokens=1)
+    loop.step()
+    assert loop.scheduler.has_early_load(later), "no timer waits for the end of the other"
+    for _ in range(25):
+        loop.step()
+    assert loop.scheduler.running, "what runs has the room that it needs"
