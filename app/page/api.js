@@ -96,6 +96,11 @@ export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
 }
 
+/** Somebody is about to go on with a conversation: the server brings its KV to memory meanwhile. Nothing depends on it. */
+export function expectTurn(id) {
+  return request(`/v1/sessions/${encodeURIComponent(id)}/prefetch`, { method: "POST", body: {} }).catch(() => {});
+}
+
 /** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. */
 export async function deleteSession(id) {
   try {

@@ -1,6 +1,6 @@
 // The page: puts its parts together and listens to the keyboard.
 
-import { apiKey, deleteSession, models } from "./api.js";
+import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { h, icon } from "./dom.js";
 import { Fleet } from "./fleet.js";
@@ -11,6 +11,9 @@ import * as store from "./store.js";
 const element = (id) => document.querySelector(`#${id}`);
 const NARROW = matchMedia("(max-width: 1099px)");
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
+
+const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
+const expected = new Map(); // conversation -> when the server was last told that it goes on
 
 const chat = new Chat();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
@@ -85,8 +88,17 @@ function drawList() {
   document.title = chat.conversation.title ? `${chat.conversation.title} – Reprise` : "Reprise";
 }
 
+/** Whoever opens a conversation or types into it will go on with it. */
+function expect() {
+  const { id, messages } = chat.conversation;
+  if (!messages.length || chat.streaming || Date.now() - (expected.get(id) ?? 0) < EXPECT_AGAIN_MS) return;
+  expected.set(id, Date.now());
+  expectTurn(id);
+}
+
 function show(conversation) {
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
+  expect();
   drawList();
   drawComposer();
   closePanels();
@@ -185,6 +197,7 @@ function submit() {
 }
 
 message.addEventListener("input", fit);
+message.addEventListener("input", expect);
 message.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

@@ -152,6 +152,27 @@ def test_conversations_survive_a_reload_and_leave_when_they_are_deleted(page: An
     assert ("local", session) not in server.engine.kept
 
 
+def test_the_server_hears_that_a_conversation_will_go_on(page: Any, server: Served) -> None:
+    """When it is opened, and when somebody types into it later; a new one has nothing to bring to memory."""
+    send(page, "The first one")
+    session = server.engine.submitted[-1].session_id
+    told: list[str] = []
+    page.on("request", lambda request: told.append(request.url) if request.url.endswith("/prefetch") else None)
+    page.get_by_role("button", name="New conversation").click()
+    page.locator("#message").press_sequentially("Hello")
+    assert told == []
+    with page.expect_request("**/prefetch") as asked:
+        page.locator("#conversations .open").first.click()
+    assert asked.value.url == f"{server.url}/v1/sessions/{session}/prefetch"
+    page.locator("#message").press_sequentially("And")
+    assert len(told) == 1, "it has just been told"
+    page.evaluate("(() => { const now = Date.now; Date.now = () => now() + 31_000 })()")
+    with page.expect_request("**/prefetch"):
+        page.locator("#message").press_sequentially(" now")
+    page.wait_for_timeout(50)
+    assert len(told) == 2
+
+
 def test_a_full_storage_is_said_and_a_refused_deletion_too(page: Any, server: Served) -> None:
     page.evaluate(
         """for (const size of [500_000, 20_000, 500, 10])
