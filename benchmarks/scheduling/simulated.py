@@ -1,13 +1,16 @@
 """Orders of the queue beside each other, on a machine whose speed never changes.
 
-    python -m benchmarks.scheduling.simulated [--arms car-hidden car priority fcfs]
+    python -m benchmarks.scheduling.simulated --trace azure_2023_conv.csv.gz [--arms due car-hidden car priority fcfs]
 
 The real scheduler and cache manager on a virtual clock (`reprise.loadgen.virtual.simulation`). All arms get the same
 arrivals; every seed is another round of them. Conversations that were begun return, whose KV is in HBM, in DRAM and on
 disk, and a fifth of the turns begin others, with long prompts or short ones. Loads take as long as a turn's new tokens,
 or six times as long; rates are shares of what FCFS works off in bursts.
 
-TTFT in ms, of all turns and by where most of a turn's history was when it came (`new`: nowhere); a wait ends with the
+Lengths of messages and answers are equal, log-normal, or those of Azure's recorded conversations (`--trace`), about the
+same means; each kind has eight settings.
+
+TTFT in ms, and slowdown: TTFT over what the turn alone would take; of all turns and by where most of a turn's history was when it came (`new`: nowhere); a wait ends with the
 first step; an overtake is a start before a turn that came earlier. Ratios of all turns, of first and of returning
 ones, have 95 % intervals by bootstrap over the seeds.
 
@@ -21,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +32,7 @@ from rich.console import Console
 from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.harness.tables import show_rows
-from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes
+from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Lengths, Recorded, equal, lognormal
 from reprise.cache.stats import ResidencyValue
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
@@ -40,7 +44,7 @@ PLACES = ("hbm", "new", "dram", "disk")
 BASES = ("fcfs", DEFAULT)  # arms in units of which the others are told
 KINDS = {"all": PLACES, "first": ("new",), "returning": ("hbm", "dram", "disk")}
 MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": mean_of, "p50": partial(percentile, share=0.5), "p95": partial(percentile, share=0.95),
+    "mean": mean_of, **{f"p{share:.0%}"[:-1]: partial(percentile, share=share) for share in (0.5, 0.95, 0.99)},
 }  # fmt: skip
 BURSTS, RESAMPLED = 3, 400
 PREFILL_S, WINDOW = 0.1251, 12  # a turn's prefill, measured on 2 cores of an AMD EPYC; what a server made of it
@@ -55,6 +59,11 @@ class Served:
     started_s: float
     ttft_s: float
     tpot_s: float
+    alone_s: float  # its TTFT if nothing else ran
+
+    @property
+    def slowdown(self) -> float:
+        return self.ttft_s / max(1e-6, self.alone_s)
 
     @property
     def wait_s(self) -> float:
@@ -78,7 +87,7 @@ def play(machine: VirtualServer, conversations: Sequence[Conversation], seed: in
     return [
         Served(
             place_of(r.residency), r.arrived_s - start_s, r.started_s - start_s, r.ttft_s,
-            (r.token_s[-1] - r.token_s[0]) / max(1, len(r.token_s) - 1),
+            (r.token_s[-1] - r.token_s[0]) / max(1, len(r.token_s) - 1), r.residency.compute_s + r.residency.exposed_s,
         )
         for r in simulation.records
         if r.arrived_s >= start_s and r.residency is not None and r.started_s is not None and r.ttft_s is not None
@@ -91,11 +100,12 @@ def place_of(residency: ResidencyValue) -> str:
     return "hbm" if residency.own_tokens else "new"
 
 
-def classes_rows(turns: int) -> list[Row]:
-    return [
-        classes_row(Classes(turns=turns, new_tokens=new_tokens), factor, share)
-        for new_tokens, factor, share in product((1000, 200), (1.0, 6.0), (0.8, 1.0))
-    ]
+def classes_rows(turns: int, lengths: dict[str, Lengths]) -> list[Row]:
+    rows = []
+    for (kind, drawn), new_tokens, factor, share in product(lengths.items(), (1000, 200), (1.0, 6.0), (0.8, 1.0)):
+        row = classes_row(Classes(turns=turns, new_tokens=new_tokens, lengths=drawn), factor, share)
+        rows.append(replace(row, labels={"lengths": kind, **row.labels}))
+    return rows
 
 
 def classes_row(workload: Classes, factor: float, share: float, prefill_s: float = PREFILL_S) -> Row:
@@ -148,6 +158,7 @@ def describe(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
     return {
         **_times(served), "most_overtakes": max(passed, default=0),
         "tpot_p50": rounded(percentile([turn.tpot_s * 1e3 for turn in served], 0.5)),
+        "slowdown_p95": rounded(percentile([turn.slowdown for turn in served], 0.95), 1),
         "by_place": {place: _times([turn for turn in served if turn.place == place]) for place in PLACES},
         "overtakes": {str(count): passed.count(count) for count in sorted(set(passed))},
     }  # fmt: skip
@@ -206,7 +217,12 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
-    settings = classes_rows(arguments.turns)[: arguments.rows]
+    lengths: dict[str, Lengths] = {"equal": equal, "lognormal": lognormal}
+    if arguments.trace is not None:
+        lengths["azure"] = Recorded.read(arguments.trace)
+    if unknown := {*arguments.lengths} - {*lengths}:
+        raise SystemExit(f"--lengths {' '.join(unknown)} needs --trace")
+    settings = classes_rows(arguments.turns, {kind: lengths[kind] for kind in arguments.lengths})[: arguments.rows]
     with ProcessPoolExecutor(arguments.processes) as pool:
         found = pool.map(partial(measure_row, arguments.rounds, arguments.arms), settings)
         rows = [next(found) for _ in run.track(settings, "simulating")]
@@ -218,7 +234,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for row in result["rows"]:
         setting = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, dict))
         times = {
-            arm: {**{name: values[name] for name in (*MEASURES, "longest_wait", "most_overtakes", "tpot_p50")},
+            arm: {**{name: values[name] for name in (*MEASURES, "longest_wait", "slowdown_p95", "most_overtakes", "tpot_p50")},
                   **{place: "{mean} / {p50} / {p95}, {longest_wait}".format(**found)
                      for place, found in values["by_place"].items() if found["turns"]}}
             for arm, values in row["ttft_ms"].items()
@@ -234,6 +250,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=Classes().turns, help="of a round, that count")
+    parser.add_argument("--trace", type=Path, help="azure_2023_conv.csv.gz, for the lengths `azure`")
+    parser.add_argument("--lengths", nargs="+", default=["lognormal"], choices=["equal", "lognormal", "azure"])
     parser.add_argument("--rows", type=int, help="only the first so many settings")
     parser.add_argument("--processes", type=int, default=2)
 

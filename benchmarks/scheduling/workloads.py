@@ -1,7 +1,11 @@
 """Conversations that `benchmarks.scheduling.served` (Poisson) and `benchmarks.scheduling.simulated` (Classes) play."""
 
+import csv
+import gzip
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from reprise.loadgen.workloads.workload import Conversation, Turn
 
@@ -9,7 +13,57 @@ DEFAULT = "car-hidden"  # `scheduler.policy`, unless it is set
 BLOCK = 32
 _TEMPLATE_TOKENS = 16  # at most, around a message
 _RECENT = 6.0  # the mean place of a returning conversation in the list of those that spoke last
+_LEAST_TOKENS = 8  # of a message or an answer whose length is drawn
 _BEGIN_S, _SETTLE_S = 0.5, 10.0  # between two beginnings; from the last one to the first turn that counts
+
+
+Lengths = Callable[[random.Random], tuple[float, float]]
+"""Draws the lengths of a message and of its answer, in units of their means."""
+
+
+def equal(rng: random.Random) -> tuple[float, float]:
+    return 1.0, 1.0
+
+
+def lognormal(rng: random.Random) -> tuple[float, float]:
+    """Lengths as different from one another as those of recorded chats: sigma 1."""
+    return rng.lognormvariate(-0.5, 1.0), rng.lognormvariate(-0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Lengths of recorded requests, drawn in pairs."""
+
+    pairs: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def read(cls, trace: Path) -> "Recorded":
+        """trace: one of Azure's, with a line for each request."""
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+        prompt, answer = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+        return cls(tuple((asked / prompt, said / answer) for asked, said in rows))
+
+    def __call__(self, rng: random.Random) -> tuple[float, float]:
+        return rng.choice(self.pairs)
+
+
+def varied(conversations: Sequence[Conversation], lengths: Lengths, seed: str, most_tokens: int) -> list[Conversation]:
+    """Return the same turns at the same times with lengths that are drawn. No conversation grows beyond `most_tokens`,
+    so that a message is cut where the rest of its conversation would have no room."""
+    rng, found = random.Random(f"lengths {seed}"), []
+    for conversation in conversations:
+        turns: list[Turn] = []
+        left = most_tokens
+        for number, turn in enumerate(conversation.turns, 1):
+            prompt, answer = lengths(rng)
+            room = left - (len(conversation.turns) - number + 1) * 2 * (_LEAST_TOKENS + _TEMPLATE_TOKENS)
+            said = min(max(_LEAST_TOKENS, round(turn.answer_tokens * answer)), max(_LEAST_TOKENS, room // 4))
+            asked = min(max(_LEAST_TOKENS, round(turn.prompt_tokens * prompt)), max(_LEAST_TOKENS, room - said))
+            left -= asked + said + _TEMPLATE_TOKENS
+            turns.append(replace(turn, prompt_tokens=asked, answer_tokens=said))
+        found.append(replace(conversation, turns=tuple(turns)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +110,7 @@ class Classes:
     turns: int = 100  # that count
     new_share: float = 0.2  # share of these turns that begin a conversation
     new_tokens: int = 1000  # their prompts
+    lengths: Lengths = equal  # of messages and answers that count
 
     @property
     def new(self) -> int:
@@ -78,6 +133,11 @@ class Classes:
     @property
     def _begun_tokens(self) -> int:
         return self.first_tokens + 1 + _TEMPLATE_TOKENS
+
+    @property
+    def _room(self) -> int:
+        """The most tokens that a conversation may grow by, for all of it to fit into HBM."""
+        return self.in_hbm * self.mean_tokens - self._begun_tokens - 2 * BLOCK
 
     @property
     def mean_history(self) -> int:
@@ -114,7 +174,8 @@ class Classes:
                 recent.remove(chosen)
             recent.insert(0, chosen)
             turns[chosen].append(Turn(tokens, self.answer_tokens, 0.0, due_s=due_s))
-        return [Conversation(f"c-{n}", "", 0.0, tuple(said)) for n, said in enumerate(turns) if said]
+        found = [Conversation(f"c-{n}", "", 0.0, tuple(said)) for n, said in enumerate(turns) if said]
+        return varied(found, self.lengths, seed, self._room)
 
     def burst(self, seed: int) -> list[Conversation]:
         """Return a turn of every old conversation and as many new ones as belong to them, all at once."""
@@ -122,10 +183,11 @@ class Classes:
         order = list(range(old + round(old * self.new_share / (1 - self.new_share))))
         random.Random(seed).shuffle(order)
         tokens = {n: self.turn_tokens if n < old else self.new_tokens for n in order}
-        return [
+        found = [
             Conversation(f"c-{n}", "", 0.0, (Turn(tokens[n], self.answer_tokens, 0.0, due_s=1e-6 * order[n]),))
             for n in order
         ]
+        return varied(found, self.lengths, f"{seed}", self._room)
 
     def begun(self, later: list[Conversation]) -> list[Conversation]:
         """Return the old conversations, which begin one after the other, and go on with `later` from `start_s` on."""
