@@ -10,9 +10,10 @@ or six times as long; rates are shares of what FCFS works off in bursts.
 Lengths of messages and answers are equal, log-normal, or those of Azure's recorded conversations (`--trace`), about the
 same means; each kind has eight settings.
 
-TTFT in ms, and slowdown: TTFT over what the turn alone would take; of all turns and by where most of a turn's history was when it came (`new`: nowhere); a wait ends with the
-first step; an overtake is a start before a turn that came earlier. Ratios of all turns, of first and of returning
-ones, have 95 % intervals by bootstrap over the seeds.
+TTFT in ms, and slowdown: TTFT over what the turn alone would take. Both of all turns, and TTFT by where most of a
+turn's history was when it came (`new`: nowhere); a wait ends with the first step; an overtake is a start before a turn
+that came earlier. Ratios of all turns, of first and of returning ones, have 95 % intervals by bootstrap over the
+seeds.
 
 Held: with a window, a turn is overtaken by fewer than the window has places.
 """
@@ -46,6 +47,7 @@ KINDS = {"all": PLACES, "first": ("new",), "returning": ("hbm", "dram", "disk")}
 MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": mean_of, **{f"p{share:.0%}"[:-1]: partial(percentile, share=share) for share in (0.5, 0.95, 0.99)},
 }  # fmt: skip
+OTHERS = ("longest_wait", "slowdown_p95", "most_overtakes", "tpot_p50")
 BURSTS, RESAMPLED = 3, 400
 PREFILL_S, WINDOW = 0.1251, 12  # a turn's prefill, measured on 2 cores of an AMD EPYC; what a server made of it
 
@@ -234,7 +236,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for row in result["rows"]:
         setting = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, dict))
         times = {
-            arm: {**{name: values[name] for name in (*MEASURES, "longest_wait", "slowdown_p95", "most_overtakes", "tpot_p50")},
+            arm: {**{name: values[name] for name in (*MEASURES, *OTHERS)},
                   **{place: "{mean} / {p50} / {p95}, {longest_wait}".format(**found)
                      for place, found in values["by_place"].items() if found["turns"]}}
             for arm, values in row["ttft_ms"].items()

@@ -32,7 +32,7 @@ from reprise.loadgen.workloads.workload import Conversation, ConversationShape, 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.queues.make_queue import FAIR, WINDOWED, make_queue
+from reprise.scheduler.queues.make_queue import FAIR, make_queue
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Tests the order by work and wait: what is due first starts first, nothing starves, and moves of KV change the order."""
+"""Tests the order by work and wait: what is due first starts first, nothing starves, and moves of KV change it."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,9 @@ class Works:
 
     def residency(self, request_id):
         return SimpleNamespace(
-            compute_s=self.compute_s.get(request_id, 0.0), exposed_s=self.exposed_s.get(request_id, 0.0), missing_tokens=10
+            compute_s=self.compute_s.get(request_id, 0.0),
+            exposed_s=self.exposed_s.get(request_id, 0.0),
+            missing_tokens=10,
         )
 
 
@@ -101,7 +103,8 @@ def test_none_that_comes_more_than_the_difference_of_works_later_starts_before(a
             started.append(best)
     rest = [*queue.upcoming().members]
     assert [sequence.request_id for sequence in rest] == drain(queue)
-    assert {*started, *rest} >= {*waiting} and len(queue) == 0
+    assert {*started, *rest} >= {*waiting}
+    assert len(queue) == 0
 
 
 @settings(max_examples=examples(100))
