@@ -125,9 +125,9 @@ class LoadStream:
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Queue a load. It is made after earlier loads, and at first only as far as the read buffer allows; it writes
-        to its pages after everything that was launched to compute before. in_step: whether the next step uses it, and
-        places it by itself if it can."""
+        """Queue a load. It is made after earlier loads, and at first only for the layers that the read buffer allows;
+        it writes to its pages after everything that was launched to compute before. in_step: whether the next step uses
+        it, and places it by itself if it can."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
