@@ -68,7 +68,7 @@ class SizedBody:
 
 
 class EndlessBody:
-    """A body that consists of everything until the connection ends."""
+    """A body without a length, which consists of everything until the connection ends."""
 
     ended = False
 

@@ -6,7 +6,7 @@ from typing import Self
 
 
 class HeldBytes:
-    """A counter of one gateway's memory for requests. To be used on its event loop."""
+    """A counter of one gateway's memory for requests, which bounds it. To be used on its event loop."""
 
     def __init__(self, most: int) -> None:
         self.most = most

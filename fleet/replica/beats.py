@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Beats:
-    """A sender of this replica's beats. One per replica, on its event loop."""
+    """A sender of this replica's beats (its reports to the directory). One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Beats:
                 await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
 
     async def beat(self) -> None:
-        """Report that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        """Report that this server lives, carry out deletions, and send the commits that wait. Raises
+        DirectoryUnavailable."""
         await self._follow(await self._say_alive())
 
     def stop(self) -> None:
