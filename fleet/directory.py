@@ -1,9 +1,9 @@
 """Keeps in Redis the members of the fleet, and the replica at which each session was last committed.
 
-A session has one record. The replica that claims it gets an epoch (a number that grows with every claim and deletion)
-and may commit until another claims it: then its commits are refused. Everything else in the fleet is a cache of what
-the record names, so a stale entry costs a load and never an answer. Changes that must happen together are one script,
-in scripts/. One Redis, not a cluster, with `noeviction`.
+A session has one record. The replica that claims it gets an epoch (a number that grows with claims and deletions) and
+may commit until another claims it: then its commits are refused. Everything else in the fleet is a cache of what the
+record names, so a stale entry costs a load and never an answer. Changes that must happen together are one script, in
+scripts/. One Redis, not a cluster, with `noeviction`.
 
 Nothing that Redis sends is trusted: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
 and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
