@@ -420,7 +420,7 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the block."""
+    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the `with` block."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

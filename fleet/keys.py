@@ -94,7 +94,7 @@ class Keys:
         return self._mac(data, key) + data
 
     def unseal(self, sealed: bytes, *, key: str) -> bytes:
-        """Return the bytes that were sealed. Raises BadSeal."""
+        """Check the keyed digest that `seal` has added, and return the bytes without it. Raises BadSeal."""
         mac, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data, key)):
             raise BadSeal(f"{len(sealed)} bytes under {key!r:.80}")

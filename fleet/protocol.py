@@ -69,7 +69,7 @@ class Forged(Exception):
 
 
 class BadEnvelope(Exception):
-    """An envelope (the journal sent to a resuming replica) is genuine and cannot be read: gateway and replica are of
+    """An envelope (the journal sent to a resuming replica) is genuine but cannot be read: gateway and replica are of
     different versions."""
 
 
@@ -96,7 +96,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that this piece completes. Raises BadFrame."""
+        """Return the frames that this piece of the body completes. Raises BadFrame."""
         buffer = self._buffer
         buffer += data
         frames: list[Frame] = []
@@ -188,7 +188,8 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 
 
 def fleet_key(tenant_secret: bytes) -> bytes:
-    """Return the key of a fleet's gateways and replicas, which share the tenant secret."""
+    """Return the key by which a fleet's gateways and replicas recognise each other's messages. All derive it from the
+    tenant secret that they share."""
     return hashlib.blake2b(key=tenant_secret, digest_size=_TAG_BYTES, person=b"reprise fleet v1").digest()
 
 

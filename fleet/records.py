@@ -106,8 +106,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The end of a turn, or a newer head of an ended one (the record by which another replica can take over the
-    session)."""
+    """A report to the directory of the end of a turn, or of a newer head of an ended one (the record by which another
+    replica can take over the session)."""
 
     name: SessionName
     fingerprint: str

@@ -118,8 +118,8 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return the sequences with more than one token to compute or with an id in `loading`, in order of admission.
-        With `fair_places`, the sequences of tenants with the fewest sequences come first."""
+        """Return the sequences with more than one token to compute or with an id in `loading` (those that wait for KV),
+        in order of admission. With `fair_places`, the sequences of tenants with the fewest sequences come first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 

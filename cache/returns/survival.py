@@ -152,7 +152,8 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """Return the offset from the weight index of an answer's length to the index of its weight at this age."""
+    """Return what to add to the index of the weight of an answer's length to get the index of its weight for the period
+    of age that this bin is in."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 

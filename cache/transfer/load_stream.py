@@ -154,8 +154,8 @@ class LoadStream:
         return self._coded if part.is_coded else None
 
     def start(self, job_id: int) -> None:
-        """Allow the layers beyond the read buffer, because the request of a load runs now or does not wait for it any
-        more."""
+        """Allow the layers beyond the read buffer (the first few layers, which may come before the request runs),
+        because the request of a load runs now or does not wait for it any more."""
         load = self._loads.get(job_id)
         if load is not None and not load.started:
             with self._changed:

@@ -147,7 +147,7 @@ _STEP: ContextVar[Step | None] = ContextVar("reprise_step", default=None)
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Make `step` the current step of this thread until the end of the block."""
+    """Make `step` the current step of this thread until the end of the `with` block."""
     token = _STEP.set(step)
     try:
         yield
@@ -262,7 +262,7 @@ def take_over_attention(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Let the model use the attention implementation `name` until the end of the block."""
+    """Let the model use the attention implementation `name` until the end of the `with` block."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name

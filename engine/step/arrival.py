@@ -22,8 +22,9 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """Start the loads' remaining layers. jobs: request id -> job id of its load. patience_s(request id): the
-        longest wait, in seconds, for the load's next layer."""
+        """Allow the loads' layers that were held back until the step. jobs: request id -> job id of its load.
+        patience_s(request id): the longest wait, in seconds, for the load's next layer. has_bystanders: whether some
+        sequences of the step need no load."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders

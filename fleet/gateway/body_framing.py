@@ -25,7 +25,8 @@ class Body(Protocol):
         ...
 
     def end(self) -> None:
-        """Note that the connection has ended. If the body's framing does not let it end here, it stays incomplete."""
+        """Note that the connection has ended. If the body's framing does not let it end here, the body stays
+        incomplete."""
         ...
 
 

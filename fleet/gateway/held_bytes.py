@@ -13,7 +13,7 @@ class HeldBytes:
         self.held = 0
 
     def lease(self) -> "Lease":
-        """Return a request's part of the memory; leaving its context frees it."""
+        """Return a request's part of the memory; the end of its `with` block frees it."""
         return Lease(self)
 
 

@@ -272,7 +272,8 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _with_route(self, data: bytes) -> bytes:
-        """Add the route to the answer's `x_cache`, if it has that field."""
+        """Add the route (which replica has answered, and why that one) to the answer's `x_cache`, if it has that
+        field."""
         if _X_CACHE not in data or self._turn.path == "/v1/responses":  # which repeats objects of the client's
             return data
         route = self._route
@@ -311,7 +312,8 @@ class Relay:
         return self._journal.is_empty or (self._is_noted and self._journal.can_resume)
 
     def _note_progress(self) -> None:
-        """Note that a token has arrived: the turn does not crash replicas, and those that failed may be tried again."""
+        """Note that a token has arrived. That shows that the turn does not crash replicas, so those that failed may be
+        tried again."""
         if self._is_resuming:
             self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
         self._failures, self._broke_s = 0, 0.0

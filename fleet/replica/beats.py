@@ -54,8 +54,9 @@ class Beats:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Beat until cancelled. The work that an answer asks for is done while later beats are sent: it may have to
-        wait for a turn, and a gateway gives up a replica whose beats are late."""
+        """Send beats (reports to the directory) until cancelled. The work that an answer of the directory asks for is
+        done while later beats are sent: it may have to wait for a turn, and a gateway gives up a replica whose beats
+        are late."""
         started_s = self._clock()
         while True:
             try:

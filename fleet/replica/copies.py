@@ -16,7 +16,7 @@ LISTED = 200  # sessions in one answer of the engine
 
 
 class Copies:
-    """The copies of sessions on this replica. One per replica, on its event loop."""
+    """The copies of sessions (KV, transcripts, unsent commits) on this replica. One per replica, on its event loop."""
 
     def __init__(
         self, *, held: HeldSessions, outbox: OutboxThread, transcripts: TextThread, commands: SessionCommands
@@ -51,8 +51,8 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies as soon as no request of the session runs, unless it was begun again after the epoch, that
-        of a deletion."""
+        """Delete the copies as soon as no request of the session runs, unless it was begun again after the deletion
+        that has this epoch."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)

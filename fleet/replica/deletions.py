@@ -31,7 +31,7 @@ class Copies(Protocol):
         ...
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies of this id, with any salt, unless they were begun after the epoch, that of a deletion.
+        """Delete the copies of this id, with any salt, unless they were begun after the deletion that has this epoch.
         Waits for requests of the session to end."""
         ...
 
@@ -49,8 +49,8 @@ class Deletions:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
 
     async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
-        """Carry out the deletions in the answer to a beat, and report that. Raises ApiError or DirectoryUnavailable;
-        then `since` stays, so that the next answer has them again. Only one call at a time."""
+        """Carry out the deletions in the directory's answer to a beat, and report that to it. Raises ApiError or
+        DirectoryUnavailable; then `since` stays, so that the next answer has them again. Only one call at a time."""
         if not heard.reaches_back:
             await self._clear(fingerprint)
         if heard.forgotten:

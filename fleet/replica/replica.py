@@ -1,5 +1,5 @@
-"""Makes this server one replica of a fleet: it beats, claims a session before its turn, fetches what others have
-committed of it, and commits the turn before its client learns that it has ended.
+"""Makes this server one replica of a fleet: it sends beats (reports to the directory), claims a session before its
+turn, fetches what others have committed of it, and commits the turn before its client learns that it has ended.
 
 Without Redis a turn uses what this server has. Its commit waits in the outbox.
 """
@@ -169,7 +169,7 @@ class Replica:
         held.running = max(0, held.running - 1)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Report tokens that a key has used to the fleet, soon."""
+        """Have the tokens that a key has used reported to the fleet soon."""
         if self._spending.add(tenant, tokens) and (self._telling is None or self._telling.done()):
             self._telling = self._background.spawn(self._tell_spending())
 

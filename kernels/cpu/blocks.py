@@ -66,7 +66,7 @@ def _code_table(zero: int) -> ir.Constant:
 
 def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
     """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: for 4 bits four pairs
-    of 16 outputs, for 8 bits one pair of 32."""
+    of inputs for 16 outputs, for 8 bits one pair for 32."""
     if bits == 4:
         words = e.load(pointer, PAIRS)
         table = _code_table(zero)
@@ -203,7 +203,8 @@ def _by_sums(
 
 
 def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
-    """Load four pairs of inputs of 16 outputs. Returns their 8 numbers in fp32."""
+    """Load the 4-bit codes of four pairs of inputs for 16 outputs. Returns 8 vectors of numbers in fp32, one for each
+    input."""
     words = e.load(pointer, VEC_I32)
     found = []
     for pair in range(4):
@@ -216,7 +217,8 @@ def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
-    """Load a pair of inputs of 16 outputs. Returns both in fp32."""
+    """Load the 8-bit codes of a pair of inputs for 16 outputs. Returns two vectors of numbers in fp32, one for each
+    input."""
     words = e.b.sext(e.load(e.at(pointer, lane * 32), VEC_I16), VEC_I32)
     low = e.b.ashr(e.b.shl(words, e.words(24)), e.words(24))
     return [e.b.sitofp(low, VEC), e.b.sitofp(e.b.ashr(words, e.words(8)), VEC)]

@@ -74,8 +74,8 @@ class _Server:
 
     @contextmanager
     def lease(self) -> Iterator[RedisConnection]:
-        """Lend a connection until the end of the block. It is reused by the next call if all its replies were read.
-        Raises RedisFailed."""
+        """Lend a connection until the end of the `with` block. It is reused by the next call if all its replies were
+        read. Raises RedisFailed."""
         self._breaker.check()
         try:
             connection = self._idle.pop()

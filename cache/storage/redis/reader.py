@@ -140,8 +140,8 @@ class _Receiver:
 
 
 class RedisReader:
-    """A reader of blocks of several extents, used by one thread at a time. It requests fields ahead of the layer that
-    needs them, and stores their bytes of later layers until those are read."""
+    """A reader of blocks of several extents, used by one thread at a time. It requests fields (pieces of an extent's
+    bytes) ahead of the layer that needs them, and stores their bytes of later layers until those are read."""
 
     def __init__(self, store: RedisExtents, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         """Read the headers. wanted: names of extents, and for each the indices of the wanted blocks, ascending. Raises

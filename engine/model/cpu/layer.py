@@ -137,8 +137,8 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
-    """Return the same parameters, with the selection limited to the sequences that `single_rows` makes of the wanted
-    rows."""
+    """Return the same parameters, with the selection of context rows to read limited to the sequences that
+    `single_rows` makes of the wanted rows."""
     if params.selection is None or step.selection is None:
         return params
     tokens = step.selection.candidates.tokens
