@@ -196,7 +196,7 @@ def _unpack(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return the least number of programs that run at the same time."""
+    """Return how many programs a device runs at the same time, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

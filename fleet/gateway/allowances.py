@@ -22,8 +22,8 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted, and the places (of running answers, which a key may have so many of) that it has
-    until `leave`."""
+    """A request that was counted, and the places that it takes until `leave`, of those that its key has for running
+    answers."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself

@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The shape of one step, the same for all layers of a group.
-    Sequence i owns the query rows query_start[i] .. query_start[i + 1]. They are the last rows of its context, so its
-    query row j is at position context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page
-    block_table[i, p // page_size]."""
+    """The shape of one step's batch, the same for all layers. Sequence i owns the query rows query_start[i] ..
+    query_start[i + 1]. They are the last rows of its context, so its query row j is at position
+    context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page block_table[i, p //
+    page_size]."""
 
     query_lens: list[int]
     context_lens: list[int]  # KV rows of each sequence, including those of this step, which are in the pool already
