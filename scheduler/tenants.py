@@ -86,10 +86,9 @@ class Tenants:
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Return the next queued request of a starved tenant. That is one that has nothing running and nothing in
-        `before_it`, while another tenant takes all places, room or steps and has more than one request. A tenant with a
-        single request keeps its place, but has to share the steps. None if no tenant is starved. has_places: whether
-        places in the batch are free."""
+        """Return the next queued request of a starved tenant (it has nothing running and nothing in `before_it`, while
+        another with several requests takes all places, room or steps); None if there is none. A tenant with a single
+        request keeps its place, but shares the steps. has_places: whether places in the batch are free."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
             return None  # asked several times a step: no need to look at the queue
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:

@@ -46,8 +46,7 @@ class TurnUnderWay:
     ) -> None:
         """Commit the turn. Waits for the directory as long as `fleet.deadline_ms` says; after that it is committed
         later. chain: digest of the request's messages, see `reprise.fleet.identify`; None: the next request does not
-        find the session by it. names: other digests by which the next request does. tokens: number of tokens of the
-        session's context."""
+        find the session by it. names: other digests by which it does. tokens: those of the session's context."""
         if self._ended:
             return
         self._ended = True

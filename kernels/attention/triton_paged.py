@@ -272,10 +272,9 @@ class TritonPagedAttention:
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return a DecodePlan (a work list in tables of a fixed size) for each kind of layers, that is each pair of
-        query heads to a kv head and window, for steps with one query row per sequence. scratch: `AttentionMeta.scratch`
-        after a step, whose keys name the kinds; the results have the same keys. most_items, most_sequences: most items
-        (ranges of keys) and sequences of such a step."""
+        """Return a DecodePlan (a work list in tables of a fixed size) by kind of layers, for steps of one query row per
+        sequence. scratch: `AttentionMeta.scratch` after a step; its keys, also those of the result, name kinds (query
+        heads to a kv head, window). most_items, most_sequences: most ranges of keys and sequences of a step."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()
