@@ -1,5 +1,5 @@
-"""Starts the loads of the next waiting requests early enough: CaR's prefetch timer, which fills AttentionStore's read
-buffer."""
+"""Starts the loads of the next waiting requests while others still run: CaR's prefetch timer, which fills
+AttentionStore's read buffer."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -16,8 +16,9 @@ _FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of
 
 
 class LoadAhead:
-    """A starter of early loads. While running requests take all places or all of the step, it gives pages in HBM to the
-    next waiting requests, each as late as its KV can still arrive in time. Single-threaded, part of the Scheduler."""
+    """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
+    in the batch or all of the step, it gives pages in HBM to the next waiting requests, each as late as its KV can
+    still arrive in time. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class LoadAhead:
         return stalls_s
 
     def start_loads(self, now: float) -> None:
-        """Start the loads that are due by the prefetch timer, as far as HBM has room."""
+        """Start the loads that the prefetch timer says must start now, as far as HBM has room."""
         if not self._waiting.count:
             return
         if self._foreseen != (self._batch.changes, self._early.changes):
@@ -72,7 +73,8 @@ class LoadAhead:
         return stalls_s
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
-        """Tell the queue when places will be free, and note how many seconds the current loads still take."""
+        """Tell the queue when places in the batch will be free, and note how many seconds the current loads still
+        take."""
         self._loading_s = self._early.look(now)
         if self._waiting.count:
             self._loading_s += sum(stalls_s.values())
