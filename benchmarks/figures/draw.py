@@ -80,11 +80,11 @@ def speed_section(result: dict[str, Any]) -> list[str]:
     )
 
 
-def dialogues() -> list[str]:
+def dialogues(pictures: Path) -> list[str]:
     replays = {
         "bundled model (5.6 M)": load("replay_dialogues"), "SmolLM2-135M-Instruct": load("replay_dialogues_smollm2"),
     }  # fmt: skip
-    draw_replay(replays, DOCS / "ttft_by_turn.png")
+    draw_replay(replays, pictures / "ttft_by_turn.png")
     lines = titled(
         "Real dialogues, reuse against recompute",
         "![TTFT by turn](ttft_by_turn.png)",
@@ -94,32 +94,32 @@ def dialogues() -> list[str]:
     return lines + [line for title, result in replays.items() for line in replay_section(title, result)]
 
 
-def speed() -> list[str]:
+def speed(pictures: Path) -> list[str]:
     lines = speed_section(load("raw_speed"))
     for name, module, picture in (
         ("cpu_speed", cpu, "packed"), ("drafts_smollm2", drafts, "drafts"), ("int8_pages_smollm2", int8_pages, "int8"),
     ):  # fmt: skip
         result = load(name)
-        module.draw(result, DOCS / f"{picture}.png")
+        module.draw(result, pictures / f"{picture}.png")
         lines += module.section(result, machine(result))
-    gpu.draw(load("gpu_day"), DOCS / "gpu.png")
+    gpu.draw(load("gpu_day"), pictures / "gpu.png")
     return lines
 
 
-def texts() -> list[str]:
+def texts(pictures: Path) -> list[str]:
     cuts = truncation_results()
     parts = all_parts(cuts)
-    draw_truncation(parts, DOCS / "truncation.png")
-    lines = codecs.sections(load, machine, DOCS) + truncation_section(parts)
+    draw_truncation(parts, pictures / "truncation.png")
+    lines = codecs.sections(load, machine, pictures) + truncation_section(parts)
     return lines + [line for result in cuts for line in (machine(result), "")]
 
 
-PAGES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+PAGES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "speed": ("Speed of the model", speed),
-    "tiers": ("Tiers below HBM", lambda: dialogues() + tier_sections(load, machine, DOCS)),
+    "tiers": ("Tiers below HBM", lambda pictures: dialogues(pictures) + tier_sections(load, machine, pictures)),
     "texts": ("What changes a text", texts),
-    "scheduling": ("The order of requests", lambda: scheduling.sections(load, machine, DOCS)),
-    "fleet": ("Fleets", lambda: fleet_sections(load, machine)),
+    "scheduling": ("The order of requests", lambda pictures: scheduling.sections(load, machine, pictures)),
+    "fleet": ("Fleets", lambda _: fleet_sections(load, machine)),
 }
 """Name -> title and content of each page in docs/results/."""
 INTRODUCTION = (
@@ -128,12 +128,17 @@ INTRODUCTION = (
 )
 
 
+def page(name: str, pictures: Path) -> str:
+    """Draw a page's pictures into a folder, and return its text."""
+    title, sections = PAGES[name]
+    lines = [f"# {title}", "", INTRODUCTION, "", *sections(pictures)]
+    return re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines)).rstrip() + "\n"
+
+
 def main() -> None:
     (DOCS / "results").mkdir(parents=True, exist_ok=True)
-    for name, (title, sections) in PAGES.items():
-        lines = [f"# {title}", "", INTRODUCTION, "", *sections()]
-        text = re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines))
-        (DOCS / "results" / f"{name}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+    for name in PAGES:
+        (DOCS / "results" / f"{name}.md").write_text(page(name, DOCS), encoding="utf-8")
 
 
 if __name__ == "__main__":

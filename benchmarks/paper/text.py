@@ -93,7 +93,7 @@ class _Compared:
     unit: str
     shown: str
     paper: tuple[float, ...]
-    """In the order of FIGURE_MODELS."""
+    """The figures of the paper, one for each of FIGURE_MODELS."""
     arms: tuple[str, ...]
     measure: Callable[..., float]
     """Takes the runs of a model in these arms."""
