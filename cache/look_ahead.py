@@ -1,4 +1,5 @@
-"""Tells the eviction policies which turns come next, by the queue and by the clock, and fetches their KV early."""
+"""Tells the eviction policies which turns come next, by the queue and by the clock, and has their KV fetched into DRAM
+early."""
 
 import math
 from collections import Counter
@@ -133,7 +134,7 @@ class LookAhead:
         self._tiers.returns.advance(now)
 
     def _follow(self, line: WaitingLine) -> set[SessionName]:
-        """Update the record of the line. Returns the sessions that have joined or left the queue."""
+        """Update the record of the waiting requests. Returns the sessions that have joined or left the queue."""
         change, self._line, self.version = line.since(self._line), line, line.version
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
@@ -153,8 +154,8 @@ class LookAhead:
 
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
         """Fetch from disk and Redis into DRAM for the next turns, except for the first `starting` in line. Turns that
-        are new in the prefetch window come first, then the others in turn, because there may have been no room for all
-        of their KV."""
+        are new in the prefetch window (as many next turns as DRAM has room for) come first, then the others in turn,
+        because there may have been no room for all of their KV."""
         window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
         end = min(len(waiting), starting + window + 1)  # the last gets what there is room for, from its head on

@@ -149,7 +149,7 @@ class CacheManager:
         self._ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=running, rates=rates, reuse=options.reuse)
 
     def on_event(self, event: Event, now: float) -> None:
-        """Record an event: a move has ended, or bytes were moved or lost."""
+        """Record an event of the transfer threads: a move has ended, or bytes were moved or lost."""
         tiers = self.tiers
         match event:
             case Saved():

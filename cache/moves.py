@@ -244,7 +244,7 @@ Move = (
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """Reports how many bytes were moved, and in how many seconds."""
+    """Reports how many bytes were moved between two tiers, and in how many seconds."""
 
     direction: str
     """The tiers between which bytes moved: dram_to_hbm, coded_to_hbm (from DRAM, compressed by a codec), disk_to_hbm,
@@ -338,7 +338,7 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Reports which extents, of those that RenewRemote named, are not in Redis any more."""
+    """Reports which extents, of those that a RenewRemote wanted to keep, are not in Redis any more."""
 
     job_id: int
     missing: frozenset[bytes]

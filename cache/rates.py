@@ -16,8 +16,8 @@ _LEAST_WAIT_S = 0.25  # every load may take so long: any device stutters now and
 
 
 class _Duration:
-    """An estimate of durations: seconds ~ fixed + per_unit * units, by least squares over samples that fade
-    exponentially.
+    """An estimate of durations: seconds ~ fixed + per_unit * units, where units are bytes or tokens, by least squares
+    over samples that fade exponentially.
 
     A mean of seconds per unit would mislead. A step of a few tokens is all fixed cost (launches, reading the weights),
     and a load of one block is all latency. So a history's price would be overrated many times after a while of
@@ -182,8 +182,9 @@ class Rates:
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Return whether to load the next block that this direction could bring, whatever that seems to cost. That is
-        so soon after a single late load, which any device has now and then, and later after each further late load."""
+        """Return whether to load the next block that this direction could bring, whatever that seems to cost, to
+        measure it again. That is soon after a single late load, which any device has now and then, and later after each
+        further late load."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 

@@ -15,7 +15,7 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 @dataclass(slots=True)
 class _Wait:
-    """A request that waits for deletions."""
+    """A client's request that waits until sessions are deleted."""
 
     left: int  # sessions left to delete, not counting Redis
     problem: str | None  # what it will be told

@@ -86,7 +86,7 @@ class ResidencyValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheGauges:
-    """The fill of the cache at one moment."""
+    """The fill of each tier at one moment."""
 
     sessions: int
     leases: int  # pages pinned by requests and transfers
@@ -100,7 +100,7 @@ class CacheGauges:
 
 @dataclass(slots=True)
 class CacheStats:
-    """Running totals since the start."""
+    """Running totals, since the start, of prompts' tokens by source, evictions, failures and moved bytes."""
 
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     miss_tokens: Counter[str] = field(default_factory=Counter)  # MissReason -> tokens

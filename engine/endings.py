@@ -12,8 +12,9 @@ from reprise.scheduler.scheduler import Scheduler
 
 
 class Endings:
-    """A closer of choices: removes them from every table that has them, and makes their last outputs. Called by
-    `KnownRequests` when clients end a request, and by the steps when an answer is complete, in the engine's loop."""
+    """A closer of choices (the answers of a request): removes them from every table that has them, and makes their last
+    outputs. Called by `KnownRequests` when clients end a request, and by the steps when an answer is complete, in the
+    engine's loop."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from reprise.scheduler.sequence import Sequence
 
 
 class Intake:
-    """A maker of choices: turns requests into choices and queues them. Called by `KnownRequests`, in the engine's
-    loop."""
+    """A maker of choices: turns each request into choices, one for each answer that it asks for, and queues them.
+    Called by `KnownRequests`, in the engine's loop."""
 
     def __init__(
         self,

@@ -233,8 +233,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one choice. `report` comes with a choice's first output, and again with its last if its context was
-    truncated in between; `timings` with its first and its last."""
+    """New tokens of one choice. `report`, of where the prompt's KV was found, comes with a choice's first output, and
+    again with its last if its context was truncated in between; `timings` with its first and its last."""
 
     request_id: str
     choice: int
@@ -272,7 +272,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A waiting request whose place in the queue is settled."""
+    """One of the waiting requests that start before all others, for the live view."""
 
     request_id: str
     tenant: str
@@ -306,8 +306,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the shadow check for loads of KV that a codec has changed. Divergences are in nats per token,
-    without the part that rounding alone brings."""
+    """The results of the shadow check, which recomputes a sample of the loaded KV, for KV that a codec has changed.
+    Divergences are in nats per token, without the part that rounding alone brings."""
 
     counts: list[int]  # checks by bucket (`DIVERGENCE_BOUNDS`); the last: checks above all bounds
     total: float  # divergence of all checks

@@ -11,8 +11,8 @@ from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, Sess
 
 
 class SessionDirectory:
-    """A directory of sessions, which answers requests of the app and of other servers in a fleet. Called by the Engine,
-    on its thread."""
+    """A view of the engine's sessions (not the fleet's directory), which answers requests of the app and of other
+    servers in a fleet. Called by the Engine, on its thread."""
 
     def __init__(
         self,

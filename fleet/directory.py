@@ -1,9 +1,9 @@
 """Keeps in Redis the members of the fleet, and the replica at which each session was last committed.
 
-A session has one record. The replica that claims it gets an epoch and may commit until another claims it: then its
-commits are refused. Everything else in the fleet is a cache of what the record names, so a stale entry costs a load and
-never an answer. Changes that must happen together are one script, in scripts/. One Redis, not a cluster, with
-`noeviction`.
+A session has one record. The replica that claims it gets an epoch (a number that grows with claims and deletions) and
+may commit until another claims it: then its commits are refused. Everything else in the fleet is a cache of what the
+record names, so a stale entry costs a load and never an answer. Changes that must happen together are one script, in
+scripts/. One Redis, not a cluster, with `noeviction`.
 
 Nothing that Redis sends is trusted: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
 and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
@@ -63,7 +63,7 @@ class DirectoryFlushed(DirectoryUnavailable):
 
 
 class Foreign(DirectoryUnavailable):
-    """The members of this directory have another tenant secret."""
+    """The members of this directory have another tenant secret than this one."""
 
 
 class Directory:
@@ -72,7 +72,7 @@ class Directory:
 
     Every method that calls Redis raises DirectoryUnavailable, after `deadline_s` at the latest (`beat` and `members`
     after `UNHURRIED_S`), and at once while the circuit breaker is open. Gateways use `members`, `look`, `find` and
-    `take`; replicas use the rest.
+    `take`; replicas use the other methods.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Directory:
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def beat(self, beat: Heartbeat, *, since: int) -> Heard:
-        """Report that this replica lives. Returns the deletions after the epoch `since`. Raises Foreign too."""
+        """Report that this replica lives. Returns the deletions after the epoch `since`. Besides DirectoryUnavailable
+        raises Foreign."""
         data = msgspec.msgpack.encode(beat)
         if len(data) > MAX_BEAT_BYTES:
             raise ValueError(f"a beat of {len(data)} bytes")
@@ -151,7 +152,8 @@ class Directory:
             await self._server.ask(pipe.execute())
 
     async def members(self) -> Roll:
-        """Return all members, including draining and silent ones. A beat that cannot be decoded is left out."""
+        """Return all members, including draining and silent ones (whose last beat is old). A beat that cannot be
+        decoded is left out."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.get(keys.BORN)
             pipe.hgetall(keys.MEMBERS)
@@ -182,8 +184,8 @@ class Directory:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
-        """Return the record of the session with the first of these chains that is known; None if none is. chains:
-        digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
+        """Return the record of the session with the first of these chains that the directory knows; None if it knows
+        none. chains: digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
@@ -225,7 +227,7 @@ class Directory:
             )
 
     async def begun(self, names: Sequence[SessionName], *, fingerprint: str) -> list[int | None]:
-        """Return the epoch at which each session was begun; None for sessions without a record."""
+        """Return the epoch of the first claim of each session; None for sessions without a record."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hget(self._keys_of(name, fingerprint).record, "begun")
@@ -234,9 +236,9 @@ class Directory:
             return [None if epoch is None else int(epoch) for epoch in found]
 
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
-        """Make this replica the home of a session, new or not. ttl_s: time to live of a new session after its last use.
-        begun: the epoch of this replica's first claim of the session, if it has a copy; only used after a flush. Raises
-        DirectoryFlushed too."""
+        """Make this replica the home of a session (the one that may commit to it), new or not. ttl_s: time to live of a
+        new session after its last use. begun: the epoch of this replica's first claim of the session, if it has a copy;
+        only used after a flush (the directory lost its data). Raises DirectoryFlushed too."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
@@ -301,7 +303,7 @@ class Directory:
         return bool(answer[0] == b"moved")
 
     async def forget(self, tenant: str, session_id: str) -> Forgetting:
-        """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to do so. They
+        """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to do so. All
         have done so when `unacknowledged` returns nothing. Raises DirectoryFlushed too."""
         return await self.forget_name(tenant, self.keys.name(tenant, session_id))
 
@@ -317,7 +319,8 @@ class Directory:
             return Forgetting(int(epoch), tuple(other.decode() for other in waiting), int(count))
 
     async def remember(self, forgotten: Sequence[Forgotten]) -> None:
-        """Write deletions again after a flush, before anything else is written. Raises DirectoryFlushed too."""
+        """Write deletions again after a flush (the directory lost its data), before anything else is written. Raises
+        DirectoryFlushed too."""
         for start in range(0, len(forgotten), FORGOTTEN_AT_ONCE):
             values: list[str | int] = []
             for deletion in forgotten[start : start + FORGOTTEN_AT_ONCE]:
@@ -325,12 +328,14 @@ class Directory:
             self._must_be_ours(await self._server.run("remember", self.born, *values))
 
     async def acknowledge(self, epoch: int) -> None:
-        """Report that this replica has deleted the sessions that were forgotten at this epoch."""
+        """Report that this replica has carried out the deletion that has this epoch (the number that `forget` gave
+        it)."""
         await self._server.ask(self._redis.srem(acknowledgements(epoch), self._replica))
 
     async def unacknowledged(self, epoch: int) -> tuple[str, ...]:
-        """Return the live members that have not deleted the sessions forgotten at this epoch. Silent members learn of
-        the deletion before they take requests. Raises DirectoryFlushed if the directory has lost its data meanwhile."""
+        """Return the live members that have not carried out the deletion that has this epoch (the number that `forget`
+        gave it). Silent members learn of the deletion before they take requests. Raises DirectoryFlushed if the
+        directory has lost its data meanwhile."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.get(keys.BORN)
             pipe.smembers(acknowledgements(epoch))
@@ -373,8 +378,8 @@ class Directory:
             return Taken(wait_s, level)
 
     async def enter(self, place: Place, *, most: int, lease_s: float) -> tuple[bool, int]:
-        """Take places for an answer, if its tenant then has no more than `most`. Returns whether they were taken, and
-        how many are in use."""
+        """Take places (one for each running answer that counts against its key) for an answer, if its tenant then has
+        no more than `most`. Returns whether they were taken, and how many are in use."""
         key = keys.places(self.keys.tenant(place.tenant))
         answer = await self._server.run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
         with _reading():
@@ -382,7 +387,7 @@ class Directory:
             return outcome == b"entered", int(in_use)
 
     async def renew(self, places: Sequence[Place], *, lease_s: float) -> None:
-        """Extend the leases of places. Writes them again after a flush."""
+        """Extend the leases of answers' places. Writes places again after a flush."""
         for start in range(0, len(places), RENEWED_AT_ONCE):
             values: list[str | int] = []
             for place in places[start : start + RENEWED_AT_ONCE]:
@@ -400,7 +405,8 @@ class Directory:
         return self.keys.session(name, fingerprint=fingerprint)
 
     def _unsealed(self, sealed: bytes, key: str) -> bytes:
-        """Return the data that a member has sealed; empty if no member of this fleet has written it under this key."""
+        """Return the data that a member has sealed; empty if no member of this fleet has written the data under this
+        key."""
         try:
             return self.keys.unseal(sealed, key=key) if sealed else b""
         except BadSeal as error:
@@ -414,7 +420,7 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the block."""
+    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the `with` block."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

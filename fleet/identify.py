@@ -59,7 +59,7 @@ class TurnBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Digests of a request's messages, by which the conversation that they continue is found."""
+    """The digests of a request's messages, by which the conversation that they continue is found."""
 
     chain: bytes  # digest of all messages; the replica links its answer to it
     opening: bytes  # digest up to the first message of a user, which stays the same in all turns
@@ -79,7 +79,7 @@ _decode_body = msgspec.json.Decoder(TurnBody).decode
 
 
 def read_body(body: bytes) -> TurnBody | None:
-    """Return the fields of a body, or None if it is not a JSON object: the replica then tells the client what is
+    """Return the fields of a turn's body, or None if it is not a JSON object: the replica then tells the client what is
     wrong."""
     try:
         return _decode_body(body)
@@ -136,7 +136,7 @@ def session_id_of(body: TurnBody, header: str | None) -> str | None:
 
 
 def choices_of(body: TurnBody) -> int:
-    """Return how many answers a body asks for: `n` for each of its prompts, even if the replica will refuse that
+    """Return how many answers a turn's body asks for: `n` for each of its prompts, even if the replica will refuse that
     number."""
     n = body.n if isinstance(body.n, int) and body.n > 0 else 1
     several = isinstance(body.prompt, list) and not all(isinstance(token, int) for token in body.prompt)
@@ -166,8 +166,8 @@ def _mark(replica: str) -> str:
 
 
 def link_answer(chain: bytes, text: str, calls: Iterable[Call] = ()) -> bytes:
-    """Return the digest by which the conversation's next request will find its session. chain: digest of the request's
-    messages. text: the answer without its reasoning."""
+    """Return the digest of the conversation with this answer, by which the next request will find its session. chain:
+    digest of the present request's messages. text: the answer without its reasoning."""
     return _link(chain, "assistant", text.strip(), [(name, _arguments(given)) for name, given in calls])
 
 

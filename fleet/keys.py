@@ -47,7 +47,7 @@ class SessionKeys:
 
     @property
     def transcript(self) -> str:
-        """The key of the rows of the session's transcript. It is not specific to a model: another one with the same
+        """The key of the rows of the session's transcript. It is not specific to a model: another model with the same
         template and tokenizer reads the same rows."""
         return f"{PREFIX}t:{self.tenant}:{self.session}"
 
@@ -94,7 +94,7 @@ class Keys:
         return self._mac(data, key) + data
 
     def unseal(self, sealed: bytes, *, key: str) -> bytes:
-        """Return the bytes that were sealed. Raises BadSeal."""
+        """Check the keyed digest that `seal` has added, and return the bytes without it. Raises BadSeal."""
         mac, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data, key)):
             raise BadSeal(f"{len(sealed)} bytes under {key!r:.80}")
@@ -127,5 +127,5 @@ def record(tenant: str, member: str) -> str:
 
 
 def acknowledgements(epoch: int) -> str:
-    """Return the key of the members that have not yet deleted the sessions forgotten at this epoch."""
+    """Return the key of the members that have not yet carried out the deletion with this epoch."""
     return f"{PREFIX}d:{epoch}"

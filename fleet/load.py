@@ -1,4 +1,5 @@
-"""Computes from an engine's counts how busy a replica is, for its beat. Pure: no clock and no I/O."""
+"""Computes from an engine's counts how busy a replica is, for its beat (its report to the fleet). Pure: no clock and no
+I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ def counted(stats: Stats, at_s: float) -> Before:
 
 
 def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *, draining: bool) -> Beat:
-    """Return the load that routing learns of a replica. before: None at the first beat, when no rates of change are
-    known."""
+    """Return the part of a replica's beat by which gateways predict how long a turn takes there. before: counts at the
+    previous beat; None at the first one, when no rates of change are known."""
     state = stats.scheduler
     cost = state.step_cost if state is not None else {}
     starts = [info.expected_start_s or 0.0 for info in state.front] if state is not None else []
@@ -51,7 +52,7 @@ def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *
 
 
 def _rate(stats: Stats, direction: str) -> float:
-    """Return the measured bytes a second of a direction, 0 if nothing was moved."""
+    """Return the measured bytes a second of moves in a direction, such as `dram_to_hbm`; 0 if nothing was moved."""
     seconds = stats.moved_seconds.get(direction, 0.0)
     return stats.moved_bytes.get(direction, 0) / seconds if seconds > 0 else 0.0
 

@@ -20,8 +20,8 @@ class Members:
     """A table that keeps a `FleetView` up to date, with the replicas' addresses. One per gateway, on its event loop.
 
     While Redis cannot be reached, the table stays as it was; replicas that a gateway itself finds dead are reported
-    with `lost`. When Redis is back, has lost its data, or takes no beats, those that were alive have `STALE_S` to beat
-    again.
+    with `lost`. When Redis is back, has lost its data, or takes no beats, those that were alive before have `STALE_S`
+    to beat again.
     """
 
     def __init__(self, *, directory: Directory, view: FleetView, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,8 +40,8 @@ class Members:
 
     @property
     def beats(self) -> Mapping[str, Heartbeat]:
-        """The last beats, by name, of all replicas that the directory lists, including loading, draining and silent
-        ones. Not to be changed."""
+        """The last beats (reports to the directory), by name, of all replicas that the directory lists, including
+        loading, draining and silent ones. Not to be changed."""
         return self._beats
 
     def url(self, replica: str) -> str | None:
@@ -58,7 +58,7 @@ class Members:
         return [name for name, made_s in self._made_s.items() if self.refreshed_s - made_s > STALE_S]
 
     def lost(self, replica: str) -> None:
-        """Exclude a replica until its next beat, because it refused a connection, or broke one."""
+        """Exclude a replica until its next beat, because it refused or broke a connection."""
         self._lost_s[replica] = self._clock()
         self.view.lost(replica)
 
@@ -69,7 +69,7 @@ class Members:
             await asyncio.sleep(every_s)
 
     async def refresh(self) -> bool:
-        """Read the table. Returns whether Redis answered."""
+        """Read the table from the directory. Returns whether Redis answered."""
         try:
             roll = await self._directory.members()
         except DirectoryUnavailable:

@@ -19,7 +19,8 @@ SCHEMA_VERSION = 1
 
 
 class Unsent(msgspec.Struct, frozen=True, kw_only=True):
-    """A session whose last turn, or newest head, has not been committed."""
+    """A session whose last turn, or newest head (the record by which another replica can take it over), has not been
+    committed."""
 
     tenant: str
     session_id: str
@@ -34,8 +35,8 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outbox:
-    """A queue of unsent sessions, used from one thread at a time. If its file fails, it works in memory or not at all;
-    nothing raises."""
+    """A queue of sessions of which the directory has not been told, used from one thread at a time. If its file fails,
+    it works in memory or not at all; nothing raises."""
 
     def __init__(self, *, path: Path | None, max_bytes: int) -> None:
         """Open the file. path: None keeps the queue in memory. max_bytes: of the file; the oldest entries leave when it

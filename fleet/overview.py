@@ -77,7 +77,8 @@ def _describe(members: Members, name: str, now: float, *, is_silent: bool) -> di
 
 
 def _kv(members: Members) -> dict[str, int] | None:
-    """Return the bytes of KV that all replicas store in Redis, from the latest beat; None if none stores any."""
+    """Return the bytes of KV that all replicas store in Redis, as the latest beat reports them; None if none stores
+    any."""
     known = [name for name, beat in members.beats.items() if _REDIS in beat.tiers]
     if not known:
         return None

@@ -49,7 +49,7 @@ _TAG_BYTES = 32
 
 
 class Kind(StrEnum):
-    """The part that a frame plays in the answer."""
+    """The kind of a frame, a piece of a relayed answer: its opening, a delta, a ping or one of its ends."""
 
     OPENING = "o"  # what precedes the first token; the note describes the answer
     DELTA = "d"  # the note has the token ids that made these events
@@ -60,7 +60,7 @@ class Kind(StrEnum):
 
 
 class BadFrame(Exception):
-    """A relayed body does not consist of frames, so its replica is not to be trusted."""
+    """The body of an answer that a gateway relays does not consist of frames, so its replica is not to be trusted."""
 
 
 class Forged(Exception):
@@ -69,12 +69,14 @@ class Forged(Exception):
 
 
 class BadEnvelope(Exception):
-    """A genuine envelope cannot be read: gateway and replica are of different versions."""
+    """An envelope (the journal sent to a resuming replica) is genuine but cannot be read: gateway and replica are of
+    different versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A part of a relayed body that reaches the client as a whole or not at all."""
+    """A part of a relayed answer that reaches the client as a whole or not at all: events, and a note by which another
+    replica can continue."""
 
     kind: Kind
     events: bytes  # may be empty
@@ -87,13 +89,14 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """A parser that cuts a relayed body into frames. A frame that is incomplete when the body ends is discarded."""
+    """A parser that cuts the body of a relayed answer into frames. A frame that is incomplete when the body ends is
+    discarded."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that this piece completes. Raises BadFrame."""
+        """Return the frames that this piece of the body completes. Raises BadFrame."""
         buffer = self._buffer
         buffer += data
         frames: list[Frame] = []
@@ -128,7 +131,8 @@ def _parse_line(line: bytes) -> tuple[Kind, int, bytes]:
 
 
 class Journal:
-    """A gateway's record of one streamed answer: the notes of the frames that the client has received."""
+    """A gateway's record of one streamed answer: the notes (JSON from which a replica can continue the answer) of the
+    frames that the client has received."""
 
     def __init__(self, *, max_bytes: int = MAX_JOURNAL_BYTES) -> None:
         self.is_over = False  # the last frame has come: nothing is missing
@@ -184,7 +188,8 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 
 
 def fleet_key(tenant_secret: bytes) -> bytes:
-    """Return the key of a fleet's gateways and replicas, which share the tenant secret."""
+    """Return the key by which a fleet's gateways and replicas recognise each other's messages. All derive it from the
+    tenant secret that they share."""
     return hashlib.blake2b(key=tenant_secret, digest_size=_TAG_BYTES, person=b"reprise fleet v1").digest()
 
 
@@ -199,13 +204,15 @@ def is_relay(key: bytes, value: str, *, path: str, request_id: str) -> bool:
 
 
 def seal(key: bytes, *, path: str, request_id: str, envelope: bytes, body: bytes) -> tuple[str, bytes]:
-    """Return the value of RESUME_HEADER and the body of a resuming request. body: as the client sent it."""
+    """Return the value of RESUME_HEADER and the body (envelope, then the client's body) of a resuming request. body: as
+    the client sent it."""
     tag = _tag(key, b"resume", path.encode(), request_id.encode(), envelope, body)
     return f"{len(envelope)}:{tag}", envelope + body
 
 
 def unseal(key: bytes, *, path: str, request_id: str, value: str, body: bytes) -> tuple[Resume, bytes]:
-    """Return the envelope and the client's body. value: of RESUME_HEADER. Raises Forged or BadEnvelope."""
+    """Return the decoded envelope and the client's body. body: as received. value: of RESUME_HEADER. Raises Forged or
+    BadEnvelope."""
     size, _, tag = value.partition(":")
     if not size.isascii() or not size.isdigit() or len(size) > 10 or int(size) > min(len(body), MAX_ENVELOPE_BYTES):
         raise Forged

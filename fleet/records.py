@@ -49,7 +49,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """All members that beat within the last minutes."""
+    """The list of all members that sent a beat within the last minutes."""
 
     born: str  # the data set; another one after a flush
     members: tuple[Member, ...]
@@ -58,7 +58,7 @@ class Roll:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A deleted session, given by digests of its names."""
+    """A deletion of a tenant's sessions of one id, which are named by a digest."""
 
     name: str  # `SessionKeys.name`
     epoch: int  # epoch of its deletion; what was claimed at a later one is a new session of that name
@@ -66,7 +66,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The directory's answer to a beat."""
+    """The directory's answer to a beat: the deletions that the replica has to carry out."""
 
     born: str
     epoch: int  # the last one given out; all deletions up to it are in `forgotten`, unless there are more
@@ -77,7 +77,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The directory's record of a session, without its head."""
+    """The directory's record of a session, without its head (the record by which an engine can take it over)."""
 
     session_id: str
     home: str  # replica that may commit; "" when it has let go
@@ -106,8 +106,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The end of a turn, or a newer head of an ended one (the record by which another replica can take over the
-    session)."""
+    """A report to the directory of the end of a turn, or of a newer head of an ended one (the record by which another
+    replica can take over the session)."""
 
     name: SessionName
     fingerprint: str
@@ -147,7 +147,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """A deletion in progress."""
+    """A deletion of sessions that replicas have still to carry out."""
 
     epoch: int
     waiting: tuple[str, ...]  # live members that have not acknowledged
@@ -165,7 +165,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The places that one answer takes of its tenant's, until they are freed or the lease ends."""
+    """The places that one answer takes, of those that its tenant has for running answers, until they are freed or the
+    lease ends."""
 
     tenant: str
     lease: str
@@ -174,7 +175,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The answer of a bucket to a request for tokens or requests."""
+    """The result of taking requests or tokens from a tenant's bucket, which fills with its allowance per minute."""
 
     wait_s: float  # 0: it was taken; else nothing was, and this long it takes until there is enough
     level: float  # what is left; negative while overdrawn

@@ -4,7 +4,8 @@ A session stays at its home, where its KV lies. It moves only if waiting dominat
 times the work that it adds to the fleet. A policy that always takes the cheapest replica is worse than none when Redis
 is slow: its moves end in recomputing, that work makes all turns wait, and waiting causes more moves.
 
-Pure: no clock and no I/O. `now` is in seconds of the caller's monotonic clock, the same for all methods of one view.
+Pure: no clock and no I/O. `now` is in seconds of the caller's monotonic clock, the same for all methods of one
+`FleetView`.
 """
 
 import random
@@ -37,8 +38,8 @@ class NoReplica(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The state of a replica, which it reports about once a second. Rates are measured, 0 if nothing was measured or
-    there is no such tier."""
+    """The part of a replica's state that routing uses, which it reports about once a second. Rates are measured, 0 if
+    nothing was measured or there is no such tier."""
 
     wait_s: float  # time until the prompt of a request that comes now would be started
     s_per_token: float  # time of a prompt's token, with the answers that are computed beside them
@@ -96,7 +97,7 @@ class Cost:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time that the turn takes."""
+        """Seconds of the replica's time that the turn takes: its computation, and a part of its load."""
         return self.compute_s + _OCCUPIES * self.load_s
 
 
@@ -116,7 +117,7 @@ class _Member:
 
 
 class FleetView:
-    """The replicas as one gateway knows them: their last beats, and the work it has assigned to them since.
+    """A table of the replicas as one gateway knows them: their last beats, and the work it has assigned to them since.
 
     Single-threaded. Holds one beat of each replica, and at most `MOST_ASSIGNMENTS` sums of what it was assigned since.
     """
@@ -217,7 +218,7 @@ class FleetView:
 
 
 class TokenBucket:
-    """A bucket of the bytes that moves may load from Redis. Starts full."""
+    """A bucket of the bytes that sessions which move to another replica may load from Redis. Starts full."""
 
     def __init__(self) -> None:
         self._rate = self._left = self._as_of_s = 0.0
@@ -247,7 +248,8 @@ class TokenBucket:
 
 
 class Router:
-    """A chooser of replicas, which counts what it assigns. Single-threaded; random draws come from `rng`."""
+    """A chooser of the replica for each turn, which counts the work that it assigns. Single-threaded; random draws come
+    from `rng`."""
 
     price = 4.0  # a move must save so many times the work that it adds to the fleet
     looks = 2  # other replicas, drawn at random, that are compared
@@ -259,8 +261,9 @@ class Router:
         self._is_rate_known = False
 
     def set_redis_rate(self, bytes_per_s: float, now: float) -> None:
-        """Set the rate of all of Redis, divided by the number of gateways: half of it may be used for moves. Without
-        this call it is taken to be the median of what replicas measured of their loads, which is never more."""
+        """Set the bytes per second that all of Redis delivers, divided by the number of gateways: half of it may be
+        used for moves. Without this call the rate is taken to be the median of what replicas measured of their loads,
+        which is never more."""
         self._is_rate_known = True
         self._budget.set_rate(_REDIS_SHARE * bytes_per_s, now)
 
@@ -279,7 +282,8 @@ class Router:
         return self.home_or_other(question, home, at_home, now, excluded)
 
     def hardly_waits(self, at_home: Cost) -> bool:
-        """Return whether a turn stays at home without considering others: waiting does not dominate there."""
+        """Return whether a turn stays at home without considering others: waiting is not most of its time to the first
+        token."""
         return at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:
@@ -291,8 +295,8 @@ class Router:
         return Choice(rendezvous(session, names), "fallback")
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
-        """Choose the cheapest of some replicas drawn at random. What it must load is not refused, but is taken from the
-        budget."""
+        """Choose the cheapest of some replicas drawn at random. The bytes that it must load from Redis are taken from
+        the budget of moves, even if the budget has fewer."""
         found = self.cheapest_drawn(question, now, excluded)
         if found is None:
             raise NoReplica
@@ -303,7 +307,7 @@ class Router:
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
     ) -> Choice:
-        """Choose for a turn that would wait at home, and count it."""
+        """Choose between home and other replicas for a turn that would wait at home, and count its work."""
         if not self._is_rate_known:
             self._budget.set_rate(_REDIS_SHARE * self.view.redis_bytes_per_s(), now)
         found = self.cheapest_drawn(question, now, excluded, home)
@@ -332,7 +336,7 @@ class Router:
         return best
 
     def _draw(self, now: float, excluded: Container[str], home: str | None) -> list[str]:
-        """Draw `looks` open replicas, or as many as there are."""
+        """Draw at random `looks` replicas that take turns, or as many as there are."""
 
         def is_candidate(name: str) -> bool:
             return name != home and name not in excluded and self.view.is_open(name, now)

@@ -44,8 +44,8 @@ class SecretsExist(Exception):
 
 
 def make_secrets(directory: Path, *, directory_host: str, kv_host: str) -> list[Path]:
-    """Make the files that are missing and return them. directory_host and kv_host: HOST:PORT of the two Redis servers.
-    Raises SecretsExist, OSError, KeyFileError."""
+    """Make the files that are missing, and return their paths. directory_host and kv_host: HOST:PORT of the two Redis
+    servers. Raises SecretsExist, OSError, KeyFileError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o750)
     missing = [name for name in REDIS_FILES if not (directory / name).exists()]
     if 0 < len(missing) < len(REDIS_FILES):

@@ -48,7 +48,7 @@ def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -
 
 
 def _add_sums(memory: NDArray[np.uint8], starts: NDArray[np.int64], size: int, sums: Sums) -> None:
-    """Compute checksums as the compiled `add_sums` does, by xxhash's own code."""
+    """Compute checksums as the compiled `add_sums` does, by xxhash's own code, where that kernel cannot be used."""
     view = memory.data
     sums[:] = [xxh3_64_intdigest(view[start : start + size]) for start in starts.tolist()]
 

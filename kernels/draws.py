@@ -24,8 +24,8 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The facts about rows of logits that a draw needs. A level has the tokens above its floor, but not above the
-    previous floor."""
+    """The facts about rows of logits that a draw needs. A floor is a log-probability, of a few descending ones. A level
+    has the tokens above its floor, but not above the previous floor."""
 
     keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
     counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
@@ -50,9 +50,9 @@ def _shifted(words: Tensor, count: int) -> Tensor:
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Compute for each row what the drawing of its token needs: the first arrivals and the masses above each floor.
-    logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows]; starts int64
-    [rows], where the random numbers of a row begin, as in `waits`."""
+    """Compute for each row what the drawing of its token needs: the first token to arrive in each level, and the
+    probability of all tokens above each floor. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN;
+    temperatures fp32 [rows]; starts int64 [rows], where the random numbers of a row begin, as in `waits`."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     probs = logprobs.double().exp()

@@ -1,4 +1,5 @@
-"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low, for each group of inputs.
+"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number of code 0),
+for each group of inputs.
 
 A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
 in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.
@@ -21,7 +22,8 @@ Bits = Literal[4, 8]
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15, or -128 to 127; scales, lows fp32
-    [outputs, groups], the groups of 32 or 16 adjacent inputs. Without lows, 4-bit codes are 8 too high."""
+    [outputs, groups], the groups of 32 or 16 adjacent inputs. lows: what is added to scale * code; None: nothing. Then
+    4-bit codes have 8 added, which is subtracted before they are multiplied."""
 
     codes: Tensor
     scales: Tensor
@@ -85,7 +87,7 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs], minus 8 if they have 4 bits and no lows."""
+    """Return the codes, int8 [outputs, inputs], with 8 subtracted if they have 4 bits and the weight has no lows."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:
@@ -101,7 +103,7 @@ def unpack_codes(weight: PackedWeight) -> Tensor:
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [outputs, inputs], rounded once."""
+    """Return the numbers of a packed weight [outputs, inputs], rounded once."""
     wide = unpack_codes(weight).float().view(weight.outputs, -1, weight.group)
     scales, lows = (
         None if x is None else x.transpose(1, 2).reshape(-1, x.shape[1])[: weight.outputs, : wide.shape[1], None]

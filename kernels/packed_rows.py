@@ -1,8 +1,9 @@
 """Lays out packed weights for kernels on CUDA: each output's codes in one row of bytes, its inputs in order.
 
 `reprise.kernels.packed` has the layout of files and of the kernels for CPUs; this layout is made from it when a model
-is loaded. A number is `scale * code + low`, rounded to the model's dtype before any product. So a product of few rows,
-which unpacks in registers, and one of many, which unpacks into memory first, multiply the same numbers.
+is loaded. A number is `scale * code + low` (the low is the number of code 0), rounded to the model's dtype before any
+product. So a product of few rows, which unpacks in registers, and one of many, which unpacks into memory first,
+multiply the same numbers.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ HALF = GROUP // 2
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A weight in the layout for CUDA. codes uint8 [outputs, bytes]: with 8 bits signed; with 4 bits 0 to 15, and 8 too
-    high without lows. scales, lows fp16 [outputs, groups]."""
+    """A packed weight in the layout for CUDA. codes uint8 [outputs, bytes]: signed if of 8 bits, 0 to 15 if of 4.
+    scales, lows fp16 [outputs, groups]. A number is scale * code + low. Where `lows` is None nothing is added, and
+    4-bit codes stand for numbers from -8 to 7: 8 is subtracted before they are multiplied."""
 
     codes: Tensor
     scales: Tensor
@@ -74,7 +76,7 @@ def _rows(numbers: Tensor, outputs: int) -> Tensor:
 
 
 def joined(weights: Sequence[PackedRows]) -> PackedRows:
-    """Return one weight with the outputs of all, which must have the same form."""
+    """Return one weight with the outputs of all, which must have the same `form`."""
     first = weights[0]
     lows = [weight.lows for weight in weights if weight.lows is not None]
     return PackedRows(

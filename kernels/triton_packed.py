@@ -137,7 +137,7 @@ def _sum(
     adds: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Add the parts of some outputs of one row, the first one first."""
+    """Add the sums that several programs have computed of some outputs of one row, the first program's first."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = output < outputs
@@ -196,13 +196,13 @@ def _unpack(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return the least number of programs that run at the same time."""
+    """Return how many programs a device runs at the same time, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def shares(weight: PackedRows) -> tuple[int, int]:
-    """Return how many programs share the inputs of an output, and how many groups of inputs each has. The result does
-    not depend on the number of rows."""
+    """Return how many programs share the sum of an output, and how many groups of inputs each of them adds up. The
+    result does not depend on the number of rows."""
     groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
     wanted = -(-2 * _processors(weight.codes.device) // programs)

@@ -26,8 +26,8 @@ def turned(
     high_sin: tl.tensor,
     element: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Turn dims that belong together, all in fp32, as torch does for keys of a step: the product with cos is rounded to
-    `element`, then the sum. Both computed and loaded keys are turned by this."""
+    """Rotate dims that belong together, all in fp32, as torch does for keys of a step: the product with cos is rounded
+    to `element`, then the sum. Both computed and loaded keys are turned by this."""
     first = (low * low_cos).to(element).to(tl.float32) - high * low_sin
     second = (high * high_cos).to(element).to(tl.float32) + low * high_sin
     return first.to(element), second.to(element)
@@ -160,8 +160,8 @@ def _place(
     padded: tl.constexpr,
     has_norms: tl.constexpr,
 ) -> None:
-    """Place some heads of one token: queries and keys turn, keys and values go to their slot. The last programs of a
-    token have its values."""
+    """Place some heads of one token: queries and keys are rotated, keys and values are written to their slot of the
+    pool. The last programs of a token have its values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page, place = slot // page_size, slot % page_size

@@ -1,5 +1,5 @@
-"""Keeps early loads: loads for sequences that have pages in HBM but still wait, so that their KV arrives while others
-run (AttentionStore's read buffer, started by CaR's prefetch timer)."""
+"""Records early loads, which are loads for sequences that have pages in HBM but still wait, so that their KV arrives
+while others run (AttentionStore's read buffer, started by CaR's prefetch timer)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ class _EarlyLoad:
 
 
 class EarlyLoads:
-    """The waiting sequences whose KV is being loaded already, in the order in which their turns come. Single-threaded,
-    part of the Scheduler."""
+    """The waiting sequences that have an early load (they have pages in HBM, and their KV is being loaded or is there),
+    in the order in which their turns come. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
@@ -50,13 +50,13 @@ class EarlyLoads:
         return sequence in self._loads
 
     def begin(self, sequence: Sequence, now: float, had_time: bool) -> None:
-        """Add a sequence that the cache has just admitted. had_time: whether an earlier step could have started its
-        load."""
+        """Add a waiting sequence to which the cache has just given pages. had_time: whether an earlier step could have
+        started its load."""
         self.changes += 1
         self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """Notice which loads have ended. Return how many seconds the loads of the waiting sequences still take in
+        """Notice which early loads have ended. Return how many seconds those of the waiting sequences still take in
         sum."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
         for sequence, load in [*self.overdue.items()]:
@@ -75,7 +75,8 @@ class EarlyLoads:
         return left_s
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Note that the sequence starts to run at `now`, which settles whether its load was early, on time or late."""
+        """Note that a sequence with an early load starts to run at `now`, which settles whether its load was early, on
+        time or late."""
         self.changes += 1
         load = self._loads.pop(sequence)
         load.turn_s = now

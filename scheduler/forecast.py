@@ -21,8 +21,8 @@ _JOIN_WEIGHT = 0.3  # weight of a newcomer in the mean tokens that a starting re
 
 class Forecast:
     """A forecast of when running sequences end: the tokens that each answer is predicted to need, times the recent
-    length of a step. How many ends must be expected before a place counts as free (`sureness`) is learned from the
-    loads that were started by the forecast. Single-threaded, part of the Scheduler.
+    length of a step. How many ends must be expected before a place (one of the `max_seqs` in the batch) counts as free
+    (`sureness`) is learned from the loads that were started by the forecast. Single-threaded, part of the Scheduler.
 
     CaR predicts the rest of a request as TPOT * len - (t - timer). If tokens take longer than TPOT, that reaches 0 long
     before the end; so this class counts the tokens that are left instead of subtracting the time that has passed.
@@ -57,10 +57,11 @@ class Forecast:
         self._expected.pop(sequence, None)
 
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
-        """Return when places are expected to be free, in seconds from the start of a step, ascending. A place is taken
-        to be free once the chances of an end, summed over all running sequences, reach `sureness`; the next one at one
-        more, and so on. With many sequences that is long before any single one will probably end. No place counts as
-        free before the prompts of the running sequences are computed."""
+        """Return when places in the batch are expected to be free, in seconds from the start of a step, ascending. A
+        place is taken to be free once the number of ends to be expected, the sum of all running sequences' chances to
+        have ended, reaches `sureness`, the next place at `sureness` + 1, and so on. With many sequences that is long
+        before any single one will probably end. No place counts as free before the prompts of the running sequences are
+        computed."""
         pace = self._pace
         if not pace.is_known:
             return [0.0] * (free_places + len(running))  # nothing is known: rather early than late
@@ -89,7 +90,8 @@ class Forecast:
         self.sureness = min(_SURE, max(_LEAST_SURE, self.sureness))
 
     def _steps(self, sequence: Sequence) -> list[float]:
-        """Return how many more tokens the answer takes at each of the chances in `_CHANCES`."""
+        """Return how many more steps, one for each token, the answer takes: for each chance in `_CHANCES`, the number
+        that suffices with that chance."""
         said = sequence.output_tokens
         ask_at, lengths = self._expected.get(sequence, _UNASKED)
         if said >= ask_at:
@@ -97,8 +99,8 @@ class Forecast:
         return [length - said if length > said else 1 for length in lengths]
 
     def _ask(self, sequence: Sequence, said: int) -> list[int]:
-        """Predict the length of the whole answer at each of the chances in `_CHANCES`. said: tokens that it has so
-        far."""
+        """Predict the length of the whole answer for each chance in `_CHANCES`: the length that it does not exceed with
+        that chance. said: tokens that the answer has so far."""
         lengths = self._predictor.lengths(sequence, _CHANCES)
         first = lengths[0] - said
         wait = max(_REPREDICT_AFTER_TOKENS, max(said, first) // _REPREDICT_AFTER_SHARE)

@@ -1,4 +1,5 @@
-"""Makes room for a starved tenant, one that has nothing running: a tenant with several running requests loses one."""
+"""Makes room for a starved request, one whose tenant has nothing running: a tenant with several running requests loses
+one."""
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
 from reprise.scheduler.budgets.step_budgets import StepBudgets
@@ -14,10 +15,10 @@ _STRETCH = 1.5  # times the usual length of a step, if it ends a starved prompt:
 
 
 class GivingWay:
-    """A rule by which a starved request does not wait for another tenant's requests to end. One of the requests of the
-    tenant with the most is preempted, as when HBM is full, and the starved prompt may use all of the step's time
-    target. If the prompt can end in this step only without them, sequences of tenants with more than one in the batch
-    skip the step. Single-threaded, part of the Scheduler."""
+    """A rule by which a starved request (its tenant has nothing running) does not wait for another tenant's requests to
+    end. A request of the tenant that has the most running is preempted, as when HBM is full, and the starved prompt may
+    use all of the step's time target. If the prompt can end in this step only if others skip it, sequences of tenants
+    with more than one in the batch do. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class GivingWay:
         """Choose the sequences that skip this step so that a starved prompt can end in it, and return them with the
         budget that the step has without them.
 
-        Only sequences of tenants with more than one in the batch are chosen. None is chosen if the prompt can end
-        beside them or needs another step anyway, and none twice in a row: however many tenants come, an answer
+        Only sequences of tenants with more than one in the batch are chosen. None is chosen if the prompt can end while
+        they run too, or needs another step anyway, and none twice in a row: however many tenants come, an answer
         continues in every other step.
         """
         aside = frozenset(
@@ -95,8 +96,8 @@ class GivingWay:
         return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), draft.budget)
 
     def _give_way(self, draft: StepDraft) -> bool:
-        """Preempt a sequence of the tenant with the most running. Return False if no tenant has more than one
-        running."""
+        """Preempt a sequence of the tenant that has the most running sequences. Return False if no tenant has more than
+        one running."""
         if self._tenants.most_running < 2:
             return False
         self._batch.preempt(self._tenants.to_give_way(self._batch.sequences), draft)

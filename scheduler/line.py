@@ -1,4 +1,5 @@
-"""Represents the waiting order as a value, so that a caller can ask what has changed since it looked last."""
+"""Represents the order of waiting sequences as a value (a line), so that a caller can ask what has changed since it
+looked last."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ _LEFT = 8  # so many of the first members may have left since: beyond that the l
 
 
 class Change(NamedTuple, Generic[T]):
-    """A difference between two lines. The members in `gone` left the head of the old line; then, from index `start` on,
-    `went` was replaced by `came`. A member that has only moved is in both `went` and `came`."""
+    """A difference between two lines. The members in `gone` left the beginning of the old line; then, from index
+    `start` on, the members `went` were replaced by `came`. A member that has only moved is in both `went` and
+    `came`."""
 
     gone: tuple[T, ...]
     start: int
@@ -50,7 +52,7 @@ class Line(Generic[T]):
     members: tuple[T, ...] = ()
 
     def followed_by(self, members: Sequence[T]) -> "Line[T]":
-        """Return the next version of this line, with these members; their order may be the same as before."""
+        """Return the next version of this line, with these members, which may be the same as before."""
         return Line(self.version + 1, tuple(members))
 
     def since(self, before: "Line[T] | None") -> Change[T]:
@@ -64,7 +66,8 @@ class Line(Generic[T]):
 
 
 def common_ends(before: Sequence[Any], after: Sequence[Any]) -> tuple[int, int]:
-    """Return how many elements two sequences share at their heads, and how many at the tails of what remains."""
+    """Return how many elements two sequences share at their beginnings, and how many of the rest they share at their
+    ends."""
     most = min(len(before), len(after))
     head = 0
     while head < most and before[head : head + _STRIDE] == after[head : head + _STRIDE]:

@@ -1,4 +1,9 @@
+<<<<<<< HEAD
 """Starts the loads of the next requests in line while others run: the read buffer of AttentionStore."""
+=======
+"""Starts the loads of the next waiting requests while others still run: CaR's prefetch timer, which fills
+AttentionStore's read buffer."""
+>>>>>>> main
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -15,8 +20,14 @@ _FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of
 
 
 class LoadAhead:
+<<<<<<< HEAD
     """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as their
     pages fit. They give them back where running requests need the room. Single-threaded, part of the Scheduler."""
+=======
+    """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
+    in the batch or all of the step, it gives pages in HBM to the next waiting requests, each as late as its KV can
+    still arrive in time. Single-threaded, part of the Scheduler."""
+>>>>>>> main
 
     def __init__(
         self,
@@ -42,7 +53,11 @@ class LoadAhead:
         return stalls_s
 
     def start_loads(self, now: float) -> None:
+<<<<<<< HEAD
         """Begin loads, as far as HBM has room."""
+=======
+        """Start the loads that the prefetch timer says must start now, as far as HBM has room."""
+>>>>>>> main
         if not self._waiting.count:
             return
         front = self._waiting.once_loaded(_FRONT)
@@ -123,7 +138,8 @@ class TimedLoadAhead(LoadAhead):
         return [sequence for sequence in front if sequence.request_id in due]
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
-        """Tell the queue when places will be free, and note how many seconds the current loads still take."""
+        """Tell the queue when places in the batch will be free, and note how many seconds the current loads still
+        take."""
         self._loading_s = self._early.look(now)
         if self._waiting.count:
             self._loading_s += sum(stalls_s.values())

@@ -7,8 +7,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class Nearness:
-    """A reporter of scores: 1 for requests in the queue's window, 2 for running ones. It does nothing where the queue
-    has no window. Single-threaded, part of the Scheduler."""
+    """A reporter of CaR's scores, by which the cache evicts: 1 for requests in the window (the queue's next few) and
+    preempted ones, 2 for running ones. It does nothing where the queue has no window. Single-threaded, part of the
+    Scheduler."""
 
     def __init__(self, *, cache: CacheView, waiting: Waiting, batch: RunningBatch) -> None:
         self._cache = cache

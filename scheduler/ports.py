@@ -5,8 +5,8 @@ from typing import Protocol
 
 
 class Residency(Protocol):
-    """A count of a request's tokens by the tier that holds their KV right now. A token counts once, for the fastest
-    tier that has it."""
+    """A count of a request's tokens by the tier that holds their KV right now, asked of the cache. A token counts once,
+    for the fastest tier that has it."""
 
     @property
     def hbm_tokens(self) -> int: ...
@@ -63,14 +63,14 @@ class CacheView(Protocol):
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
         """Return whether a running request is computing, or a fetch is bringing, the block that this request needs
-        next, so that waiting beats computing it twice. False once that has ended, even by failure. is_due: whether the
-        request would start now; it then waits for a fetch no longer than computing would take."""
+        next, so that waiting beats computing it twice. False once the computation or fetch has ended, even by failure.
+        is_due: whether the request would start now; it then waits for a fetch no longer than computing would take."""
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """Pin the request's cached blocks and reserve room for `num_tokens` rows after its resident tokens. Return the
-        number of leading rows that need no computing, or None, with nothing changed, when HBM has no room. It is
-        `resident_tokens`, or fewer where nothing else runs and copies of these blocks had no room."""
+        number of leading rows that need no computing, or None, with nothing changed, when HBM has no room. That number
+        is `resident_tokens`, or less where nothing else runs and HBM had no room to copy some of these blocks."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> int:
@@ -95,8 +95,8 @@ class CacheView(Protocol):
         ...
 
     def expect(self, request_id: str, score: int) -> None:
-        """Note how near the request is to needing its KV (CaR §III-B-3): score 0 far, 1 in the window, 2 running. The
-        blocks whose requests have the smallest sum of scores leave HBM first."""
+        """Note how near the request is to needing its KV (CaR §III-B-3): score 0 far, 1 in the queue's window, 2
+        running. The blocks whose requests have the smallest sum of scores leave HBM first."""
         ...
 
     def preempt(self, request_id: str) -> None:

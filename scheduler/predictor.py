@@ -66,8 +66,8 @@ class QuantilePredictor:
     """A predictor that returns the `quantile` of known answer lengths, among those longer than the answer is already.
 
     It weighs the answers of the session most, then those of its tenant, then those of all tenants. While no answer is
-    known it predicts `max_tokens`. CaR asks the language model itself, by its reference [40], and pays a prefill for
-    it; this costs microseconds.
+    known it predicts `max_tokens`. CaR asks the language model itself, as its reference [40] does, and pays a prefill
+    for it; this predictor costs microseconds.
     """
 
     def __init__(self, *, quantile: float) -> None:
@@ -131,5 +131,6 @@ def _bucket(num_tokens: int) -> int:
 
 
 def _groups(sequence: Sequence) -> tuple[tuple[str, ...], ...]:
-    """Return the groups that a sequence belongs to, narrowest first: its session, its tenant, all tenants."""
+    """Return the groups of answers that a sequence's length is predicted from, narrowest first: its session, its
+    tenant, all tenants."""
     return (sequence.tenant, sequence.session_id), (sequence.tenant,), ()

@@ -1,4 +1,5 @@
-"""Implements the running batch: how a sequence gets its room, starts, computes, gives its room back and stops."""
+"""Implements the running batch: how a sequence gets its room in HBM, starts, computes, gives its room back and
+stops."""
 
 from collections import Counter
 from collections.abc import Container
@@ -15,9 +16,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:
-    """The sequences that run. When HBM is full, waiting sequences with early loads give their pages back first; then
-    the running sequence that arrived last is preempted and becomes the first of the waiting ones. Single-threaded, part
-    of the Scheduler."""
+    """The sequences that run. When HBM is full, waiting sequences that have pages already, for early loads, give them
+    back first; then the running sequence that arrived last is preempted and becomes the first of the waiting ones.
+    Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class RunningBatch:
     def place(self, sequence: Sequence, budget: StepBudget) -> int | None:
         """Reserve room in HBM for a waiting sequence's first chunk, or extend the room that its early load already has.
         Return for how many tokens after the computed ones it has room; 0 if the step is full, None if HBM is full. In
-        both cases nothing changes, except that other sequences may have lost their early loads."""
+        both cases nothing changes, except that other waiting sequences may have lost the pages of their early loads."""
         while sequence in self._early:
             wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
             if not wanted or self._cache.grow(sequence.request_id, wanted):
@@ -117,8 +118,8 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return the sequences with more than one token to compute or with an id in `loading`, in order of admission.
-        With fair places, those of tenants with the least work come first."""
+        """Return the sequences with more than one token to compute or with an id in `loading` (those that wait for KV),
+        in order of admission. With `fair_places`, the sequences of tenants with the fewest sequences come first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
@@ -154,7 +155,7 @@ class RunningBatch:
 
     def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
         """Return how many of `pending` tokens the step may compute, all or none of them without chunked prefill; 0 if
-        it is full."""
+        the step is full."""
         num_tokens = budget.chunk(pending, context_len)
         return num_tokens if self._limits.chunked_prefill or not num_tokens else pending
 
@@ -165,8 +166,8 @@ class RunningBatch:
         draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
-        """Count the outcome of the sequence's load in `loads`, as its first chunk runs in this step and waits `stall_s`
-        for it."""
+        """Count in `loads` how the sequence's load went, as its first chunk runs in this step and waits `stall_s` for
+        it."""
         if sequence not in self._loaders:
             return
         self._loaders.remove(sequence)
@@ -181,7 +182,8 @@ class RunningBatch:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
-        """Take a running sequence's room in HBM and its chunk in this step, and put it first among the waiting ones."""
+        """Take a running sequence's room in HBM and its chunk in this step from it, and put it first among the waiting
+        ones."""
         self._cache.preempt(victim.request_id)
         victim.preemptions += 1
         self.preemptions += 1
@@ -206,8 +208,8 @@ class RunningBatch:
         self._tenants.stopped(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
-        """Reserve rows for a running sequence, preempting the latest arrivals if need be. Return False if the sequence
-        was itself preempted, or shall skip this step because pages will be free soon."""
+        """Reserve rows in HBM for a running sequence, preempting sequences if need be, the latest arrival first. Return
+        False if the sequence was itself preempted, or shall skip this step because pages will be free soon."""
         while not (room := self._cache.grow(sequence.request_id, num_tokens)):
             if self._early.withdraw_last():
                 continue

@@ -9,7 +9,7 @@ from reprise.scheduler.sequence import Chunk, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A finished step, whose chunks have room reserved in HBM."""
+    """A step as the engine runs it, whose chunks have room reserved in HBM."""
 
     chunks: list[Chunk]
     preempted: list[Sequence]  # gave their pages back; they wait at the head of the line

@@ -31,10 +31,10 @@ class Scheduler:
 
     Every step decodes all running sequences, then spends the rest of the budget on prompts: first of running sequences,
     then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
-    waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places are taken, the next
-    waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the pages
-    back when running sequences need them. With `fair_places`, a tenant that has nothing running does not wait until
-    another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
+    waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places in the batch are taken,
+    the next waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the
+    pages back when running sequences need them. With `fair_places`, a tenant that has nothing running does not wait
+    until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
@@ -49,9 +49,14 @@ class Scheduler:
         scores: bool,
         timed_loads: bool,
     ) -> None:
+<<<<<<< HEAD
         """Set up an empty scheduler. fair_places: whether tenants share the places fairly. scores: whether to tell the
         cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early loads begin;
         without it they begin as soon as their pages fit."""
+=======
+        """Set up an empty scheduler. fair_places: whether tenants share the places in the batch fairly. scores: whether
+        to tell the cache which requests need their KV soon."""
+>>>>>>> main
         self._cache = cache
         self._limits = limits
         self.cost = cost
@@ -98,8 +103,8 @@ class Scheduler:
 
     @property
     def num_starting(self) -> int:
-        """Number of waiting sequences that may start in the next step and load their KV then: the free places, or 0
-        while HBM has no room for the first of them."""
+        """Number of waiting sequences that may start in the next step and load their KV then: the free places in the
+        batch, or 0 while HBM has no room for the first of them."""
         return 0 if self._lacks_room else self._batch.free_places
 
     @property
@@ -118,7 +123,7 @@ class Scheduler:
 
     @property
     def timer_outcomes(self) -> Counter[str]:
-        """Counts of early loads by outcome; see `EarlyLoads.outcomes`."""
+        """Counts of early loads (for sequences that still waited) by outcome; see `EarlyLoads.outcomes`."""
         return self._early.outcomes
 
     @property
@@ -135,7 +140,7 @@ class Scheduler:
         return bool(self._batch.sequences or self._waiting.count)
 
     def has_early_load(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence already has pages in HBM and an early load."""
+        """Return whether a waiting sequence already has pages in HBM, into which its KV is loaded early."""
         return sequence in self._early
 
     def upcoming(self) -> Line[str]:
@@ -147,8 +152,8 @@ class Scheduler:
         return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
-        """Return the waiting sequences whose order is settled, next first, each with the seconds until a place is
-        expected to be free for it, or None if no running sequence will make one."""
+        """Return the preempted sequences, then those at the front of the queue, next first, each with the seconds until
+        a place in the batch is expected to be free for it, or None if no running sequence will make one."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
         front = self._waiting.front()
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
@@ -156,7 +161,7 @@ class Scheduler:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence that the cache has opened to the waiting ones. Raises QueueFull."""
+        """Add a sequence, whose request the cache has opened, to the waiting ones. Raises QueueFull."""
         if self._waiting.count >= self._limits.max_queued:
             raise QueueFull(f"{self._waiting.count} requests are waiting")
         self._tenants.arrived(sequence)
@@ -185,7 +190,7 @@ class Scheduler:
 
     def requeue(self, sequence: Sequence) -> None:
         """Move a sequence that has lost its room in HBM back to the waiting ones. If it was running it becomes the
-        first of them; if it had an early load it keeps its place."""
+        first of them; if it still waited, with pages for an early load, it keeps its place in the queue."""
         if sequence in self._early:
             self._early.lose(sequence)
         else:
@@ -248,8 +253,8 @@ class Scheduler:
         return step
 
     def _fill(self, step: StepDraft) -> None:
-        """Spend the rest of a step on prompts: first of a starved request, then of running sequences, then of waiting
-        ones."""
+        """Spend the rest of a step on prompts: first of a starved request (its tenant has nothing running), then of
+        running sequences, then of waiting ones."""
         step.budget = self._budgets.beside(step.chunks, step.now)
         self._giving_way.admit(step)
         self._batch.prefill(step)
@@ -257,7 +262,7 @@ class Scheduler:
         self._start_loads(step)
 
     def _admit(self, step: StepDraft) -> None:
-        """Start waiting sequences as far as places, budget and HBM allow."""
+        """Start waiting sequences as far as places in the batch, the step's budget and HBM allow."""
         # Room that was just taken from one is not given to another.
         self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
 
@@ -287,8 +292,8 @@ class Scheduler:
         return has_room
 
     def _start_loads(self, step: StepDraft) -> None:
-        """Start early loads, unless a waiting sequence lacks HBM: loads for later ones would keep it out, step after
-        step."""
+        """Start loads for sequences that still wait, unless one of them has found no room in HBM: the pages of loads
+        for later ones would keep it out, step after step."""
         if not self._lacks_room:
             self._load_ahead.start_loads(step.now)
 

@@ -8,8 +8,8 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters by which the next token is sampled. `reprise.app.schemas.chat` has validated them; every value is
-    taken to be in range."""
+    """The parameters by which the next token is sampled. `reprise.app.schemas.chat` has validated them; here every
+    value is taken to be in range."""
 
     temperature: float  # 0 is greedy
     top_p: float  # 1 is off
@@ -37,7 +37,8 @@ class SequenceState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of one turn, from arrival to last token. Compared by identity, so that it can be a key of a dict."""
+    """One choice (one of the answers that a request asks for) of one turn, from arrival to last token. Compared by
+    identity, so that it can be a key of a dict."""
 
     request_id: str  # unique per sequence, "<request>/<choice>"
     tenant: str

@@ -11,7 +11,7 @@ _LATELY_S = 10.0  # a tenant that came in these seconds may come again at any mo
 
 
 class _OfTenants:
-    """A container of all sequences that belong to one of some tenants."""
+    """A container of all sequences that belong to the given tenants."""
 
     def __init__(self, tenants: Collection[str]) -> None:
         self._tenants = tenants
@@ -21,7 +21,8 @@ class _OfTenants:
 
 
 class Tenants:
-    """A count of sequences by tenant. Without `fair_places` no tenant is ever starved or preferred to another. Pure,
+    """A count of sequences by tenant. A tenant is starved if it has requests but nothing running, while another takes
+    all there is. Without `fair_places` no tenant counts as starved or is preferred to another. Pure,
     single-threaded."""
 
     def __init__(self, *, fair_places: bool) -> None:
@@ -62,30 +63,32 @@ class Tenants:
         return self._running[sequence.tenant] > 1
 
     def several(self, now: float) -> bool:
-        """Return whether places are shared fairly and, lately or running now, more than one tenant has requests."""
+        """Return whether places in the batch are shared fairly and, lately or running now, more than one tenant has
+        requests."""
         if not self._fair_places:
             return False
         lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
         return len(lately.union(self._running)) > 1
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Sort by how many sequences their tenants have running, then present; the order among equals is kept."""
+        """Sort sequences by how many their tenants have running, then by how many they have running or waiting; the
+        order among equals is kept."""
         if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))
 
     def to_give_way(self, running: Many[Sequence]) -> Sequence:
-        """Return the running sequence to preempt: the latest arrival; with fair places, only among the tenants with the
-        most running. So the earliest sequence of all is chosen last and always gets on."""
+        """Return the running sequence to preempt: the latest arrival; with `fair_places`, only among the tenants with
+        the most running. So the earliest sequence of all is chosen last and always gets on."""
         if self._fair_places:
             most = self.most_running
             running = [sequence for sequence in running if self._running[sequence.tenant] == most]
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Return the next queued request of a starved tenant, one that has nothing running and nothing in `before_it`,
-        while another tenant takes all there is and has more than one request. A tenant with a single request keeps its
-        place, but has to share the steps. None if no tenant is starved. has_places: whether places are free."""
+        """Return the next queued request of a starved tenant (it has nothing running and nothing in `before_it`, while
+        another with several requests takes all places, room or steps); None if there is none. A tenant with a single
+        request keeps its place, but shares the steps. has_places: whether places in the batch are free."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
             return None  # asked several times a step: no need to look at the queue
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:

@@ -18,10 +18,10 @@ def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: 
     """Return the ids of the requests whose loads have to start now, in order.
 
     running_s: expected seconds until each running request ends. queued_s: seconds that the current loads still take.
-    waiting: in the order in which they start. The paper starts the load of the next request once the smallest of
-    `running_s` is no longer than SIZE / bandwidth. This compares the request after it with the second smallest, and so
-    on; loads follow one another, so the time of a load includes those ahead of it. Where a place is free, its load
-    starts at once.
+    waiting: the next requests, in the order in which they start. The paper starts the load of the next request once the
+    smallest of `running_s` is no longer than SIZE / bandwidth. This function compares the request after it with the
+    second smallest, and so on; loads follow one another, so the time of a load includes those ahead of it. Where a
+    place in the batch is free, its load starts at once.
     """
     opens_s = [0.0] * max(0, free_places) + sorted(running_s)
     found = []

@@ -11,7 +11,8 @@ from reprise.scheduler.sequence import Sequence
 
 class Waiting:
     """The waiting sequences. Preempted ones start before the queue, the one preempted latest first. A starved sequence
-    for which others were preempted (`favoured`) starts before all. Single-threaded, part of the Scheduler."""
+    (its tenant has nothing running) for which others were preempted (`favoured`) starts before all. Single-threaded,
+    part of the Scheduler."""
 
     def __init__(self, *, queue: WaitingQueue) -> None:
         self.queue = queue
@@ -33,7 +34,7 @@ class Waiting:
         self.count += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """Put a sequence that was running and has lost its room before all of the queue."""
+        """Add a sequence that was running and has lost its room in HBM, before all others."""
         self.resumed.appendleft(sequence)
         self.count += 1
 
@@ -45,7 +46,7 @@ class Waiting:
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Return whether others may start before this sequence while there is no room for it."""
+        """Return whether others may start before this sequence while HBM has no room for it."""
         if sequence is self.favoured or sequence in self.resumed:
             return False
         return self.queue.may_be_passed(sequence, now)
@@ -71,7 +72,8 @@ class Waiting:
             self.queue.remove(sequence)
 
     def front(self) -> list[Sequence]:
-        """Return the sequences whose order is settled, next first."""
+        """Return the preempted sequences, then those that the queue starts before all its others
+        (`WaitingQueue.front`), next first."""
         return [*self.resumed, *self.queue.front()]
 
     def once_loaded(self, count: int) -> list[Sequence]:
@@ -79,8 +81,8 @@ class Waiting:
         return list(islice(chain(self.resumed, self.queue.once_loaded()), count))
 
     def line(self, starved: Sequence | None) -> Line[str]:
-        """Return the request ids of all waiting sequences, next first. starved: a sequence that goes before the queue,
-        if any. Costs little while nothing has changed; a new version means a new order."""
+        """Return the request ids of all waiting sequences, next first. starved: a sequence of a tenant that has nothing
+        running; it goes before the queue. Costs little while nothing has changed; a new version means a new order."""
         queued = self.queue.upcoming()
         first = tuple(self.resumed) if starved is None else (*self.resumed, starved)
         if (made_of := (queued.version, first)) != self._made_of:

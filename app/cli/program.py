@@ -285,8 +285,8 @@ def _record_key(settings: Settings) -> bytes:
 
 @contextmanager
 def _unused(settings: Settings) -> Iterator[None]:
-    """Guard the use of the cache directory until the end of the block: end the program if it does not exist, is in use,
-    or fails."""
+    """Guard the use of the cache directory until the end of the `with` block: end the program if it does not exist, is
+    in use, or fails."""
     from reprise.cache.storage.directory_lock import DirectoryLocked, used_by
     from reprise.cache.storage.errors import TierFailed, TierFull
 

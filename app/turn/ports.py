@@ -97,7 +97,7 @@ class RunningTurn(Protocol):
 
 
 class Deltas(Protocol):
-    """A `Generation`, or several joined into one."""
+    """The deltas of a streamed answer: a `Generation`, or several joined into one."""
 
     @property
     def generations(self) -> Sequence[RunningTurn]: ...
@@ -112,7 +112,8 @@ class Deltas(Protocol):
 
 
 class Frames(Protocol):
-    """An encoder of a generation as complete events of one protocol. Any of its methods may return no bytes."""
+    """An encoder of a generation as complete events of one streaming protocol, such as chat or responses. Any of its
+    methods may return no bytes."""
 
     @property
     def ping(self) -> bytes: ...
@@ -202,7 +203,8 @@ class ArrivedRequest(Protocol):
 
     @property
     def stream_headers(self) -> Mapping[str, str]:
-        """The headers that a streamed answer has besides its own."""
+        """The headers that a streamed answer to this request gets in addition to those of the endpoint, for the server
+        that relays it; none for a client."""
         ...
 
     def open_body(self, data: bytes) -> bytes:
@@ -241,7 +243,8 @@ class ServerHooks(Protocol):
         ...
 
     def background_id(self, response_id: str) -> str:
-        """Return the id of a response that runs in the background here. response_id: the id it would have otherwise."""
+        """Return the id of a response that runs in the background here. response_id: the id that it would have on a
+        server alone."""
         ...
 
     async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:

@@ -18,6 +18,8 @@ from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
 from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 
+SHOWN_TURNS = (1, 2, 5, 10)  # rows of a table beside the picture, which has all turns
+
 
 def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
     """Time to first token by turn, one panel per model."""
@@ -42,18 +44,17 @@ def machine(result: dict[str, Any]) -> str:
 
 def replay_section(title: str, result: dict[str, Any]) -> list[str]:
     rows = (
-        [row["turn"], row["conversations"], f"{row['prompt_tokens_p50']:.0f}", f"{row['prefix_ttft_ms_p50']:.1f}",
+        [row["turn"], f"{row['prompt_tokens_p50']:.0f}", f"{row['prefix_ttft_ms_p50']:.1f}",
          f"{row['recompute_ttft_ms_p50']:.1f}", f"{row['recompute_ttft_ms_p50'] / row['prefix_ttft_ms_p50']:.2f}"]
         for row in result["by_turn"]
+        if row["turn"] in SHOWN_TURNS
     )  # fmt: skip
     return titled(
         title,
         f"{result['dialogues']} dialogues, {result['turns']} turns, {result['generated_tokens']} tokens generated on "
         f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
         f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
-        table(
-            "turn | conversations | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows
-        ),
+        table("turn | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows),
         machine(result),
         level=3,
     )  # fmt: skip
@@ -63,7 +64,7 @@ def speed_section(result: dict[str, Any]) -> list[str]:
     arms, ratios = result["arms"], result["ratios"]
     rows = (
         [name, *(f"{a[name]['median']:,.1f} ({a[name]['min']:,.1f} to {a[name]['max']:,.1f})" for a in arms.values()),
-         *(f"{ratio[name]:.2f}" for ratio in ratios.values())]
+         f"{ratios['transformers'][name]:.2f}"]
         for name in arms["reprise"]
     )  # fmt: skip
     return titled(
@@ -72,18 +73,18 @@ def speed_section(result: dict[str, Any]) -> list[str]:
         f"{result['context']} prompt tokens a stream, caches off, medians of interleaved rounds (least to most). "
         "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings "
         "of our engine process.",
-        table(" | ".join(("", *arms, *(f"ratio to {against}" for against in ratios))), rows),
+        table(" | ".join(("", *arms, "reprise / transformers")), rows),
         "Prefill: more is better. TPOT: less is better. All cores together read memory at "
         f"{result['memory_read_gb_s']} GB/s, and a decode step reads all weights but the embedding, 176 MB.",
         machine(result),
     )
 
 
-def dialogues() -> list[str]:
+def dialogues(pictures: Path) -> list[str]:
     replays = {
         "bundled model (5.6 M)": load("replay_dialogues"), "SmolLM2-135M-Instruct": load("replay_dialogues_smollm2"),
     }  # fmt: skip
-    draw_replay(replays, DOCS / "ttft_by_turn.png")
+    draw_replay(replays, pictures / "ttft_by_turn.png")
     lines = titled(
         "Real dialogues, reuse against recompute",
         "![TTFT by turn](ttft_by_turn.png)",
@@ -93,42 +94,51 @@ def dialogues() -> list[str]:
     return lines + [line for title, result in replays.items() for line in replay_section(title, result)]
 
 
-def speed() -> list[str]:
+def speed(pictures: Path) -> list[str]:
     lines = speed_section(load("raw_speed"))
     for name, module, picture in (
         ("cpu_speed", cpu, "packed"), ("drafts_smollm2", drafts, "drafts"), ("int8_pages_smollm2", int8_pages, "int8"),
     ):  # fmt: skip
         result = load(name)
-        module.draw(result, DOCS / f"{picture}.png")
+        module.draw(result, pictures / f"{picture}.png")
         lines += module.section(result, machine(result))
-    gpu.draw(load("gpu_day"), DOCS / "gpu.png")
+    gpu.draw(load("gpu_day"), pictures / "gpu.png")
     return lines
 
 
-def texts() -> list[str]:
+def texts(pictures: Path) -> list[str]:
     cuts = truncation_results()
     parts = all_parts(cuts)
-    draw_truncation(parts, DOCS / "truncation.png")
-    lines = codecs.sections(load, machine, DOCS) + truncation_section(parts)
+    draw_truncation(parts, pictures / "truncation.png")
+    lines = codecs.sections(load, machine, pictures) + truncation_section(parts)
     return lines + [line for result in cuts for line in (machine(result), "")]
 
 
-PAGES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+PAGES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "speed": ("Speed of the model", speed),
-    "tiers": ("Tiers below HBM", lambda: dialogues() + tier_sections(load, machine, DOCS)),
+    "tiers": ("Tiers below HBM", lambda pictures: dialogues(pictures) + tier_sections(load, machine, pictures)),
     "texts": ("What changes a text", texts),
-    "scheduling": ("The order of requests", lambda: scheduling.sections(load, machine, DOCS)),
-    "fleet": ("Fleets", lambda: fleet_sections(load, machine)),
+    "scheduling": ("The order of requests", lambda pictures: scheduling.sections(load, machine, pictures)),
+    "fleet": ("Fleets", lambda _: fleet_sections(load, machine)),
 }
 """Name -> title and content of each page in docs/results/."""
+INTRODUCTION = (
+    "[All results](../results.md), with a number on every line. The aims of a section are `held` in its file in "
+    "`benchmarks/results/`."
+)
+
+
+def page(name: str, pictures: Path) -> str:
+    """Draw a page's pictures into a folder, and return its text."""
+    title, sections = PAGES[name]
+    lines = [f"# {title}", "", INTRODUCTION, "", *sections(pictures)]
+    return re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines)).rstrip() + "\n"
 
 
 def main() -> None:
     (DOCS / "results").mkdir(parents=True, exist_ok=True)
-    for name, (title, sections) in PAGES.items():
-        lines = [f"# {title}", "", "[All results](../results.md), with a number on every line.", "", *sections()]
-        text = re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines))
-        (DOCS / "results" / f"{name}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+    for name in PAGES:
+        (DOCS / "results" / f"{name}.md").write_text(page(name, DOCS), encoding="utf-8")
 
 
 if __name__ == "__main__":

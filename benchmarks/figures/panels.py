@@ -54,8 +54,12 @@ def _lines(part: str | list[str]) -> list[str]:
 
 
 def held(result: dict[str, Any]) -> str:
-    """Return what a result holds, as a sentence."""
-    return "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items()) + "."
+    """Return how many of its aims a result meets, and name those that it misses."""
+    aims: Mapping[str, bool] = result["held"]
+    missed = [what for what, value in aims.items() if not value]
+    if not missed:
+        return f"All {len(aims)} aims are met."
+    return f"{len(aims) - len(missed)} of {len(aims)} aims are met. Missed: {'; '.join(missed)}."
 
 
 def with_error(row: dict[str, Any]) -> str:

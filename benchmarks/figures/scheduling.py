@@ -48,18 +48,12 @@ def drawn(rows: list[Result]) -> Result:
 
 def classes_section(result: Result, machine: str) -> list[str]:
     rows, workload = result["rows"], result["workload"]
-    names = [name for name in rows[0]["ratios"] if name.endswith("/fcfs")]
+    names = _to_fcfs(rows)
     settings = [f"{row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
     ratios = (
         [setting, f"{row['ttft_ms']['fcfs']['mean']:.0f} / {row['ttft_ms']['fcfs']['p95']:.0f}",
          *(" / ".join(f"{row['ratios'][name][measure][0]:.2f}" for measure in MEASURES) for name in names)]
         for setting, row in zip(settings, rows, strict=True)
-    )  # fmt: skip
-    one = drawn(rows)
-    waits = (
-        [policy, values["most_overtakes"],
-         *(f"{place['mean']:.0f}, {place['longest_wait']:.0f}" for place in map(values["by_place"].get, PLACES))]
-        for policy, values in one["ttft_ms"].items()
     )  # fmt: skip
     return titled(
         "CaR's three classes at once, simulated",
@@ -74,17 +68,20 @@ def classes_section(result: Result, machine: str) -> list[str]:
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
         _verdicts(rows),
         "![What the window bounds](classes.png)",
-        "First prompts of 1,000 tokens, short loads, 100 %: TTFT mean and longest wait for a first step in ms, by "
-        "where the history was. Without a window nothing bounds how many pass a request whose KV is on disk.",
-        table(" | ".join(("order | most passed", *SAID.values())), waits),
+        "First prompts of 1,000 tokens, short loads, 100 %. Without a window nothing bounds how many pass a request "
+        "whose KV is on disk.",
         machine,
     )
+
+
+def _to_fcfs(rows: list[Result]) -> list[str]:
+    return [name for name in rows[0]["ratios"] if name.endswith("/fcfs")]
 
 
 def _verdicts(rows: list[Result]) -> list[str]:
     """Between what each ratio lies over all rows, and in how many it is certainly a gain or a loss."""
     lines = []
-    for name in rows[0]["ratios"]:
+    for name in _to_fcfs(rows):
         said = []
         for measure in MEASURES:
             found = [row["ratios"][name][measure] for row in rows]

@@ -51,6 +51,7 @@ def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
     ratios = "; ".join(
         f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
         for name, ratio in result["ratios"][turns[-1]].items()
+        if name.startswith("attentionstore/")
     )
     return titled(
         "Conversations that overflow HBM",
@@ -93,36 +94,35 @@ def _spread(found: Result) -> str:
 
 
 def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
-    loading = (
-        [arm["disk_gbps"], arm["new_tokens"], "all" if arm["read_buffer_layers"] < 0 else arm["read_buffer_layers"],
-         _spread(arm["hidden"]), f"{arm['load_ms']['median']:.1f}", f"{arm['wait_ms']['median']:.1f}"]
-        for arm in result["loading"]
-    )  # fmt: skip
+    hidden: dict[tuple[float, int], dict[int, str]] = {}
+    for arm in result["loading"]:
+        hidden.setdefault((arm["disk_gbps"], arm["new_tokens"]), {})[arm["read_buffer_layers"]] = _spread(arm["hidden"])
+    buffers = ("all" if layers < 0 else f"{layers} layers" for layers in next(iter(hidden.values())))
+    heads = " | ".join(("disk, GB/s | new tokens", *buffers))
     return titled(
         "Loading behind computation",
         f"![Overlap]({figure})",
         "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
-        "disk, 20 decode steps; no DRAM tier.",
-        table(
-            "disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job", loading
-        ),
+        "disk, 20 decode steps; no DRAM tier. Share of the load time that is hidden, by the layers of the read buffer:",
+        table(heads, ([*setting, *shares.values()] for setting, shares in hidden.items())),
         footer,
     )
 
 
 def rotation_section(result: Result, footer: str) -> list[str]:
     settings = result["settings"]
-    rows = (
-        [f"{arm['capacity']} of {settings['conversations']}", "on" if arm["disk"] else "off", arm["policy"],
-         f"{arm['hit_rate']:.3f}", f"{list(arm['hit_rate_by_turn'].values())[-1]:.3f}",
-         f"{arm['turns_hit']} of {arm['turns']}"]
-        for arm in result["arms"]
-    )  # fmt: skip
+    rates: dict[tuple[str, str], dict[str, str]] = {}
+    for arm in result["arms"]:
+        tiers = f"{arm['capacity']} of {settings['conversations']}", "on" if arm["disk"] else "off"
+        rates.setdefault(tiers, {})[arm["policy"]] = f"{arm['hit_rate']:.3f}"
+    policies = next(iter(rates.values()))
     return titled(
         "Tiers slightly too small, in strict rotation",
         f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
         f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
-        table("HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit", rows),
+        table(
+            " | ".join(("HBM + DRAM hold | disk", *policies)), ([*tiers, *row.values()] for tiers, row in rates.items())
+        ),
         footer,
     )
 

@@ -12,6 +12,7 @@ from benchmarks.harness.result_files import BLUE, GREY, load
 RESULTS = ("truncation", "truncation_text")  # if several have a part, the last one counts
 RED = "#dc2626"
 COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
+SIMILAR = ("AS bf16", "AS hops")  # arms that differ from AS by what rounding does; the result file has them
 LABELS = {
     "AS": "AS: saved KV, new positions",
     "TT": "TT: what stays is computed again",
@@ -81,14 +82,13 @@ def section(parts: dict[str, Any]) -> list[str]:
         for part, model in (("shortened", "bundled"), ("shortened-125m", "125 M shape"))
         for summary in (parts[part]["summary"],)
     ]  # fmt: skip
-    arms = list(next(iter(perplexity["texts"].values()))["arms"])
     interval = " ({:.3f} to {:.3f})"
     losses = [
         (text, *(f"{row['arms'][arm]['ppl']:.2f}"
-                 + ("" if arm == "TT" else interval.format(*row["arms"][arm]["ratio_to_tt_95"])) for arm in arms))
+                 + ("" if arm == "TT" else interval.format(*row["arms"][arm]["ratio_to_tt_95"])) for arm in LABELS))
         for text, row in perplexity["texts"].items()
     ]  # fmt: skip
-    right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items())
+    right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items() if name not in SIMILAR)
     return titled(
         "Truncation",
         "![Truncation](truncation.png)",
@@ -99,7 +99,7 @@ def section(parts: dict[str, Any]) -> list[str]:
         table("model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio", shortened),
         f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
         "float32; in brackets the 95 % interval of the ratio to TT's.",
-        table(f"text | {' | '.join(arms)}", losses),
+        table(f"text | {' | '.join(LABELS)}", losses),
         f"{names['questions']} names given before the cut and asked for after it, of {names['candidates']} candidates "
         f"each: {right}.",
     )

@@ -171,26 +171,21 @@ def section(result: dict[str, Any]) -> list[str]:
     fig_4, ratio = (
         " and ".join(f"{found[what]:.0f}" for found in result["implied_tflops"].values()) for what in ("fig_4", "ratio")
     )
-    by_prompt = (
-        [row["model"], f"{row['prompt']:,}", *(f"{row['tokens_per_s'][arm]:.1f}" for arm in ARMS)]
-        for row in result["rows"]
-    )
-    heads = "model | prompt | FlexGen, tokens/s | activations alone | hybrid | hybrid over all host memory"
     return [
         "## HybridServe Fig. 12, 15: KV and activations in host memory (RTX 4090)", "",
         "`python -m benchmarks.paper.hybridserve`: OPT, 128 requests at once, 128 tokens of answer each; geometric "
         "means over models and prompts. Nothing is fitted.", "",
         *table(f" | simulated | paper | off by | with {SLOWER_FLOPS / 1e12:.0f} TFLOP/s", summed), "",
-        *table(heads, by_prompt), "",
         *plots.bars("hybridserve12", "tokens a second, times FlexGen's", "times", labels, drawn),
         f"{result['grouped']['model']}, whose heads are grouped: no activations, which would be twice as large as KV.",
         "",
-        "Note: FlexGen waits for the link all the time here, so what hybrid gains is traffic, of which the paper "
-        "itself has at most 1.27 and 1.38 times less (§5.3). 2.19 times needs a FlexGen that uses "
-        f"{over['kv'] / 2.19:.0%} of the link. The paper's ratios of KV to activations need a GPU that makes keys and "
-        f"values at {ratio} TFLOP/s (30B and 66B), the latencies of its Fig. 4 one of at least {fig_4}, beyond the "
-        "data sheet. No speed meets all of its numbers.", "",
-        *table("what | value | from", result["assumed"]), "",
+        "FlexGen waits for the link all the time here, so what hybrid gains is traffic, of which the paper itself has "
+        f"at most 1.27 and 1.38 times less (§5.3). 2.19 times needs a FlexGen that uses {over['kv'] / 2.19:.0%} of the "
+        f"link. The paper's ratios of KV to activations need a GPU that makes keys and values at {ratio} TFLOP/s (30B "
+        f"and 66B), the latencies of its Fig. 4 one of at least {fig_4}, beyond the data sheet. No speed meets all of "
+        "its numbers.", "",
+        "Assumed: prompts of 256, 512, 1,024 and 1,920 tokens, 80 % of the HBM's data sheet, and buffers of 1 GB. Each "
+        "prompt's speed and all rates are in `benchmarks/results/hybridserve.json`.", "",
     ]  # fmt: skip
 
 

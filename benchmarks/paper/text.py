@@ -1,7 +1,8 @@
 """Writes what the simulated figures say: docs/paper_figures.md and its pictures, of what `benchmarks.paper.figures`
 found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks.paper import hybridserve, plots
 from reprise.loadgen.sim import presets
 from reprise.loadgen.sim.presets import FIGURE_MODELS
 
-NEAR = 0.15  # share of the paper's number: farther off wants a note
+NEAR = 0.15  # share of the paper's number: what is farther off is marked
 Figures = dict[str, Any]  # fields of `reprise.loadgen.sim.result.Result`
 Runs = dict[str, Figures]
 BIG = "llama-13b"
@@ -26,20 +27,30 @@ def write(document: dict[str, Any]) -> None:
         "",
         "Drawn by `make figures`. The server's own queue and policy classes run on a virtual clock, on the machines "
         "that the papers state (`loadgen/sim/`). Only LRU and FIFO in Fig. 21 were fitted "
-        "(`benchmarks/paper/fit.py`); all else is a prediction. `reprise simulate` plays these settings and others.",
+        "(`benchmarks/paper/fit.py`); all else is a prediction. `reprise simulate` plays these settings and others. "
+        f"In the tables the paper's number stands in brackets, and * marks what is more than {NEAR:.0%} off.",
         "",
     ]
     share = min((entry["run"]["share"] for entry in entries.values()), default=1.0)
     if share != 1:
         lines += [f"These runs have {share:.0%} of the sessions, their rate, tiers and batch (`--share`).", ""]
-    for section in (_hits, _eviction, _times, _overflow, _capacity, _mediums, _unsaturated):
+    for section in (_by_model, _eviction, _capacity, _unsaturated):
         lines += section(runs)
     lines += _ratios() + _documents(document["documents"]) + _reload()
     lines += hybridserve.section(load("hybridserve"))
-    assumed = ([row["what"], row["value"], row["source"]] for row in document["assumptions"])
+    # What the papers state is in the result file alone.
+    assumed = (
+        [row["what"], row["value"], row["source"]]
+        for row in document["assumptions"]
+        if not row["source"].startswith(("AttentionStore", "CaR"))
+    )
     slowest = max(entries, key=lambda name: entries[name]["processor_s"])
     took = f"The longest run ({slowest}) took {entries[slowest]['processor_s']:.0f} s of a core."
-    lines += ["## Assumptions", "", *table("what | value | from", assumed), "", f"`{document['command']}`. {took}", ""]
+    lines += [
+        "## Assumptions", "",
+        "What the papers leave open. What they state is in `benchmarks/results/paper_figures.json`.", "",
+        *table("what | value | from", assumed), "", f"`{document['command']}`. {took}", "",
+    ]  # fmt: skip
     (DOCS / "paper_figures.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -53,20 +64,10 @@ def _whole(figures: Figures, share: float) -> Figures:
     return {**figures, "gpu_s": gpu_s, "cost": gpus + storage, "cost_storage": storage}
 
 
-def _beside(
-    number: str, heading: str, title: str, unit: str, shown: str, ours: dict[str, float], paper: Sequence[float],
-    what: str = "model", mine: str = "simulated",
-) -> list[str]:  # fmt: skip
-    """Return a heading, a picture and a table of our numbers beside the paper's, by what they are of."""
-    rows = []
-    for (label, value), theirs in zip(ours.items(), paper, strict=True):
-        mark = " (see the note)" if abs(value / theirs - 1) > NEAR else ""
-        rows.append([label, f"{value:{shown}}", f"{theirs:{shown}}", f"{value / theirs - 1:+.0%}{mark}"])
-    series = {"paper": paper, "simulated": list(ours.values())}
-    return [
-        f"## AttentionStore Fig. {number}: {heading}", "", *plots.bars(f"fig{number}", title, unit, list(ours), series),
-        *table(f"{what} | {mine} | paper | off by", rows), "",
-    ]  # fmt: skip
+def _beside(ours: float, theirs: float, shown: str) -> str:
+    """Return our number, marked if it is far off, and the paper's."""
+    mark = "*" if abs(ours / theirs - 1) > NEAR else ""
+    return f"{ours:{shown}}{mark} ({theirs:{shown}})"
 
 
 def _of_models(runs: Runs, arm: str) -> Runs:
@@ -83,24 +84,70 @@ def _three(figures: Figures) -> str:
     return " / ".join(f"{figures[key]:.1%}" for key in ("hit_rate", "hit_rate_returning", "token_hit_rate"))
 
 
-def _hits(runs: Runs) -> list[str]:
-    kept = _of_models(runs, "attentionstore")
-    if not kept:
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A figure of AttentionStore with a number for every model."""
+
+    number: str
+    what: str
+    unit: str
+    shown: str
+    paper: tuple[float, ...]
+    """The figures of the paper, one for each of FIGURE_MODELS."""
+    arms: tuple[str, ...]
+    measure: Callable[..., float]
+    """Takes the runs of a model in these arms."""
+
+
+_COMPARED = (
+    _Compared("13", "hit rate of all turns, 128 GB / 10 TB", "share of turns", ".1%", (0.86, 0.71, 0.89, 0.90),
+              ("attentionstore", "attentionstore, seed 1", "attentionstore, seed 2"),
+              lambda *seeds: fmean(run["hit_rate"] for run in seeds)),
+    _Compared("14", "time to first token without queueing, saved", "", ".1%", (0.85, 0.61, 0.87, 0.86),
+              ("attentionstore", "recompute"), lambda kept, again: 1 - _ratio(kept, again, "prefill_mean_s")),
+    _Compared("15", "prefill throughput, times recompute's", "", ".1f", (6.8, 2.6, 7.8, 7.2),
+              ("attentionstore", "recompute"), lambda kept, again: _ratio(kept, again, "prefill_tokens_per_s")),
+    _Compared("16", "GPU time, times as fast", "", ".2f", (4.0, 1.9, 3.3, 3.4),
+              ("attentionstore", "recompute"), lambda kept, again: _ratio(again, kept, "gpu_s")),
+    _Compared("17", "cost, saved", "", ".1%", (0.70, 0.43, 0.66, 0.68),
+              ("attentionstore", "recompute"), lambda kept, again: 1 - _ratio(kept, again, "cost")),
+    _Compared("22", "points of hit rate lost without decoupled positions", "share of turns", ".1%",
+              (0.176, 0.415, 0.181, 0.184),
+              ("attentionstore", "overflow"), lambda kept, cut: float(kept["hit_rate"] - cut["hit_rate"])),
+    _Compared("24", "hit rate with 10 GB of HBM and 128 GB of DRAM", "share of turns", ".1%",
+              (0.034, 0.017, 0.077, 0.191), ("hbm+dram",), lambda run: float(run["hit_rate"])),
+)  # fmt: skip
+
+
+def _by_model(runs: Runs) -> list[str]:
+    rows, parts = [], list[str]()
+    for figure in _COMPARED:
+        arms = [_of_models(runs, arm) for arm in figure.arms]
+        if not all(arms):
+            continue
+        ours = {model: figure.measure(*(arm[model] for arm in arms)) for model in FIGURE_MODELS}
+        cells = (
+            _beside(value, theirs, figure.shown) for value, theirs in zip(ours.values(), figure.paper, strict=True)
+        )
+        rows.append([f"{figure.number}: {figure.what}", *cells])
+        series = {"paper": figure.paper, "simulated": list(ours.values())}
+        parts += plots.bars(f"fig{figure.number}", figure.what, figure.unit, list(ours), series)
+        if figure.number == "24":
+            parts += _mediums(runs)
+        parts += [f"**Fig. {figure.number}.** {_NOTES[figure.number]}", ""] if figure.number in _NOTES else []
+    if not rows:
         return []
-    seeds = {
-        model: [run["hit_rate"] for name, run in runs.items() if name.split(",")[0] == f"{model} attentionstore"]
-        for model in kept
-    }
-    means = {model: fmean(rates) for model, rates in seeds.items()}
-    rows = (
-        [model, ", ".join(f"{rate:.1%}" for rate in seeds[model]), _three(run),
-         f"{run['tier_hit_share'].get('dram', 0):.1%}"]
-        for model, run in kept.items()
-    )  # fmt: skip
-    lines = _beside("13", "hit rate", "hit rate of all turns, 128 GB / 10 TB", "share of turns", ".1%", means,
-                    (0.86, 0.71, 0.89, 0.90))  # fmt: skip
-    heads = "model | workloads drawn alike | first of them: all turns / turns >= 2 / tokens | found in DRAM"
-    return [*lines, *table(heads, rows), "", _NOTES["13"], ""]
+    heads = " | ".join(("figure", *FIGURE_MODELS))
+    return ["## AttentionStore, by model", "", *table(heads, rows), "", *parts]
+
+
+def _mediums(runs: Runs) -> list[str]:
+    arms = {"HBM": "hbm", "HBM + DRAM": "hbm+dram", "DRAM + SSD": "attentionstore"}
+    found = {what: _of_models(runs, arm) for what, arm in arms.items()}
+    hours = {what: [run["gpu_s"] / 3600 for run in of.values()] for what, of in found.items()}
+    return (
+        plots.bars("fig24b", "GPU time by medium", "hours", list(FIGURE_MODELS), hours) if all(found.values()) else []
+    )
 
 
 def _eviction(runs: Runs) -> list[str]:
@@ -113,65 +160,22 @@ def _eviction(runs: Runs) -> list[str]:
     if not {*(name for name, _ in points.values()), *others.values()} <= runs.keys():
         return []
     found = {what: runs[name] for what, (name, _) in points.items()}
-    rates = {what: run["hit_rate"] for what, run in found.items()}
-    rows = (
-        [what, _three(run), ", ".join(f"{run['tier_hit_share'].get(tier, 0):.1%}" for tier in ("dram", "disk")),
-         f"{run['gpu_s']:,.0f}"]
-        for what, run in found.items()
-    )  # fmt: skip
-    faster = [
-        f"with {size} look-ahead is {found[f'LRU, {size} (fitted)']['gpu_s'] / mine:.2f} times LRU's and "
-        f"{found[f'FIFO, {size} (fitted)']['gpu_s'] / mine:.2f} times FIFO's speed"
-        for size in ("2T", "10T")
-        for mine in (found[f"AttentionStore, {size}"]["gpu_s"],)
-    ]
+    rates = [run["hit_rate"] for run in found.values()]
+    paper = [theirs for _, theirs in points.values()]
+    rows = ([what, _beside(ours, theirs, ".1%")] for what, ours, theirs in zip(points, rates, paper, strict=True))
+    faster = [found[f"LRU, {size} (fitted)"]["gpu_s"] / found[f"AttentionStore, {size}"]["gpu_s"]
+              for size in ("2T", "10T")]  # fmt: skip
     hours = {"simulated": [run["gpu_s"] / 3600 for run in found.values()]}
+    series = {"paper": paper, "simulated": rates}
     return [
-        *_beside("21", "policies and sizes (13B)", "hit rate of all turns, LLaMA-13B", "share of turns", ".1%", rates,
-                 [paper for _, paper in points.values()], ""),
-        *table(" | all turns / turns >= 2 / tokens | DRAM, disk share of what was found | GPU time, s", rows), "",
-        f"Fig. 21(b): {'; '.join(faster)} (paper: up to 2.7 times).", "",
+        "## AttentionStore Fig. 21: policies and sizes (13B)", "",
+        *plots.bars("fig21", "hit rate of all turns, LLaMA-13B", "share of turns", list(points), series),
+        *table(" | hit rate of all turns", rows), "",
         *plots.bars("fig21b", "GPU time, LLaMA-13B", "hours", list(points), hours),
+        f"Look-ahead is {faster[0]:.2f} times LRU's speed with 2T, {faster[1]:.2f} times with 10T (paper, Fig. 21b: up "
+        "to 2.7 times).", "",
         _NOTES["21"].format(**{what: f"{runs[name]['hit_rate']:.1%}" for what, name in others.items()}), "",
     ]  # fmt: skip
-
-
-def _times(runs: Runs) -> list[str]:
-    kept, again = _of_models(runs, "attentionstore"), _of_models(runs, "recompute")
-    if not (kept and again):
-        return []
-    lines: list[str] = []
-    kinds: tuple[tuple[str, str, Callable[[Figures, Figures], float], tuple[float, ...], str], ...] = (
-        ("14", "time to first token without queueing, saved", lambda a, r: 1 - _ratio(a, r, "prefill_mean_s"),
-         (0.85, 0.61, 0.87, 0.86), ".1%"),
-        ("15", "prefill throughput, times recompute's", lambda a, r: _ratio(a, r, "prefill_tokens_per_s"),
-         (6.8, 2.6, 7.8, 7.2), ".1f"),
-        ("16", "GPU time, times as fast", lambda a, r: r["gpu_s"] / a["gpu_s"], (4.0, 1.9, 3.3, 3.4), ".2f"),
-        ("17", "cost, saved", lambda a, r: 1 - a["cost"] / r["cost"], (0.70, 0.43, 0.66, 0.68), ".1%"),
-    )  # fmt: skip
-    more = {
-        "14": "With queueing, mean: " + "; ".join(
-            f"{m} {run['ttft_mean_s']:,.0f} s instead of {again[m]['ttft_mean_s']:,.0f}" for m, run in kept.items()),
-        "17": "Storage is " + ", ".join(f"{run['cost_storage'] / run['cost']:.1%} ({m})" for m, run in kept.items())
-        + " of the cost (paper: 16.4 / 9.0 / 9.0 / 9.0 %)",
-    }  # fmt: skip
-    for number, title, measure, paper, shown in kinds:
-        ours = {model: measure(kept[model], again[model]) for model in FIGURE_MODELS}
-        lines += _beside(number, title, title, "", shown, ours, paper)
-        lines += [f"{more[number]}.", ""] if number in more else []
-        lines += [_NOTES[number], ""]
-    return lines
-
-
-def _overflow(runs: Runs) -> list[str]:
-    kept, cut = _of_models(runs, "attentionstore"), _of_models(runs, "overflow")
-    if not (kept and cut):
-        return []
-    drops = {model: kept[model]["hit_rate"] - cut[model]["hit_rate"] for model in FIGURE_MODELS}
-    lines = _beside("22", "hit rate lost where a cut invalidates what is saved",
-                    "points of hit rate lost without decoupled positions", "share of turns", ".1%", drops,
-                    (0.176, 0.415, 0.181, 0.184))  # fmt: skip
-    return [*lines, _NOTES["22"], ""]
 
 
 def _capacity(runs: Runs) -> list[str]:
@@ -181,34 +185,14 @@ def _capacity(runs: Runs) -> list[str]:
     paper = {0.1: 0.51, 0.25: 0.98}
     rates = {"turns >= 2": "hit_rate_returning", "all turns": "hit_rate", "tokens": "token_hit_rate"}
     drawn = {what: [(ratio, found[ratio][key]) for ratio in sorted(found)] for what, key in rates.items()}
-    rows = (
-        [f"{ratio:g}", *(f"{run[key]:.1%}" for key in rates.values()), f"{paper[ratio]:.0%}" if ratio in paper else "",
-         f"{run['answer_tokens'] / run['gpu_s']:,.0f}"]
-        for ratio, run in sorted(found.items())
-    )  # fmt: skip
+    rows = [[f"{ratio:g}", _beside(found[ratio]["hit_rate_returning"], theirs, ".1%")]
+            for ratio, theirs in paper.items() if ratio in found]  # fmt: skip
     axes = ("capacity / (sessions an hour x window)", "hit rate")
     return [
         "## AttentionStore Fig. 23: capacity (13B, unsaturated, TTL 1 h)", "",
         *plots.lines("fig23", "hit rate by capacity, TTL 1 h", axes, drawn, list(paper.items())),
-        *table(f"RCC / CCpUT | {' | '.join(rates)} | paper | tokens of answers a GPU second", rows), "",
+        *table("capacity / (sessions an hour x window) | hit rate of turns >= 2", rows), "",
         _NOTES["23"], "",
-    ]  # fmt: skip
-
-
-def _mediums(runs: Runs) -> list[str]:
-    arms = {"HBM": "hbm", "HBM + DRAM": "hbm+dram", "DRAM + SSD": "attentionstore"}
-    found = {what: _of_models(runs, arm) for what, arm in arms.items()}
-    if not all(found.values()):
-        return []
-    rates = {model: run["hit_rate"] for model, run in found["HBM + DRAM"].items()}
-    hours = {what: [run["gpu_s"] / 3600 for run in of.values()] for what, of in found.items()}
-    alone = ", ".join(f"{run['hit_rate']:.1%} ({model})" for model, run in found["HBM"].items())
-    return [
-        *_beside("24", "mediums", "hit rate with 10 GB of HBM and 128 GB of DRAM", "share of turns", ".1%", rates,
-                 (0.034, 0.017, 0.077, 0.191), mine="HBM + DRAM"),
-        f"HBM alone: {alone} (paper: about 0).", "",
-        *plots.bars("fig24b", "GPU time by medium", "hours", list(FIGURE_MODELS), hours),
-        _NOTES["24"], "",
     ]  # fmt: skip
 
 
@@ -219,12 +203,9 @@ def _unsaturated(runs: Runs) -> list[str]:
     base, kept, lru = (runs[name] for name in arms)
     return [
         "## The same server with a short queue (13B)", "",
-        f"With think times and {presets.UNSATURATED_RATE:g} sessions a second all that returns finds its KV under any "
-        f"policy: look-ahead hits {_three(kept)} of all turns, turns >= 2 and tokens, LRU {_three(lru)}. Mean TTFT: "
-        f"{base['ttft_mean_s'] * 1e3:.0f} ms recomputed, {kept['ttft_mean_s'] * 1e3:.0f} ms reused; without queueing "
-        f"{1 - _ratio(kept, base, 'prefill_mean_s'):.0%} less (paper, Fig. 14: 85 %); prefill throughput "
-        f"{_ratio(kept, base, 'prefill_tokens_per_s'):.1f} times; GPU time {_ratio(base, kept, 'gpu_s'):.2f} times as "
-        "fast. The published margins over LRU need a backlog.", "",
+        f"With think times and {presets.UNSATURATED_RATE:g} sessions a second, look-ahead hits {_three(kept)} of all "
+        f"turns, turns >= 2 and tokens, LRU {_three(lru)}. Mean TTFT: {base['ttft_mean_s'] * 1e3:.0f} ms recomputed, "
+        f"{kept['ttft_mean_s'] * 1e3:.0f} ms reused. The published margins over LRU need a backlog.", "",
     ]  # fmt: skip
 
 
@@ -233,88 +214,81 @@ def _ratios() -> list[str]:
     shape = presets.SHAPES[BIG]
     costs = presets.costs(presets.one_gpu(shape))
     again_s = 16 * costs.prefill_s(1000, 0)
-    rows, drawn = [], dict[str, list[float]]({"recompute": [], "no pre-loading": [], "layer by layer": []})
+    labels, drawn = [], dict[str, list[float]]({"recompute": [], "no pre-loading": [], "layer by layer": []})
     for history in (500, 600, 700, 800, 900):
         new_s = 16 * costs.tokens_s(1000 - history, history)
         load_s = 16 * history * shape.kv_bytes_per_token / 26e9
         both_s = max(new_s, load_s + new_s / shape.num_layers)
-        times = (f"{1e3 * seconds:.0f}" for seconds in (new_s, load_s, both_s, again_s))
-        rows.append([f"{history} / {1000 - history}", *times, f"{again_s / both_s:.2f}"])
+        labels.append(f"{history} / {1000 - history}")
         for values, seconds in zip(drawn.values(), (again_s, load_s + new_s, both_s), strict=True):
             values.append(1e3 * seconds)
-    heads = "history / new | compute new, ms | load history, ms | layer by layer, ms | recompute, ms | times"
+    first, last = (drawn["recompute"][place] / drawn["layer by layer"][place] for place in (0, -1))
     return [
-        "## AttentionStore Fig. 18: recompute and reuse by share of history (13B, one A100, 16 x 1K tokens)", "",
-        *table(heads, rows), "",
-        *plots.bars("fig18", "prefill of 16 x 1K tokens by history / new tokens", "ms", [r[0] for r in rows], drawn),
-        _NOTES["18"], "",
+        "## AttentionStore Fig. 18: recompute and reuse by share of history (13B, one A100)", "",
+        *plots.bars("fig18", "prefill of 16 x 1K tokens by history / new tokens", "ms", labels, drawn),
+        f"By the cost model alone, loading layer by layer is {first:.1f} times as fast as recomputing where half is "
+        f"history, {last:.1f} times where nine tenths are. {_NOTES['18']}", "",
     ]  # fmt: skip
 
 
 def _documents(found: dict[str, Any]) -> list[str]:
     """found: length of the document -> arm -> means of a question."""
-    rows = []
-    for length, row in found.items():
-        again, kept = row["recompute"], row["attentionstore"]
-        faster = again["ttft_s"] / kept["ttft_s"]
-        rows.append([f"{int(length):,}", f"{again['ttft_s']:.2f}", f"{kept['ttft_s']:.3f}", f"{1 - 1 / faster:.0%}",
-                     f"{faster:.1f}", f"{1 - kept['gpu_s'] / again['gpu_s']:.0%}",
-                     f"{again['gpu_s'] / kept['gpu_s'] - 1:+.0%}"])  # fmt: skip
+    again, kept = (found["28000"][arm] for arm in ("recompute", "attentionstore"))
+    faster = again["ttft_s"] / kept["ttft_s"]
+    rows = (
+        ["TTFT recomputed, s", _beside(again["ttft_s"], 2.5, ".2f")],
+        ["TTFT reused, s", _beside(kept["ttft_s"], 0.12, ".2f")],
+        ["TTFT saved", _beside(1 - 1 / faster, 0.95, ".0%")],
+        ["prefill, times as fast", _beside(faster, 22, ".1f")],
+        ["more output", _beside(again["gpu_s"] / kept["gpu_s"] - 1, 0.67, ".0%")],
+    )
     arms = {"recompute": "recompute", "reuse": "attentionstore"}
     ttfts = {what: [(int(n) / 1000, row[arm]["ttft_s"]) for n, row in found.items()] for what, arm in arms.items()}
     rates = {what: [(int(n) / 1000, 64 / row[arm]["gpu_s"]) for n, row in found.items()] for what, arm in arms.items()}
-    heads = "document | TTFT recompute, s | reuse, s | saved | prefill, times | GPU time saved | output rate"
     return [
         "## AttentionStore Fig. 25, 26: long documents (Mistral-7B, one A100, batch 1; turns 2 to 6)", "",
-        *table(heads, rows), "",
         *plots.lines("fig25", "TTFT by length of the document", ("K tokens", "s"), ttfts, [(28, 2.5), (28, 0.12)]),
         *plots.lines("fig26", "answers by length of the document", ("K tokens", "tokens a second"), rates),
-        "Paper, at 28K: 2.5 s, about 0.12 s, 95 %, 22 times; output up to 67 % more.", "", _NOTES["25"], "",
+        *table("document of 28,000 tokens | ", rows), "", _NOTES["25"], "",
     ]  # fmt: skip
 
 
 def _reload() -> list[str]:
-    rows, drawn = [], dict[str, list[float]]({"recompute": [], "reload": []})
+    drawn, saved = dict[str, list[float]]({"recompute": [], "reload": []}), []
     for name, shape in presets.CAR_SHAPES.items():
         costs = presets.costs(shape)
-        for tokens in (1024, 2048):
-            again_s = costs.prefill_s(tokens, 0)
-            total_s = tokens * shape.kv_bytes_per_token / 64e9 + costs.prefill_s(1, tokens)
-            rows.append([name, f"{tokens:,}", f"{again_s * 1e3:.0f}", f"{total_s * 1e3:.0f}",
-                         f"{1 - total_s / again_s:.0%}"])  # fmt: skip
-            if tokens == 2048:
-                drawn["recompute"].append(1e3 * again_s)
-                drawn["reload"].append(1e3 * total_s)
+        again_s = costs.prefill_s(2048, 0)
+        total_s = 2048 * shape.kv_bytes_per_token / 64e9 + costs.prefill_s(1, 2048)
+        saved.append(f"{1 - total_s / again_s:.0%} ({name})")
+        drawn["recompute"].append(1e3 * again_s)
+        drawn["reload"].append(1e3 * total_s)
     return [
         "## CaR Fig. 5: recompute and reload (8 A100-40GB, CXL 64 GB/s)", "",
-        *table("model | tokens | recompute, ms | reload, ms | saved", rows), "",
         *plots.bars("car5", "2K tokens: recompute and reload", "ms", list(presets.CAR_SHAPES), drawn),
-        _NOTES["car"], "",
+        f"By the cost model alone, nothing overlapped, reloading 2K tokens saves {', '.join(saved)}. {_NOTES['car']}",
+        "",
     ]  # fmt: skip
 
 
 _NOTES = {
-    "13": "Nothing was fitted to these four. Turns that open a session cannot hit. LLaMA-70B and Falcon-40B need so "
-    "little KV that all of it fits: their misses are first turns alone.",
-    "14": "Note: of the turns after the first, a third of the 975 tokens is new, and hits compute no less.",
-    "15": "Note: the same numbers as Fig. 14, as a ratio.",
-    "16": "Note: most of the GPU time here is decoding, which caching does not shorten. 4.0 times with prefills 6.8 "
-    "times as fast means that recomputing takes seven times as long as decoding. At the stated prefill rate a step of "
-    "the batch of 24 would have to take 1 ms; reading the weights alone takes 8.",
-    "17": "Note: follows from GPU time (Fig. 16).",
-    "18": "By the cost model alone. Loads of long histories are longer than the computation of short prompts, which is "
-    "why AttentionStore begins them before.",
+    "13": "Means of three workloads. Turns that open a session cannot hit. LLaMA-70B and Falcon-40B need so little KV "
+    "that all of it fits: only first turns miss.",
+    "14": "A third of a returning turn's 975 tokens is new, and hits compute no less. Fig. 15 is the same as a ratio.",
+    "16": "Most of the GPU time here is decoding, which caching does not shorten. 4.0 times with prefills 6.8 times as "
+    "fast means that recomputing takes seven times as long as decoding. At the stated prefill rate a step of the batch "
+    "of 24 would have to take 1 ms; reading the weights alone takes 8. Fig. 17 follows from this.",
+    "18": "Loads of long histories take longer than the computation of short prompts, which is why AttentionStore "
+    "begins them before.",
     "21": "Four lengths and the order of FIFO were fitted to LRU and FIFO (`benchmarks/results/fit_paper.json`). FIFO "
     "has to mean that the session that began first leaves first: with a new place for every insertion it hits "
     "{by_insertion} with 10T. Told only of the first (C_mem + C_disk) / S_kv requests that wait, as the paper's "
     "formula reads, look-ahead hits {by_formula} with 2T.",
-    "22": "Note: by the fitted lengths 44 % of the turns overflow a window of 4K and 96 % one of 2K. What is computed "
-    "again then is saved here; if that turn misses as well, the drops come up to these shares. The paper's numbers lie "
+    "22": "By the fitted lengths 44 % of the turns overflow a window of 4K and 96 % one of 2K. What is computed again "
+    "then is saved here; if that turn misses as well, the drops come up to these shares. The paper's numbers lie "
     "between.",
     "23": "The paper does not say how long people think; with think times of half a minute a tenth is enough.",
-    "24": "Note: small remainders of a rotation; within 3 points for all four.",
+    "24": "Small remainders of a rotation; within 3 points for all four.",
     "25": "A prompt's token attends to Mistral's sliding window of 4K, which meets the paper's 2.5 s. Reuse is bound "
     "by PCIe. The time of a decode step is from the paper's own share of 41 % for prefills.",
-    "car": "By the cost model alone, nothing overlapped. OPT-30B comes near the paper's 30 %; its 60 % for OPT-13B is "
-    "not explained by these rates.",
+    "car": "The paper has 30 % for OPT-30B; its 60 % for OPT-13B is not explained by these rates.",
 }

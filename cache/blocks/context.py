@@ -100,7 +100,7 @@ class SessionContext:
         return sum(b - a for a, b in self.cuts)
 
     def pack(self) -> bytes:
-        """Encode the context for storage that outlives the process."""
+        """Encode the context for storage that outlives the process, on disk or in a head."""
         lineage = self.lineage
         fields = (
             tuple(lineage.keys),
@@ -159,5 +159,5 @@ class ExpiredContext:
 
 
 def digest_of(token_ids: Sequence[int]) -> bytes:
-    """Return a 16-byte digest of the conversation's beginning."""
+    """Return a 16-byte digest of token ids, by which the beginning of a conversation is recognised."""
     return blake2b(token_bytes(token_ids), digest_size=16).digest()

@@ -1,4 +1,5 @@
-"""Encodes the head of a session: the signed record with which another server can continue the session."""
+"""Encodes the head of a session: the signed record of its context and its extents in Redis, with which another server
+can continue the session."""
 
 import hmac
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ _MAC_BYTES, _NAME_BYTES = 16, 16
 
 
 class SessionHead(msgspec.Struct, frozen=True, array_like=True):
-    """A session after one of its turns, and the names of its extents in Redis."""
+    """The contents of a head: a session after one of its turns, and the names of its extents in Redis."""
 
     version: int
     turns: int
@@ -29,7 +30,8 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeadToTell(NamedTuple):
-    """A head to be stored outside of this process, with the parts of it that can be read without the key."""
+    """A session's head to be stored outside of this process, where other servers find it, with the parts of it that can
+    be read without the key."""
 
     name: tuple[str, str, str]  # tenant, salt, session id
     turns: int
@@ -38,7 +40,8 @@ class HeadToTell(NamedTuple):
 
 
 class BadHead(Exception):
-    """The bytes are not a head that a server with this model and secret has made for this session."""
+    """The bytes are not a head (the signed record by which a server takes over a session) that a server with this model
+    and secret has made for this session."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -46,8 +49,8 @@ _decode = msgspec.msgpack.Decoder(SessionHead).decode
 
 
 def encode_head(record: SessionRecord, turns: int, extents: Sequence[bytes], key: bytes) -> bytes:
-    """Encode and sign a head. extents: names of the session's extents in Redis; those beyond MAX_EXTENTS are left
-    out."""
+    """Encode and sign the head of a session after `turns` turns. extents: names of the session's extents in Redis;
+    those beyond MAX_EXTENTS are left out."""
     names = tuple(extents[:MAX_EXTENTS])
     body = _encode(SessionHead(HEAD_VERSION, turns, *record.names, record.context, record.pinned, record.ttl_s, names))
     return _mac(body, key) + body

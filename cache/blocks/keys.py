@@ -51,8 +51,8 @@ _EXACT = "exact\0"  # begins the salts of what is never coded
 
 
 def salt_of(cache_salt: str, *, is_exact: bool) -> str:
-    """Return the salt of a request's key domain. Exact requests have domains of their own, in which no codec changes
-    KV."""
+    """Return the salt (a name beside tenant and model) of a request's key domain. Exact requests, which want unchanged
+    KV, have domains of their own, in which no codec changes KV."""
     return _EXACT + cache_salt if is_exact else cache_salt
 
 
@@ -62,13 +62,13 @@ def is_exact(salt: str) -> bool:
 
 
 def given_salt(salt: str) -> str:
-    """Return the salt that the request itself gave, without the mark of exact requests."""
+    """Return the salt that the request itself gave, without the mark that `salt_of` adds for exact requests."""
     return salt.removeprefix(_EXACT)
 
 
 class KeyDomain:
-    """A domain of block keys: one tenant's blocks for one model. Equal prefixes get equal keys within a domain, and
-    only there."""
+    """A domain of block keys: one tenant's blocks for one model and one salt. Equal prefixes get equal keys within a
+    domain, and only there."""
 
     __slots__ = ("_key", "root")
 

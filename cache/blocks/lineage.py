@@ -20,23 +20,23 @@ class Lineage:
     joint_parent: BlockKey | None = None
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
-        """Add the keys of all full blocks of `token_ids`, which must begin with the blocks known so far. Returns all
-        keys."""
+        """Add the keys of all full blocks of `token_ids`, which must begin with the tokens of the present blocks.
+        Returns all keys."""
         for block in range(len(self.keys), len(token_ids) // BLOCK_TOKENS):
             start = block * BLOCK_TOKENS
             self.keys.append(self.domain.child(self.parent(block), token_ids[start : start + BLOCK_TOKENS]))
         return self.keys
 
     def parent(self, block: int) -> BlockKey:
-        """Return the parent key of a block. block: index of a known block or of the next one."""
+        """Return the parent key of a block. block: index of a block of this lineage or of the next one."""
         if block == self.joint:
             assert self.joint_parent is not None
             return self.joint_parent
         return self.keys[block - 1] if block else self.domain.root
 
     def is_moved(self, block: int) -> bool:
-        """Return whether a known block has other blocks before it now than when it was computed, because a cut has
-        dropped some."""
+        """Return whether a block of this lineage has other blocks before it now than when it was computed, because a
+        cut has dropped some."""
         return self.joint is not None and self.plain <= block < self.joint
 
     def first(self, count: int) -> "Lineage":
@@ -65,8 +65,8 @@ class Lineage:
         return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
 
     def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
-        """Return the lineage of a context of these blocks, of which only the first `same` keep their place. tail: key
-        of an open block after the last full one, or None."""
+        """Return the lineage of a context of these blocks, of which only the first `same` stand where they stand in
+        this one. tail: key of an open block after the last full one, or None."""
         plain = min(self.num_plain, same)
         if tail is not None:
             return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))

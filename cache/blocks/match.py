@@ -49,7 +49,8 @@ class MatchBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """A match that is valid until its basis changes; also until the rates change, if they were used to choose it."""
+    """A match that is valid until its `basis` changes; also until the measured speeds of loads and computing change, if
+    it was chosen by them."""
 
     basis: MatchBasis
     rates_version: int | None  # None: there was nothing to choose, so rates do not matter

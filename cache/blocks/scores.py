@@ -9,9 +9,9 @@ class Scores:
     need it: 1 while a request is in the window and 2 while it runs. The scheduler's view of the cache sets it, on the
     engine's thread.
 
-    The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting a request's share
-    instead gives the same sums, and takes the share back exactly when a request is aborted or preempted. A change costs
-    time linear in the length of the request's context.
+    The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting what a request
+    adds (its share) instead gives the same sums, and takes the share back exactly when a request is aborted or
+    preempted. A change costs time linear in the length of the request's context.
     """
 
     def __init__(self, *, table: CacheTable) -> None:
@@ -27,7 +27,7 @@ class Scores:
             self._add(keys, score)
 
     def clear(self, request_id: str) -> None:
-        """Remove a request's share. An unknown request is ignored."""
+        """Remove what a request adds to its blocks' scores. An unknown request is ignored."""
         score, keys = self._given.pop(request_id, (0, []))
         self._add(keys, -score)
 

@@ -14,11 +14,11 @@ class EvictionPolicy(Protocol):
 
     The times at which sessions are expected back are computed once for all tiers, by the `ReturnTimes` given to a
     policy's factory. A policy that judges by past touches alone ignores them. It also ignores sessions, the queue and
-    the newcomer: it always admits a newcomer and spares no queued session.
+    the newcomer (the session whose block needs the room): it always admits a newcomer and spares no queued session.
     """
 
     def touch(self, key: BlockKey) -> None:
-        """Record an insert or a hit."""
+        """Record that a block has entered the tier or was used."""
         ...
 
     def remove(self, key: BlockKey) -> None:

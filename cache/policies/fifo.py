@@ -5,7 +5,7 @@ from reprise.cache.policies.lru import LruPolicy
 
 
 class FifoPolicy(LruPolicy):
-    """A policy that evicts the oldest insert first; a hit does not count as a touch."""
+    """A policy that evicts the block that entered the tier first; being used does not keep it."""
 
     def touch(self, key: BlockKey) -> None:
         self._order.setdefault(key, None)

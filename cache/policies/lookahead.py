@@ -55,9 +55,9 @@ class LookaheadPolicy:
 
     A session leaves tail-first. A shared block leaves only after everything resident that follows it in any owner's
     context has left (or is pinned), so what stays is always a usable prefix. Its rank combines the ranks of its owners,
-    since any of them may come for it; once an owner is queued, it ranks like the owner first in line. A newcomer is
-    admitted at the expense of blocks that rank before its session, never of the session's own. In a rotation the
-    newcomer is the last to return, so a tier that is too small keeps what it has instead of thrashing.
+    since any of them may come for it; once an owner is queued, it ranks like the owner first in line. A newcomer (a
+    session whose block needs room) is admitted at the expense of blocks that rank before it, never of its own. In a
+    rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead of thrashing.
 
     Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `look_ahead` touches
     the sessions that joined or left the queue. Queued sessions are kept apart from the sorted rest and sorted only as
@@ -218,8 +218,9 @@ class LookaheadPolicy:
             self._stale.add(after)
 
     def _refresh(self, key: BlockKey) -> None:
-        """Note that the block may have become a leaf, ceased to be one, or changed rank. Notes are collected, because
-        an event often changes many blocks and the next event may reverse the change."""
+        """Note that the block may have become a leaf (nothing in the tier follows it in a context), ceased to be one,
+        or changed rank. Notes are collected, because an event often changes many blocks and the next event may reverse
+        the change."""
         self._stale.add(key)
         if len(self._stale) > _MOST_STALE_ENTRIES:
             self._put_in_order()
@@ -305,7 +306,7 @@ class LookaheadPolicy:
         return self._ownerless
 
     def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank | None:
-        """Return the rank below which blocks may be evicted; None: all may."""
+        """Return the rank, in the order of eviction, below which blocks may be evicted; None: all may."""
         if spare_queued and (newcomer is None or newcomer in self._queue):
             return (1, (-math.inf, 0))
         if newcomer is None:
@@ -315,7 +316,8 @@ class LookaheadPolicy:
         return (0, self._returns.rank(newcomer))
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
-        """Return the entry of a block none of whose owners is queued. waiting: its owners, sorted by rank."""
+        """Return the entry, a key that sorts by eviction, of a block none of whose owners is queued. waiting: its
+        owners, sorted by rank."""
         if len(waiting) == 1:
             return (0, *waiting[0][0][1], key)
         return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED_OWNERS:]]), key)

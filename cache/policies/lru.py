@@ -6,8 +6,8 @@ from reprise.cache.blocks.keys import BlockKey
 
 
 class LruPolicy:
-    """A policy that evicts the block with the oldest touch. A context is touched from its tail to its head, so tails
-    leave first and what stays is a usable prefix. Ignores owners, the queue and the newcomer."""
+    """A policy that evicts the block whose last use is oldest. A context's blocks are recorded as used from its tail to
+    its head, so tails leave first and what stays is a usable prefix. Ignores owners, the queue and the newcomer."""
 
     def __init__(self) -> None:
         self._order: dict[BlockKey, None] = {}  # dict order is last-touch order

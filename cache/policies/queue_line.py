@@ -4,7 +4,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 
 class QueueLine:
-    """A line of the sessions of queued turns, next first, each once."""
+    """The order of the sessions whose turns wait in the queue, next first, each once."""
 
     def __init__(self) -> None:
         self._sessions: Sequence[Hashable] = ()

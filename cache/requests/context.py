@@ -44,7 +44,7 @@ class Cuts:
 @dataclass(slots=True)
 class Reuse:
     """The part of a context that may be taken from the cache, and the reasons why the rest may not. Written by the
-    Matcher, and by the parts that learn that a copy is of no use: Loads, Parking, the Lifecycle."""
+    Matcher, and by the parts that learn that a stored copy is of no use: Loads, Parking, the Lifecycle."""
 
     open_hint: BlockKey | None = None  # an open block that the request can continue, whatever its key chains on
     open_place: int = 0  # number of full blocks before `open_hint`; none before it was computed for this request
@@ -61,7 +61,8 @@ class Reuse:
 
 @dataclass(slots=True)
 class Waiting:
-    """The events that a request waits for before it is admitted. Written by Siblings, Loads and Parking."""
+    """The computations and fetches that a request waits for before it is admitted. Written by Siblings, Loads and
+    Parking."""
 
     block: BlockKey | None = None  # while another request computes it, or a fetch brings it
     fetch_due_s: float | None = None  # time until which it waits for a fetch that was not done when its turn came
@@ -92,8 +93,8 @@ class Load:
 
     @property
     def claimant(self) -> str:
-        """The name under which other requests wait for the load's blocks: the request id, or the job's name once the
-        request has left the load."""
+        """The name under which `Siblings` lets other requests wait for the load's blocks: the request id, or a name
+        made of the job number once the request has given up the load."""
         return f"load {self.job}" if self.state is LoadState.OUTLIVED else self.context.request_id
 
 

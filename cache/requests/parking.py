@@ -80,7 +80,7 @@ class Parking:
 
     def usable(self, match: Match) -> Match:
         """Return the part of a match that a context larger than HBM can use. Blocks without a DRAM slot need pages, and
-        a chunk has to fit into the rest."""
+        a chunk of the step has to fit into the pages that are left."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
             room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])
@@ -89,8 +89,9 @@ class Parking:
         return match
 
     def begin(self, context: RequestContext, match: Match, pages_needed: int) -> set[int] | None:
-        """Pin a waiting context's slots, and take others for what it computes next. Returns the numbers of those of its
-        pages that are parked from the start. Returns None, and changes nothing, if it has to wait."""
+        """Pin the slots of a waiting context's stored blocks, and take others for what it computes next. Returns the
+        numbers of those of its pages that are parked from the start. Returns None, and changes nothing, if it has to
+        wait."""
         if self.owner is not None:
             return None
         for block, row in enumerate(match.rows):

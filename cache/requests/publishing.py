@@ -1,5 +1,5 @@
-"""Lets other requests find the blocks that a running context has computed, while it runs and when it gives its pages
-back."""
+"""Enters in the table, where other requests find them, the blocks that a running context has computed, while it runs
+and when it gives its pages back."""
 
 from array import array
 
@@ -53,7 +53,7 @@ class Publisher:
         context.rows.sealed = full
 
     def _publish_full(self, context: RequestContext, block: int) -> None:
-        """Enter a full block in the index, so that other requests can find it, and mark its slot in DRAM as
+        """Enter a full block in the table, so that other requests can find it, and mark its slot in DRAM as
         complete."""
         first = block * BLOCK_TOKENS
         key = context.keys[block]
@@ -107,8 +107,8 @@ class Publisher:
         self._hbm.publish(row)
 
     def release(self, context: RequestContext) -> BlockKey | None:
-        """Unpin a context's pages, keep its blocks in the table, including the open one, and touch them from tail to
-        head. Returns the open block's key."""
+        """Unpin a context's pages, keep its blocks in the table, including the open one, and record in every tier that
+        they were used, from tail to head. Returns the open block's key."""
         open_key = None
         lacks_rows = self._loads.release(context)
         if self._reuse:

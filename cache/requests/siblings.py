@@ -1,4 +1,4 @@
-"""Lets many requests wait for one computation or load of a block."""
+"""Lets many requests wait for one computation or load of a block that they share."""
 
 from reprise.cache.blocks.keys import BlockKey
 from reprise.cache.requests.context import RequestContext
@@ -14,16 +14,19 @@ class Siblings:
         self._table, self._hbm, self._saves, self._fetches = tiers.table, tiers.hbm, tiers.dram.saves, tiers.fetches
 
     def claim(self, key: BlockKey, request_id: str) -> None:
-        """Note that a request is about to compute or load a block, unless another does."""
+        """Note that a request is about to compute or load a block, so that others wait for it, unless another request
+        has claimed the block before."""
         self.coming.setdefault(key, request_id)
 
     def settle(self, key: BlockKey, request_id: str) -> None:
-        """Note that a block has been computed or loaded, or that this request will not bring it."""
+        """End a request's claim of a block, because it has computed or loaded the block, or never will: then no other
+        request waits for it any more. Ignores claims of other requests."""
         if self.coming.get(key) == request_id:
             del self.coming[key]
 
     def give_up(self, context: RequestContext) -> None:
-        """Note that a request will not compute or load any more blocks."""
+        """End all claims of a request, because it will not compute or load any more blocks: others stop waiting for
+        it."""
         for key in context.chain():
             self.settle(key, context.request_id)
 

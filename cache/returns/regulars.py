@@ -31,9 +31,9 @@ class _Coming(NamedTuple):
 
 
 class Regulars:
-    """A predictor for sessions whose two newest gaps are alike: such a session is due shortly before a third gap like
-    them has passed. The Hierarchy tells it of turns and LookAhead asks, on the engine's thread; it is pure. Memory: a
-    few numbers per known session, and per predicted return until it is due."""
+    """A predictor for sessions whose two newest gaps (times between two turns) are alike: such a session is due shortly
+    before a third gap like them has passed. The Hierarchy tells it of turns and LookAhead asks, on the engine's thread;
+    it is pure. Memory: a few numbers per known session, and per predicted return until it is due."""
 
     def __init__(self) -> None:
         self._pasts: dict[SessionName, _Past] = {}
@@ -70,5 +70,5 @@ class Regulars:
         return None
 
     def served(self) -> None:
-        """Stop naming the session that `due` has just returned, until its next turn."""
+        """Have `due` no longer return the session that it has just returned, until that session's next turn."""
         heappop(self._coming)

@@ -19,7 +19,8 @@ _SESSIONS_AT_ONCE = 8  # most sessions reconsidered per event: the others wait, 
 
 
 class _Rhythm:
-    """A record of how regular a session's turns are, measured by one clock."""
+    """A record of how regular a session's turns are: the mean gap between them, and how many gaps were punctual, that
+    is close to that mean."""
 
     __slots__ = ("gap", "punctual")
 
@@ -29,7 +30,7 @@ class _Rhythm:
 
     def learn(self, gap: float, usual: float) -> bool | None:
         """Learn a gap between two turns. usual: the share of punctual gaps among all sessions. Returns whether this gap
-        was punctual; None if it could not be predicted."""
+        was punctual; None for the first gap."""
         if self.gap is None:
             self.gap, self.punctual = gap, usual
             return None
@@ -40,7 +41,8 @@ class _Rhythm:
 
 
 class SessionReturn:
-    """The known facts about when one session returns. Only `ReturnTimes` changes it."""
+    """The facts by which it is guessed when one session returns, and its rank by them. Only `ReturnTimes` changes
+    it."""
 
     __slots__ = (
         *(
@@ -98,9 +100,9 @@ class ReturnTimes:
     the one that promises more is used: seconds, which programs keep to, and turns of all sessions, because sessions
     that take turns return in order, however slow the machine is.
 
-    A rank is computed at each turn, at the end of its answer, and whenever the session enters a new bin of age, whose
-    widths grow about logarithmically. Before anything is learned, all turns are worth the same and the oldest use ranks
-    first. A session that was never used is worth nothing.
+    A rank is computed at each turn, at the end of its answer, and whenever the session enters a new bin of age (time
+    since its last use), whose widths grow about logarithmically. Before anything is learned, all turns are worth the
+    same and the oldest use ranks first. A session that was never used is worth nothing.
 
     An event costs logarithmic time, however many sessions are due together: at most `_SESSIONS_AT_ONCE` of them are
     reconsidered with each event, and the others keep their rank until later.

@@ -40,5 +40,5 @@ class Succession:
         return self._after.get(self._latest)
 
     def served(self) -> None:
-        """Stop naming the session that `next` returns, until another turn arrives."""
+        """Have `next` return None until another turn arrives, because the session has been fetched for."""
         self.is_foretold = False

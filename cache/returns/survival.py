@@ -1,5 +1,5 @@
-"""Estimates how likely a session is to return at each age. It learns while it runs, from sessions that return or do
-not."""
+"""Estimates how likely a session is to return at each age, the time since its last use. It learns while it runs, from
+sessions that return or do not."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -75,8 +75,8 @@ class ReturnModel:
         self._steps = [1.0] * _NUM_WEIGHTS
 
     def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
-        """Learn whether a session returned within a bin of age. known: its features. gap_s: its own last gap. returned:
-        whether it did."""
+        """Learn whether a session returned within a bin of age. known: the session's `features`. gap_s: its own last
+        gap. returned: whether it did."""
         if known[-1] >= _ANSWER:
             known = (*known, known[-1] + _answer_at(age_bin))
         if gap_s is not None:
@@ -92,7 +92,7 @@ class ReturnModel:
             weights[place] += _LEARNING_RATE * error / math.sqrt(steps[place])
 
     def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
-        """Return the chance of a return in each bin from this one on, given that none came before."""
+        """Return the chance of a return in each bin from `age_bin` on, given that none came before."""
         return list(self._hazards(known, gap_s, age_bin))
 
     def _hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> Iterator[float]:
@@ -109,7 +109,7 @@ class ReturnModel:
         return (1.0 / (1.0 + exp(-(common + own))) for own in odds)
 
     def _by_distance(self, log_gap: float) -> list[float]:
-        """Return for each bin the weight of its distance from the session's own last gap."""
+        """Return for each bin of age the weight of its distance from the session's own last gap."""
         # Distances grow from bin to bin, so each weight holds for a run of bins.
         found: list[float] = []
         for weight, bound in zip(self._weights[_OWN_GAP:_ANSWER_AT], _BOUNDS, strict=True):
@@ -152,7 +152,8 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """Return the offset from the weight index of an answer's length to the index of its weight at this age."""
+    """Return what to add to the index of the weight of an answer's length to get the index of its weight for the period
+    of age that this bin is in."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 

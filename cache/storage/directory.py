@@ -22,7 +22,8 @@ _RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A record (file of the disk tier) of another fingerprint, or one of ours that cannot be read or trusted."""
+    """A record (file of the disk tier) of another fingerprint (another model or kind of KV), or one of ours that cannot
+    be read or trusted."""
 
     extent_id: int
     path: Path
@@ -30,8 +31,8 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """Return the sizes of our records by id, and the records of other fingerprints. Deletes temporary files, since no
-    process is writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
+    """Return the sizes of our records by id, and the other records that `Foreign` describes. Deletes temporary files,
+    since no process is writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
     for directory in _directories(root, _FINGERPRINT):

@@ -4,8 +4,8 @@
     DIRECTORY/kv/<fingerprint>/index.sqlite     see cache/storage/index.py
     DIRECTORY/kv/<fingerprint>/<xx>/<id>.kv     see cache/storage/extent_format.py; xx are the id's last two digits
 
-Directories of other fingerprints count towards the cap and stay until their room is needed, so starting with another
-model by mistake loses nothing.
+Directories of other fingerprints (models or kinds of KV) count towards the cap and stay until their room is needed, so
+starting with another model by mistake loses nothing.
 """
 
 import contextlib

@@ -141,7 +141,7 @@ class FirstTouch:
             self._populate = None
 
     def _touch(self, address: int, size: int) -> None:
-        """Touch all pages of this span; the first and the last page may also belong to neighbours."""
+        """Touch all pages of this span; the first and the last page may also belong to other memory."""
         assert self._populate is not None
         page = os.sysconf("SC_PAGE_SIZE")
         first, last = address // page * page, (address + size) // page * page

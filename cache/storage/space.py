@@ -13,7 +13,7 @@ from reprise.cache.storage.io_threads import Beat
 
 class DiskSpace:
     """A counter that enforces the disk tier's cap on bytes, for the ExtentStore. All files count, including files being
-    written and those of other fingerprints. Thread-safe; the lock is never held during I/O."""
+    written and those of other fingerprints (models or kinds of KV). Thread-safe; the lock is never held during I/O."""
 
     def __init__(self, *, root: Path, own: Path, capacity_bytes: int, min_free_bytes: int) -> None:
         """Set up. root: a path on the file system that must keep min_free_bytes free. own: the directory of our model,

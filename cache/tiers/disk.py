@@ -201,8 +201,8 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete whole extents; `ended_deletions` will list `waiter` when the bytes are gone. session: delete its
-        record too. write_again: whether blocks that DRAM still has are to be written to disk again."""
+        """Delete whole extents; `ended_deletions` will list the request `waiter` when the bytes are gone. session:
+        delete its record too. write_again: whether blocks that DRAM still has are to be written to disk again."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._answer(waiter, is_done=True)

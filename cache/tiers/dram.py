@@ -3,7 +3,7 @@ slots), and what fills and empties them. Touches no bytes.
 
 Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots for rows are one pool: `dram_slots`
 of them store blocks; the others are for blocks that are only on their way to disk. A slot is free again only when the
-last copy into or out of it is done; pins and tickets see to that.
+last copy into or out of it is done; pins (of slots that are read) and tickets (of saves) see to that.
 
 With a codec, DRAM is two pools in one budget: slots for rows, which are few, and coded slots. A block that the codec
 may compress is compressed before its rows leave, and stays in DRAM in that form.
@@ -115,14 +115,15 @@ class Dram:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether slots are scarce, so that the blocks of running turns are written to disk too. A DRAM full of blocks
-        that are on disk is not pressed, because they can be evicted for newcomers."""
+        """Whether slots are scarce, so that the blocks of running turns are written to disk too. Slots are not scarce
+        in a DRAM full of blocks that are on disk, because they can be evicted for newcomers."""
         return self.rows.num_slots - self._unwritten < _PRESSURE_SHARE * self.rows.num_slots
 
     @property
     def room_bytes(self) -> int:
         """The paper's C_mem: bytes of KV, counted as rows, that DRAM may store for turns to come. `trim` leaves so many
-        there, less what has to stay until it is on disk. Slots for passing blocks do not count."""
+        there, less what has to stay until it is on disk. Slots for blocks that are only on their way to disk do not
+        count."""
         coded = max(0, self.coded.num_usable - self._coded_dirty)
         return (max(0, self.rows.most_resident - self._unwritten) + coded) * self.rows.slot_bytes
 
@@ -148,7 +149,7 @@ class Dram:
 
     @property
     def capacity_bytes(self) -> int:
-        """The bytes of all slots that store blocks, without those for passing blocks."""
+        """The bytes of all slots that store blocks, without those for blocks that are only on their way to disk."""
         return self.most_rows * self.rows.slot_bytes + self.coded.num_slots * self.coded.slot_bytes
 
     @property
@@ -166,9 +167,9 @@ class Dram:
         self.coded.drop(row)
 
     def trim(self) -> None:
-        """Evict blocks from the slots for rows, in the policy's order, until the slots are within their bounds. Called
-        once for all that a step has saved, because finding victims means walking past all queued blocks. With a codec,
-        only blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
+        """Evict blocks from the slots for rows, in the policy's order, until no more blocks stay than DRAM may store.
+        Called once for all that a step has saved, because finding victims means walking past all queued blocks. With a
+        codec, only blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
         if self.coded.is_on:
             if (excess := self.rows.resident - self.rows.most_resident) > 0:
                 self.rows.leave_covered(max(excess, self._batch))
@@ -177,7 +178,8 @@ class Dram:
             pass
 
     def shrink(self) -> None:
-        """Bring the slots for rows back within their bounds, compressing blocks for that where there is a codec."""
+        """Evict blocks from the slots for rows until no more stay than DRAM may store, compressing blocks for that
+        where there is a codec."""
         self.trim()
         if self.coded.is_on:
             self.encoder.plan()

@@ -129,7 +129,7 @@ class HbmPool:
         num_tokens: int,
         parked: Collection[int] | None = None,
     ) -> Placement | None:
-        """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. Returns None,
+        """Give a context its pages: those of the match, shared, copied or to be loaded, then free pages. Returns None,
         and changes nothing, if there is no room. num_tokens: length of the whole context, whose later pages should lie
         adjacent to these. parked: for a context larger than HBM, the indices of the pages that it does without."""
         groups = self._group_by_page(match)

@@ -168,8 +168,8 @@ class Hierarchy:
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
         """Remove these blocks from DRAM and disk, with the extents they are in. `DiskLedger.ended_deletions` will list
-        `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM
-        has them."""
+        the request `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written
+        again if DRAM has them."""
         extent_ids: dict[int, None] = {}
         for row in rows:
             self.dram.drop(row)

@@ -27,8 +27,8 @@ class PinnedSessions(set[SessionName]):
 
 
 class DirtyBlocks:
-    """The blocks in DRAM that are still to be written to disk, by the session they are written with. Saves adds them
-    and WriteBehind removes them, on the engine's thread."""
+    """The dirty blocks, those in DRAM that are still to be written to disk, by the session they are written with. Saves
+    adds them and WriteBehind removes them, on the engine's thread."""
 
     def __init__(self, *, has_disk: bool) -> None:
         """Begin empty. has_disk: whether there is a disk; without one no block is ever dirty."""
@@ -70,7 +70,7 @@ class DirtyBlocks:
             self.sessions.get(name, {}).pop(key, None)
 
     def settle(self, name: SessionName) -> None:
-        """Remove a session all of whose blocks are written."""
+        """Remove the entry of a session all of whose blocks are written."""
         if not self.sessions.get(name):
             self.sessions.pop(name, None)
 

@@ -13,7 +13,8 @@ from reprise.cache.tiers.slot_tier import SlotTier
 
 @dataclass(slots=True)
 class _Ticket:
-    """A save under way: its slot, and the table row that its block will have; row None: the slot is only given back."""
+    """A save under way: its slot, and the table row that its block will have. row None: the slot is given back when the
+    save ends, because the block is not wanted any more."""
 
     row: BlockRow | None
     slot: int

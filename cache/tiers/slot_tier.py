@@ -33,8 +33,9 @@ class SlotTier:
         holds: Holds,
         stats: CacheStats,
     ) -> None:
-        """Set up. most_resident: most blocks that stay when no slots are used for passing blocks. covered_by: the tier
-        of slots that may have the same blocks, so that they are evicted from here first; None: there is none."""
+        """Set up. most_resident: most blocks that stay when no slot is used for a block that is only on its way to
+        disk. covered_by: the tier of slots that may have the same blocks, so that they are evicted from here first;
+        None: there is none."""
         self.name: Literal["dram", "coded"] = name
         self._slots = slots
         self.num_slots, self.slot_bytes = slots.num_slots, slots.slot_bytes
@@ -160,8 +161,8 @@ class SlotTier:
         return bool(covered or victims)
 
     def leave_covered(self, count: int) -> int:
-        """Evict up to `count` blocks that the covering tier has too, so that no block leaves DRAM. Returns how many
-        were evicted."""
+        """Evict up to `count` blocks of which the tier `covered_by` has a copy too, so that no block leaves DRAM.
+        Returns how many were evicted."""
         if self._covered_by is None or count <= 0:
             return 0
         victims = self.policy.victims(count, self._not_covered)

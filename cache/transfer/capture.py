@@ -46,7 +46,7 @@ class SavedRows:
 
 
 class CaptureSink:
-    """A sink that keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements
+    """A receiver of a step's KV (a sink), which keeps it alive until it is saved (AttentionStore §3.2.2). Implements
     `reprise.engine.model.hf_model.KvSink`; layers come in order."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CaptureSink:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """The rows of a step that are to be saved. ready: a fence after their computation."""
+    """The rows of a step that are to be saved. ready: a fence, which is passed when they have been computed."""
 
     step: Captured
     pieces: list[CapturePiece]

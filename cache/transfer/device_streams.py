@@ -59,7 +59,7 @@ class DeviceStreams(Protocol):
         ...
 
     def own(self) -> AbstractContextManager[DeviceStream]:
-        """Make a stream for the calling thread. It is the thread's current stream until the context ends."""
+        """Make a stream for the calling thread. It is the thread's current stream until the end of the `with` block."""
         ...
 
 
@@ -163,6 +163,6 @@ class CudaStreams:
 
     @contextmanager
     def own(self) -> Iterator[CudaStream]:
-        """Make a stream for the calling thread. It is the thread's current stream until the context ends."""
+        """Make a stream for the calling thread. It is the thread's current stream until the end of the `with` block."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield CudaStream(self._device)

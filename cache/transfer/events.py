@@ -78,7 +78,8 @@ class Events:
                 self._awaited = False
 
     def _note_news(self) -> None:
-        """Make the bell readable once for all events before the next `take`, so that the pipe never fills."""
+        """Make the file descriptor `bell` readable once for all events before the next `take`, so that the pipe never
+        fills."""
         if not self.has_news:
             self.has_news = True
             self._ring()

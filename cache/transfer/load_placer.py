@@ -19,7 +19,7 @@ from reprise.kernels.device_errors import MEMORY_ERRORS, lacks_memory
 
 class LoadPlacer:
     """A placer of layers (it writes them into pages of HBM) for a LoadStream. `run` is the work of a thread. That
-    thread and the engine's call `place` and `end`, each for its own parts (`LoadPart.in_step`)."""
+    thread and the engine's call `place` and `end`, each for its own parts of loads (`LoadPart.in_step`)."""
 
     def __init__(
         self,

@@ -87,8 +87,8 @@ class LoadPart:
 
 class LoadQueue:
     """A queue of the parts that have not ended, in the order in which they were given. A part whose request runs goes
-    first; any other is read and placed only as far as the read buffer allows. The engine's thread and the transfer
-    threads use it; a caller holds `changed` while it calls a method or changes a part."""
+    first; any other is read and placed only for the first layers, as many as the read buffer allows. The engine's
+    thread and the transfer threads use it; a caller holds `changed` while it calls a method or changes a part."""
 
     def __init__(self, *, num_layers: int, read_buffer_layers: int, changed: threading.Condition) -> None:
         """Begin empty. read_buffer_layers: how many layers of a load may be read and placed before its request runs."""
@@ -125,7 +125,7 @@ class LoadQueue:
         return stop - part.landed
 
     def gives_way(self, part: LoadPart) -> bool:
-        """Return whether reading another part is more urgent."""
+        """Return whether reading another part of a load is more urgent."""
         return not self._may_come(part) and any(
             p.tier == part.tier and self._may_come(p) and self._may_be_read(p) for p in self.parts
         )

@@ -125,9 +125,9 @@ class LoadStream:
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Queue a load. It is made after earlier loads, and at first only as far as the read buffer allows; it writes
-        to its pages after everything that was launched to compute before. in_step: whether the next step uses it, and
-        places it by itself if it can."""
+        """Queue a load. It is made after earlier loads, and at first only for the layers that the read buffer allows;
+        it writes to its pages after everything that was launched to compute before. in_step: whether the next step uses
+        it, and places it by itself if it can."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
@@ -154,8 +154,8 @@ class LoadStream:
         return self._coded if part.is_coded else None
 
     def start(self, job_id: int) -> None:
-        """Allow the layers beyond the read buffer, because the request of a load runs now or does not wait for it any
-        more."""
+        """Allow the layers beyond the read buffer (the first few layers, which may come before the request runs),
+        because the request of a load runs now or does not wait for it any more."""
         load = self._loads.get(job_id)
         if load is not None and not load.started:
             with self._changed:

@@ -133,7 +133,8 @@ class SaveStream:
             self._save_orders(orders, self._rotations, self._compute)
 
     def flush(self) -> None:
-        """Pass the steps that were held back to the thread. Every order about a slot has to come after them."""
+        """Pass the steps whose rows were given to `save` and held back to the thread. Every order about a slot has to
+        come after them."""
         if not self._held:
             return
         held, self._held = self._held, []

@@ -29,7 +29,8 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 def coded_fingerprint(model: bytes, codec: str) -> bytes:
     """Return the fingerprint that names KV: the model's, combined with the name of the codec unless that is `raw`. So a
-    server with another codec never finds KV that this codec has compressed, or KV that was computed from such."""
+    server with another codec never finds KV that this codec has compressed, or that was computed on KV that it has
+    compressed."""
     if codec == "raw":
         return model
     return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()

@@ -31,8 +31,8 @@ from reprise.kernels.attention.watched import WatchedAttention
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that several engines of one process may run, one step at a time. first_steps: the directory that
-    remembers the results of these engines' first steps."""
+    """A model that several engines of one process may run, one step at a time. first_steps: the directory that keeps
+    what the trial steps at an engine's start have shown (`first_steps`)."""
 
     loaded: LoadedModel
     probed: ProbedModel
@@ -42,9 +42,9 @@ class ReadyModel:
 def build_engine(
     config: EngineConfig, go_on: Callable[[], None] = lambda: None, ready: ReadyModel | None = None
 ) -> Engine:
-    """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. go_on:
-    long work calls it every now and then. ready: a model that was loaded and probed before, for the same settings of
-    the model and without ranks. Raises ModelRefused with a message for people."""
+    """Load the model, probe it (can our attention run it?), find room for KV, allocate that, run the first steps, and
+    compose the engine. go_on: long work calls it every now and then. ready: a model that was loaded and probed before,
+    for the same settings of the model and without ranks. Raises ModelRefused with a message for people."""
     if config.model.tensor_parallel > 1:
         from reprise.engine.build.shared import build_shared
 

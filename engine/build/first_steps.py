@@ -1,5 +1,5 @@
-"""Runs the first steps of an engine before it is composed. They show how long steps take, and whether a row's result
-depends on the rest of its batch."""
+"""Runs the first steps of an engine, on trial tokens, before it is composed. They show how long steps take, and whether
+a row's result depends on the rest of its batch."""
 
 import functools
 import logging
@@ -63,8 +63,8 @@ def warm_up(
     remembered_in: str | Path,
 ) -> WarmModel:
     """Run the first steps on pages that are not in use yet, and tell the tiers' rates how long steps take.
-    remembered_in: the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if less is proven
-    than the settings demand."""
+    remembered_in: the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if the settings
+    demand that a row does not depend on its batch and this is not proven."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}
@@ -137,8 +137,8 @@ def _graphs_or(
 
 
 def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes: int) -> int | None:
-    """Return the largest step, in tokens, for which the device has memory while `kept_bytes` are reserved for loads;
-    None: the wanted size fits. Raises ModelRefused."""
+    """Return the largest step, in tokens, for which the device has memory while `kept_bytes` stay free for loads; None:
+    the wanted size fits. Raises ModelRefused."""
     if device.type != "cuda":
         return None
     try:
@@ -225,8 +225,8 @@ def _exactness(
 
 
 def _proven(wanted: str, proof: Proof, proof_s: float) -> Exactness:
-    """Run the proof if the setting allows it and it does not take too long. Raises ModelRefused if the setting demands
-    it and it fails."""
+    """Prove that rows depend only on their own tokens, if the setting `wanted` allows the proof and it does not take
+    too long. Raises ModelRefused if the setting demands the proof and it fails."""
     if wanted == "off":
         return Exactness(False, "not asked for (model.exact off)")
     if wanted == "auto" and proof_s > _FREE_PROOF_S:

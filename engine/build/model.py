@@ -1,4 +1,5 @@
-"""Loads the model of an engine, probes it, and installs the attention that runs it."""
+"""Loads the model of an engine, probes it (checks that our attention can run it), and installs the attention that runs
+it."""
 
 import logging
 import math
@@ -97,7 +98,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """A loaded model with the attention, codec and pages with which it runs, and the findings of the probe."""
+    """A loaded model with the attention, codec and pages with which it runs, and what the probe has found out about it
+    (KV shapes, rotations)."""
 
     backend: AttentionBackend
     page_size: int  # tokens
@@ -251,7 +253,8 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
 
 
 def _lookahead(module: nn.Module, found: ProbeResult) -> Lookahead:
-    """Return the part that guesses a layer's queries ahead, for the selector `infinigen`. Raises ModelRefused."""
+    """Return the part that guesses a layer's queries ahead, for the selector `infinigen`, which chooses the rows of
+    long contexts that are read. Raises ModelRefused."""
     try:
         return Lookahead(module, found)
     except ValueError as error:

@@ -26,8 +26,9 @@ _VERSION = 1  # version of the packing, and of its measurement
 
 @dataclass(frozen=True, slots=True)
 class ChosenPages:
-    """The chosen format of pages in HBM. divergence: nats per token by which the format changes answers of this model;
-    None: it changes nothing. warning: text for people, if the settings asked for a format that was not chosen."""
+    """The chosen format of pages in HBM: numbers as computed, or packed as int8. divergence: nats per token by which
+    the format changes answers of this model; None: it changes nothing. warning: text for people, if the settings asked
+    for a format that was not chosen."""
 
     format: PageFormat
     divergence: float | None = None
@@ -39,7 +40,7 @@ class ChosenPages:
 
 
 class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The stored result of a measurement."""
+    """The stored result of measuring how much int8 pages change answers."""
 
     divergence: float  # nats a token
     made_of: str  # digest of the text
@@ -69,8 +70,8 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
-    """Return the fingerprint that names KV: the model's, combined with the format of its pages if they are packed,
-    because packed pages change the KV computed after them."""
+    """Return the fingerprint that names KV: the model's, combined with the format of its pages if they are packed as
+    int8, because packed pages change the KV computed after them."""
     if not pages.is_packed:
         return model
     return blake2b(typed_fields("reprise-pages", model, "int8", _VERSION), digest_size=len(model)).digest()

@@ -27,9 +27,10 @@ _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a model's first steps. step_s, token_s: returned by `WarmUp.step_times`. least_chunk_tokens:
-    returned by `WarmUp.efficient_tokens`, 0 if not measured. rows_agree: returned by `WarmUp.rows_agree`. proven,
-    detail: the fields of `Exactness`."""
+    """The results of a model's first steps. step_s, token_s: seconds of a step and of each token in it
+    (`WarmUp.step_times`). least_chunk_tokens: the result of `WarmUp.efficient_tokens`, 0 if not measured. rows_agree:
+    the result of `WarmUp.rows_agree`. proven, detail: whether rows depend on their own tokens alone, as `Exactness` has
+    it."""
 
     step_s: float
     token_s: float

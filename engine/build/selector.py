@@ -1,5 +1,5 @@
-"""Makes the selector, which chooses the parts of long contexts that decoding reads, calibrates it, and compiles it
-before the first request."""
+"""Makes the selector, which chooses the parts of long contexts that decoding reads, calibrates it to the model, and
+compiles it before the first request."""
 
 import logging
 import time

@@ -42,7 +42,7 @@ class Sizes:
 
 
 def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None) -> int:
-    """Return the most memory, in bytes, that compressing KV takes besides the tiers: encoded blocks for DRAM and for
+    """Return the most memory, in bytes, that compressing KV takes besides the tiers: compressed blocks for DRAM and for
     the disk at once, with the raw rows of one layer. segment_bytes: of a raw block, by layer. coded_segment_bytes: of a
     compressed block, by layer; None without a codec."""
     if coded_segment_bytes is None:

@@ -12,7 +12,7 @@ from reprise.kernels.codecs.codec import Codec, Decodes
 
 @dataclass(frozen=True, slots=True)
 class ChosenCodec:
-    """The codec that a server uses.
+    """The codec that a server uses, or the reason why it uses none.
 
     codec: None: KV below DRAM is stored as it is in DRAM. decodes: makes rows from the codec's segments, for pages on
     the model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers below HBM then
@@ -21,7 +21,8 @@ class ChosenCodec:
     calibrated; None: there is no codec.
 
     refusals: the file that notes that the codec must not be used. is_refused: whether an earlier start has condemned
-    the codec. It then still names the KV of earlier starts, but compresses and decodes nothing.
+    the codec, because it changed answers too much. It then still names the KV of earlier starts, but compresses and
+    decodes nothing.
     """
 
     codec: Codec | None = None

@@ -56,7 +56,8 @@ class Quality:
 
     @classmethod
     def added(cls, parts: Sequence["Quality"]) -> "Quality":
-        """Join the results of several texts. Their histories must be equally long, because `refused` is averaged."""
+        """Join the results of several texts. Their histories must be equally long, because `refused`, the share of
+        blocks that the codec could not compress, is averaged."""
         return cls(
             divergence=torch.cat([part.divergence for part in parts]),
             same_choice=torch.cat([part.same_choice for part in parts]),
@@ -88,8 +89,9 @@ class Subject:
 
 
 class HistoryCoder:
-    """A runner of a model over single texts, with the KV of the history either as computed or as a codec returns it.
-    most_tokens: of a text. page_format: of the pages. Used by one thread at a time."""
+    """A runner of a model over single texts, each a history and the tokens after it, with the KV of the history either
+    as computed or as a codec returns it. most_tokens: of a text. page_format: of the pages. Used by one thread at a
+    time."""
 
     def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
@@ -164,8 +166,8 @@ def coded(
     codec: Codec, rows: Sequence[tuple[Tensor, Tensor]], part: Part = "kv"
 ) -> tuple[list[tuple[Tensor, Tensor]], float]:
     """Compress and decompress the KV of a history, except its first block, and return it with the share of blocks that
-    the codec refused. rows: K [tokens, kv_heads, k_dim] and V of each layer, whole blocks. part: whether the codec is
-    applied to K, V or both."""
+    the codec could not compress. rows: K [tokens, kv_heads, k_dim] and V of each layer, whole blocks. part: whether the
+    codec is applied to K, V or both."""
     out, refused, count = [], 0, 0
     for layer, (k, v) in enumerate(rows):
         raw = raw_blocks(k[BLOCK_TOKENS:], v[BLOCK_TOKENS:])

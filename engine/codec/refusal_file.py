@@ -1,5 +1,6 @@
 """Stores in a file why a model's KV is not compressed: calibration found no codec within the budget, or the shadow
-check condemned the codec it found. So no later start calibrates in vain, or uses a condemned codec again."""
+check (a recompute of loaded KV) condemned the codec that it found. So no later start calibrates in vain, or uses a
+condemned codec again."""
 
 import contextlib
 import logging

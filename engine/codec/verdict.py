@@ -1,4 +1,4 @@
-"""Judges a codec by the divergences that the shadow check finds where loads brought compressed KV."""
+"""Judges a codec by the divergences that the shadow check finds when it recomputes KV that was loaded compressed."""
 
 import math
 from bisect import bisect_left
@@ -13,8 +13,8 @@ _MOST_NATS = 10.0  # most nats that one check counts for; logits that are no num
 
 
 class CodecVerdict:
-    """A judge that condemns a codec, for good, once the mean divergence of its last `LAST` checks exceeds the limit.
-    The Verifier calls it, in the engine's loop."""
+    """A judge that condemns a codec (it must not be used any more), for good, once the mean divergence of its last
+    `LAST` checks exceeds the limit. The Verifier calls it, in the engine's loop."""
 
     def __init__(self, *, codec: str, budget: float) -> None:
         """Begin without any check. codec: the codec's name. budget: nats per token to which the codec was

@@ -40,8 +40,9 @@ _KEPT_STEPS_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A proposed continuation. token_ids: the tokens that may follow. matched: how many tokens before them match.
-    is_predicted: whether it comes from the prediction in the request."""
+    """A proposed continuation. token_ids: the tokens that may follow. matched: how many of the choice's last tokens are
+    the same as those before the earlier occurrence. is_predicted: whether it comes from the prediction in the
+    request."""
 
     token_ids: list[int]
     matched: int
@@ -102,8 +103,9 @@ class DraftSource:
 
 
 class Acceptance:
-    """An estimate of how likely the next token of a draft is right, by the number of tokens that match before it. It
-    counts recent drafts and, while these are few, adds the estimate of `before`."""
+    """An estimate of how likely the next token of a draft is right, by how many tokens before the draft match
+    (`Draft.matched`). It counts recent drafts. While these are few, another estimate, `before`, or else a constant,
+    counts besides."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
         self._before = before
@@ -127,8 +129,8 @@ class Acceptance:
             self._before.learn(matched, drafted, accepted)
 
     def forget(self, matched: int) -> None:
-        """Record that a draft was not worth its rows: its evidence fades, so that drafts with as many matched tokens
-        are tried again later."""
+        """Record that a draft was not worth the rows that it would add to a step: the evidence fades, so that drafts
+        with as many matched tokens are tried again later."""
         kind = _class_of(matched)
         self._seen[kind] *= _DRIFT_SHARE
         self._right[kind] *= _DRIFT_SHARE
@@ -139,7 +141,8 @@ def _class_of(matched: int) -> int:
 
 
 class StepTimes:
-    """An estimate of the seconds of steps that only decode, by rows: a straight line through recent steps."""
+    """An estimate of the seconds of steps that only decode, by their number of rows: a straight line through recent
+    steps."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # sums of 1, rows, seconds, rows * rows, rows * seconds
@@ -195,7 +198,8 @@ def worthwhile(
 
 @dataclass(slots=True)
 class _Drafting:
-    """The drafting state of one choice, from its first proposal to its end."""
+    """A record of one choice for the drafter, from the choice's first draft to its end: where drafts come from, and how
+    often they were right."""
 
     source: DraftSource
     acceptance: Acceptance
@@ -204,8 +208,8 @@ class _Drafting:
 
 
 class Drafter:
-    """Makes the drafts of steps and learns from their outcome. Implements `reprise.engine.step.ports.DraftMaker`; the
-    step calls it, on the engine's thread."""
+    """Makes the drafts of steps (proposed next tokens) and learns from their outcome. Implements
+    `reprise.engine.step.ports.DraftMaker`; the step calls it, on the engine's thread."""
 
     def __init__(self, *, most_tokens: int, most_rows: int, max_context: int) -> None:
         """Begin without evidence. most_tokens: of a draft. most_rows: of a step with drafts."""

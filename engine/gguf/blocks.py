@@ -1,4 +1,5 @@
-"""Unpacks the codes of GGUF's block formats. Only the scales of K-formats are rounded.
+"""Unpacks the codes of GGUF's block formats: a weight is scale * code, in some formats plus a low, the value of code 0.
+Only the scales of K-formats are rounded.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A K-format has blocks of 256 inputs, whose
 groups have scales of 6 or 8 bits times a scale of the block. The product is stored in fp16, which is off by 0.02 %.
@@ -37,7 +38,7 @@ def _q4_1(raw: Tensor) -> _Parts:
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """Return the bits of four bytes, lowest first, [..., 32]."""
+    """Return the bits of four bytes, the fifth of each code, lowest first, [..., 32]."""
     return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
@@ -110,8 +111,8 @@ def is_kept(kind: int) -> bool:
 
 
 def codes_of(kind: int, raw: Tensor) -> Codes:
-    """Unpack rows [n, bytes] uint8 of a ggml format, `kind`, into codes, scales and lows. Raises ValueError if a scale
-    is not finite."""
+    """Unpack rows [n, bytes] uint8 of a ggml format, `kind`, into codes, scales and lows (the values of code 0). Raises
+    ValueError if a scale is not finite."""
     bits, size, take_apart = _FORMATS[kind]
     codes, scales, lows = take_apart(raw.unflatten(-1, (-1, size)))
     if not (scales.isfinite().all() and (lows is None or lows.isfinite().all())):

@@ -1,4 +1,5 @@
-"""Turns the chunks of a step into flat tensors, with block tables that persist between steps."""
+"""Turns the chunks of a step into flat tensors, with block tables (each sequence's page numbers) that persist between
+steps."""
 
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -26,7 +27,7 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """The flat tensors of one step."""
+    """The tensors of one step, in which the rows of all sequences follow each other."""
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64

@@ -22,14 +22,15 @@ TOKENS = 4 * ROWS[-1]  # approximate number of tokens that the proof computes
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """The result of the proof."""
+    """The result of the proof that a row's result depends on its own tokens alone."""
 
     proven: bool
     detail: str  # text for people
 
 
 class Proof:
-    """A proof for one engine, made once at its start. It overwrites pages from 0 on, which must not be in use."""
+    """A proof that in one engine a row's result depends on its own tokens alone, made once at the start. It overwrites
+    pages from 0 on, which must not be in use."""
 
     def __init__(
         self,

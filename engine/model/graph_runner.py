@@ -2,8 +2,8 @@
 
 The model is captured as it is, with all that transformers' code and ours does; at a replay none of its Python code
 runs. So everything that changes from step to step lies in tensors of a fixed size (`_Inputs`), which are filled before.
-A graph serves steps of up to so many sequences and ranges of keys. Both are rounded up to a power of two, and the
-surplus rows write to a page that belongs to no context.
+A graph serves steps of up to so many sequences and ranges of keys, into which attention splits each context. Both
+numbers are rounded up to a power of two, and the surplus rows write to a page that belongs to no context.
 
 Graphs of all sizes are captured before any request (`capture_all`), so that no turn waits for one. The step of a
 capture is computed eagerly on the same padded tensors, then again by the graph. If both do not give the same bits, or
@@ -34,8 +34,8 @@ _HELD_FACTOR = 4  # contexts together may be so many times as long as HBM, since
 
 
 class FixedPlan(Protocol):
-    """A plan of an attention backend for steps in which every sequence has one query row. `triton_paged.DecodePlan`
-    implements it."""
+    """An attention backend's list of work (a plan), in tables of a fixed size, for steps in which every sequence has
+    one query row. `triton_paged.DecodePlan` implements it."""
 
     def launch(self, device: torch.device) -> Any: ...
 
@@ -44,7 +44,8 @@ class FixedPlan(Protocol):
 
 @runtime_checkable
 class PlanMaker(Protocol):
-    """A backend that plans steps in which every sequence has one query row. `TritonPagedAttention` implements it."""
+    """An attention backend that makes such plans, for steps in which every sequence has one query row.
+    `TritonPagedAttention` implements it."""
 
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 
@@ -124,7 +125,8 @@ class GraphRunner(ModelRunner):
         **model: Any,
     ) -> None:
         """Set up without any graph. scratch_page: a page of `pages` that no context ever gets. held_tokens: number of
-        tokens that all pages together have room for. planner: the backend. model: the arguments of ModelRunner."""
+        tokens that all pages together have room for. planner: the attention backend. model: the arguments of
+        ModelRunner."""
         super().__init__(**model)
         page_size = self.pages[0].k.shape[1]
         self._device = self.pages[0].k.device
@@ -185,7 +187,7 @@ class GraphRunner(ModelRunner):
         return self._capture.held_bytes
 
     def _context_of(self, items: int) -> int:
-        """Return the length of a context whose keys make `items` ranges or slightly fewer."""
+        """Return the length of a context whose keys attention splits into `items` ranges or slightly fewer."""
         context = min(self._max_context, self._max_context * items // self._longest_items)
         while context > 1 and self._planner.num_items([context]) > items:
             context -= context // 8 + 1
@@ -206,8 +208,8 @@ class GraphRunner(ModelRunner):
         return counts
 
     def _can_replay(self, batch: BatchInput) -> bool:
-        """Return whether a graph can compute this step: all of its sequences decode one token, and no option wants
-        anything special."""
+        """Return whether a graph can compute this step: all of its sequences decode one token, and no option needs code
+        between the layers."""
         meta = batch.meta
         return (
             not self.why_not

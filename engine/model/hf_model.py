@@ -50,7 +50,7 @@ class KvSink(Protocol):
 
 @dataclass(slots=True)
 class RopeCall:
-    """A rotation that a layer has requested and that has not been done yet."""
+    """A rotation of queries and keys that a layer has requested and that has not been done yet."""
 
     function: Callable[..., tuple[Tensor, Tensor]]
     cos: Tensor
@@ -147,7 +147,7 @@ _STEP: ContextVar[Step | None] = ContextVar("reprise_step", default=None)
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Make `step` the current step of this thread until the end of the block."""
+    """Make `step` the current step of this thread until the end of the `with` block."""
     token = _STEP.set(step)
     try:
         yield
@@ -181,8 +181,9 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
 
 
 def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
-    """Return a layer's attention parameters with the context rows that the selection reads. The step's keys have been
-    written to their pages. queries [tokens, heads, k_dim], rotated."""
+    """Return a layer's attention parameters, to which the context rows that its sequences read are added, where the
+    step has a selector that chooses them. The step's keys have been written to their pages. queries [tokens, heads,
+    k_dim], rotated."""
     if step.selection is None:
         return params
     scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)
@@ -233,7 +234,8 @@ def _attention(
 
 
 def _passing_through(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the model's rotation so that, while a step runs, it only records the request."""
+    """Wrap the model's rotation so that, while a step runs, it only records that the rotation was requested
+    (`RopeCall`)."""
 
     @functools.wraps(original)
     def rotary(*args: Any, **keywords: Any) -> Any:
@@ -260,7 +262,7 @@ def take_over_attention(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Let the model use the attention implementation `name` until the end of the block."""
+    """Let the model use the attention implementation `name` until the end of the `with` block."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -271,7 +273,7 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 class Shortcut(Protocol):
-    """A faster way to compute the steps that it can compute, without transformers' own code."""
+    """A faster way through the model, for the steps that it can compute, without transformers' own code."""
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
         """Return what `forward` would return, or None if the step cannot be computed this way."""

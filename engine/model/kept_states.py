@@ -26,7 +26,7 @@ _ASKS_FOR_A_STATE = (
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """A module that asked transformers' cache object for something other than K and V."""
+    """A module that keeps a state: it asked transformers' cache object for something other than K and V."""
 
     module: str  # the name of its class
     layer: int

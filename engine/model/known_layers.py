@@ -1,5 +1,5 @@
-"""Finds the decoder layers of the known kind (Llama, Mistral, Qwen2, Qwen3, Phi-3 and others), and checks that their
-replacements give the same results.
+"""Finds the decoder layers of the known kind (that of Llama, Mistral, Qwen2, Qwen3, Phi-3 and others), and checks that
+their replacements give the same results.
 
 Anything unusual in a layer (another norm, a scale, no rotation) makes its replacement differ, and the layer is left as
 it is.
@@ -28,7 +28,8 @@ _CHECK_TOKENS = 6  # half of them near the end of the window
 
 @dataclass(frozen=True, slots=True)
 class KnownLayer:
-    """The parts of a layer of the known kind: norm, attention, residual sum, norm, gated MLP, residual sum."""
+    """The parts of a decoder layer of the known kind, that of Llama and others: norm, attention, residual sum, norm,
+    gated MLP, residual sum."""
 
     norms: tuple[Any, Any]  # before attention and before the MLP
     qkv: tuple[Any, ...]  # linear layers of queries, keys and values, or one of them all
@@ -47,8 +48,8 @@ class KnownLayer:
 def known_layer(
     layer: nn.Module, rope: RopeSource | None, linear: tuple[type[nn.Module], ...] = (nn.Linear,)
 ) -> KnownLayer | None:
-    """Return the parts of a layer of the known kind; None for others. rope: the module that rotates its keys. linear:
-    kinds of its products; all must be of one of them."""
+    """Return the parts of a decoder layer that is built as Llama's; None for others. rope: the source of its rotary
+    tables. linear: the accepted types of its linear layers."""
     if {name for name, child in layer.named_children() if type(child) is not nn.Dropout} != {
         "self_attn",
         "mlp",
@@ -116,7 +117,8 @@ def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iter
 
 
 def check_positions(model: nn.Module) -> Tensor:
-    """Return the positions [tokens], on CPU, at which layers are compared: the first and the last of the window."""
+    """Return the positions [tokens], on CPU, at which layers and their replacements are compared: the first and the
+    last of the window."""
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     last = rope_limit(text) or text.max_position_embeddings
     positions = torch.arange(_CHECK_TOKENS)
@@ -125,7 +127,7 @@ def check_positions(model: nn.Module) -> Tensor:
 
 
 class _Listening:
-    """A backend that records the queries it was given."""
+    """An attention backend that records the queries it was given, and attends as another does."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -146,9 +148,9 @@ def same_answer(
     positions: Tensor,
     page_format: PageFormat,
 ) -> bool:
-    """Run both layers on the same few random rows, each with its own pages, and return whether they agree. Queries are
-    compared too, because the effect of positions on the result may be too small to show. positions: from
-    `check_positions`."""
+    """Run a layer and its replacement on the same few random rows, each with its own pages, and return whether they
+    agree. Queries are compared too, because the effect of positions on the result may be too small to show. positions:
+    from `check_positions`."""
     weight = next(theirs.parameters())
     shape, rope = probed.shapes[index], probed.ropes[index]
     assert rope is not None

@@ -1,4 +1,5 @@
-"""Finds the parts that most decoder layers have, and replaces them by others that give the same results."""
+"""Finds gated MLPs and projections of one input in decoder layers of any kind, and replaces them by others that give
+the same results."""
 
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ class SharedProduct:
 
 
 class SharedPart(nn.Module):
-    """A module that replaces one of the projections of a SharedProduct."""
+    """A module that takes the place of one projection, and returns its part of a SharedProduct."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()

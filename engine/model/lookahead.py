@@ -37,8 +37,9 @@ class _Guess:
 
 
 class Lookahead:
-    """A guesser of queries in the steps of a model. Made before the model's layers are replaced, because it keeps their
-    parts; later it watches the layers that replaced them. Called by the thread that runs the model."""
+    """A guesser of each layer's queries from the input of the layer before it, in the steps of a model. Made before the
+    model's layers are replaced, because it keeps their parts; later it watches the layers that replaced them. Called by
+    the thread that runs the model."""
 
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
         """Keep the parts of all layers. Raises ValueError for layers of a kind whose queries it cannot guess."""

@@ -14,7 +14,7 @@ ABANDONED_S = 86_400.0  # age of an abandoned temporary directory: making a mode
 
 @contextlib.contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
-    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
+    """Create a temporary directory that is renamed to `out` at the end of the `with` block, or deleted if that raises.
     Raises OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))

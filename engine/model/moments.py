@@ -46,8 +46,9 @@ def measure_moments(
     most_rows: int,
     device: torch.device,
 ) -> list[LayerMoments]:
-    """Run a model over texts [tokens] and return the moments of each layer's queries and keys. Overwrites pages from 0
-    on, which must not be in use. most_rows: rows of these pages together."""
+    """Run a model over texts [tokens] and return the moments of each layer's queries and keys (means of the products of
+    their dims with each other). Overwrites pages from 0 on, which must not be in use. most_rows: rows of these pages
+    together."""
     watching = _Watching(runner.backend, len(ropes))
     plain, runner.backend = runner.backend, watching
     try:

@@ -79,7 +79,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The findings of the probe about a model."""
+    """The findings of the probe about a model: shapes of its KV, rotations, and whether saved keys can be moved."""
 
     shapes: list[KvShape]  # per layer
     decouplable: bool
@@ -90,7 +90,8 @@ class ProbeResult:
 
 
 class _ShapeFinder:
-    """A stand-in for pages and backend during the first pass, which records shapes and attends to nothing."""
+    """A replacement of pages and attention backend during the first pass of the model, which records shapes and attends
+    to nothing."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -213,7 +214,8 @@ def _check_states(model: nn.Module, ids: Tensor) -> None:
 
 
 def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: Tensor) -> list[KvShape]:
-    """Run check 1 and find the shape of each layer's KV, while the model's own attention computes."""
+    """Run check 1 of the module, whether attention is called once per layer, and find the shape of each layer's KV,
+    while the model's own attention computes."""
     sink = _ShapeFinder()
 
     def pages(layer: int) -> KvPages:
@@ -282,7 +284,7 @@ def _check_windows(config: Any, seen: dict[int, int]) -> None:
 def _find_ropes(
     model: nn.Module, run: Callable[..., tuple[Tensor, Step]], ids: Tensor, layers: int
 ) -> tuple[list[RopeSource | None], list[int]]:
-    """Find which rotary module made the tables of each layer, by listening to one pass."""
+    """Find which rotary module made the tables of each layer, by watching one pass of the model."""
     made: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any) -> None:

@@ -82,5 +82,5 @@ class ModelRotations:
 
 
 def _source(rope: RopeSource) -> tuple[object, ...]:
-    """Return a key that is equal for layers with the same tables."""
+    """Return a key that is equal for layers with the same tables of cos and sin."""
     return (id(rope.module), *rope.arguments, *sorted(rope.keywords.items()))

@@ -1,8 +1,8 @@
 """Defines a model directory whose weights are packed. It is written once, and mapped into memory at every start.
 
-Besides configuration and tokenizer it has safetensors files. They hold a packed weight NAME as NAME.codes, NAME.scales
-and in some formats NAME.lows, in the layout of `reprise.kernels.packed`, and any other tensor under its own name.
-`packed.json` says which weights are packed, and how.
+Besides configuration and tokenizer it has safetensors files. They hold a packed weight NAME (scale * code + low) as
+NAME.codes, NAME.scales and in some formats NAME.lows, in the layout of `reprise.kernels.packed`, and any other tensor
+under its own name. `packed.json` says which weights are packed, and how.
 """
 
 import json

@@ -123,8 +123,8 @@ def _set(
 
 
 def _check_kernels(model: nn.Module) -> None:
-    """Compare one layer of each packed format with torch. Layers of a format whose compiled kernel is wrong use torch
-    instead."""
+    """Compare what the kernels compute for one layer of each packed format with torch's result. Layers of a format
+    whose compiled kernel is wrong use torch instead."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         if isinstance(module, QuantisedLinear | CudaQuantisedLinear):

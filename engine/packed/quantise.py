@@ -11,8 +11,8 @@ _NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 
 def quantise(weight: Tensor, bits: Bits) -> Codes:
     """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. 8 bits: symmetric, scaled by
-    the largest number of a group. 4 bits: with lows (the value of code 0), over the range with the least error, in
-    which large numbers weigh more."""
+    the largest number of a group. 4 bits: with lows (the value of code 0), over the range of numbers that gives the
+    least error; errors of large numbers weigh more."""
     step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
     parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -48,8 +48,8 @@ class _Split:
 
 
 class ParkedAttention:
-    """An attention for steps of sequences with parked blocks. Implements `reprise.engine.step.ports.ParkedReader`; used
-    by the engine's thread."""
+    """An attention for steps with parked blocks, which lie only in DRAM: it copies them to HBM piece by piece.
+    Implements `reprise.engine.step.ports.ParkedReader`; used by the engine's thread."""
 
     page_multiple = 1
 
@@ -81,7 +81,8 @@ class ParkedAttention:
         return {request_id: list(keys) for request_id, keys in lost.items()}
 
     def _pieces_below(self, context: RequestContext) -> Iterator[_Piece]:
-        """Yield the parked blocks of a context in pieces as large as the ring."""
+        """Yield the parked blocks of a context in pieces as large as the ring (the pages that parked blocks are copied
+        to)."""
         per_page = self._page_size // BLOCK_TOKENS
         parked = [
             block
@@ -110,8 +111,8 @@ class ParkedAttention:
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
     def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
-        """Yield the rows of a context that have pages in pieces as large as the ring, so that they need no more
-        memory."""
+        """Yield the rows of a context that have pages in pieces as large as the ring, so that they need no more memory
+        than parked blocks do."""
         size, used = self._page_size, -(-num_rows // self._page_size)
         here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):

@@ -107,7 +107,8 @@ class StepEngine(Protocol):
         ...
 
     def is_moving(self) -> bool:
-        """Return whether bytes move between the tiers, so that `poll` should be called soon even if no bell rings."""
+        """Return whether bytes move between the tiers, so that `poll` should be called soon even if `bell` is not
+        readable."""
         ...
 
     def step(self, now: float) -> list[Output]:

@@ -1,5 +1,5 @@
-"""Runs a rank beyond 0 of a tensor-parallel engine (`python -m reprise.engine.process.rank`);
-`reprise.engine.ranks.group` starts it.
+"""Runs a rank beyond 0 of a tensor-parallel engine, one of the processes that share its model (`python -m
+reprise.engine.process.rank`); `reprise.engine.ranks.group` starts it.
 
 It loads its part of the model and makes tiers for its heads, with as many blocks as rank 0's.
 """

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """A handle on the ranks beyond 0: starts them and talks to them. They belong to the engine's process group, so
-    killing that kills them, and they end with rank 0. If one of them ends, rank 0 ends at once too, and the whole
-    engine is started anew. The engine's thread calls every method."""
+    """A handle on the ranks beyond 0, the other processes that share the model: starts them and talks to them. They
+    belong to the engine's process group, so killing that kills them, and they end with rank 0. If one of them ends,
+    rank 0 ends at once too, and the whole engine is started anew. The engine's thread calls every method."""
 
     def __init__(
         self,

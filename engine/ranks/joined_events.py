@@ -27,9 +27,9 @@ Answer = Saved | Loaded | Fetched | Written | Deleted
 
 
 class JoinedEvents:
-    """A merger of the ranks' events for the cache. A move has ended when all ranks have reported its end, and a block
-    that one rank has lost is lost. Bytes are those of all ranks together, because every rank holds equally many. Called
-    by the engine's thread of rank 0."""
+    """A merger of the ranks' events for the cache, which sees one engine. A move has ended when all ranks have reported
+    its end, and a block that one rank has lost is lost. Bytes are those of all ranks together, because every rank holds
+    equally many. Called by the engine's thread of rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -51,8 +51,8 @@ NOBODY = SessionRecord(tenant="", salt="", session_id="", context=b"", last_used
 
 
 class Rank:
-    """A servant of rank 0, run by the rank process's main thread. transfer, runner, sink: the parts of an engine, for
-    this rank's share of the heads."""
+    """A part of the engine that carries out what rank 0 sends, in the rank process's main thread. transfer, runner,
+    sink: the parts of an engine, for this rank's share of the heads."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Rank:
 
 
 def _without_content(event: Event) -> Event:
-    """Return an event without the contents of its extent, which rank 0 knows already."""
+    """Return an event without the session and the blocks of its extent, which rank 0 knows already."""
     if isinstance(event, Written) and event.extent is not None:
         return replace(event, extent=replace(event.extent, session=NOBODY, blocks=()))
     return event

@@ -144,7 +144,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag="step_ended"):
-    """The answer of a rank that has run a step with loads. It has sent the ends of these loads that it knows before."""
+    """The answer of a rank that has run a step with loads. Before this it has sent the ends of those loads that have
+    ended."""
 
     late: list[int]  # loads that did not come in time here
 

@@ -11,7 +11,8 @@ _LONE_PATIENCE_S = 1.0  # longest wait of other steps: only requests that come m
 class Arrival:
     """A waiter for the loads of one step. Every layer calls it before it attends, on the engine's thread. It stops
     waiting for a load when the step has waited too long, in all layers together, or so long that computing would have
-    been faster. That load counts as late, and the rows of its sequence are void; those of the others are valid."""
+    been faster. Such a load counts as late: the rows that the step computes for its sequence are void, and the sequence
+    starts anew. The rows of other sequences are valid."""
 
     def __init__(
         self,
@@ -21,8 +22,9 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """Start the loads' remaining layers. jobs: request id -> job id of its load. patience_s(request id): the
-        longest wait, in seconds, for the load's next layer."""
+        """Allow the loads' layers that were held back until the step. jobs: request id -> job id of its load.
+        patience_s(request id): the longest wait, in seconds, for the load's next layer. has_bystanders: whether some
+        sequences of the step need no load."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders
@@ -34,7 +36,8 @@ class Arrival:
             transfer.start(job)
 
     def __call__(self, layer: int) -> None:
-        """Wait until the layer's KV is loaded for all requests whose load is not late."""
+        """Wait until a layer's KV is loaded for every request of the step, except those whose load was too late in an
+        earlier layer or is in this one (`late`)."""
         for request_id, job in list(self._jobs.items()):
             before_s = self._transfer.waited_s
             timeout_s = max(0.0, min(self._left_s, self._patience_s(request_id)))

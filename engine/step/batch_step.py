@@ -1,4 +1,5 @@
-"""Runs one step of the engine: schedule, move, compute, settle, draw."""
+"""Runs one step of the engine: schedule, move KV, compute, settle (count what was computed and have it saved), draw
+tokens."""
 
 import logging
 import time
@@ -76,7 +77,8 @@ class BatchStep:
         self._moves.order_next(now)
 
     def run(self, now: float) -> list[Output]:
-        """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, call `fail`."""
+        """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, end every
+        request, then call `fail`."""
         clock = StepClock(now)
         schedule = self._schedule(now)
         self._moves.begin_step(schedule)

@@ -14,7 +14,8 @@ from reprise.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class RunningChoice:
-    """A sequence, with what only the engine needs to know of it."""
+    """A choice (one answer of a request) that waits or runs: its sequence, with what only the engine needs to know of
+    it."""
 
     sequence: Sequence
     request_id: str  # the app's, shared by all choices of a request
@@ -92,7 +93,7 @@ class RunningChoice:
 
     def begin_step(self, now: float) -> None:
         """Count how long the choice has waited for KV, now that a step runs it: from its admission to its first step,
-        and from a void step to the next."""
+        and from a step whose rows were void, because a load was late, to the next."""
         since_s = self.void_s if self.has_run else self.sequence.scheduled_s
         if since_s is not None:
             self.load_wait_s += max(0.0, now - since_s)

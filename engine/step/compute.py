@@ -24,7 +24,7 @@ from reprise.scheduler.sequence import Chunk
 
 @dataclass(slots=True)
 class Computed:
-    """A batch after its forward pass."""
+    """A batch after its forward pass was launched."""
 
     chunks: list[Chunk]
     ready: list[RunningChoice]  # choices for which a token may be drawn
@@ -71,7 +71,7 @@ class Computed:
         raise KeyError(request_id)
 
     def forget_drafts(self) -> None:
-        """Drop all drafts, so that only one token is drawn for each choice."""
+        """Drop all drafts, so that only one token, and none of a draft, is drawn for each choice."""
         firsts = self.first_rows
         for choice in self.ready:
             choice.draft = []

@@ -1,5 +1,6 @@
 """Draws tokens on the device where the logits are, for all rows at once and without waiting for it. The results are
-those that `Sampler` finds row by row in numpy. Rows that need unlikely tokens too are left to `Sampler`."""
+those that `Sampler` finds row by row in numpy: tokens race, each waits for a random time divided by its probability,
+and the first wins. Rows that need unlikely tokens too are left to `Sampler`."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ _LOW = (1 << 32) - 1
 def draw(logits: Tensor, settings: Sequence[SamplingParams], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Draw a token for each row. logits fp32 [rows, vocab], contiguous, with a finite maximum in each row and no NaN.
     starts: by row, the first word of Philox at its position, unsigned 64 bit. Returns the tokens int64 [rows], and for
-    each row whether its token is final [rows]; both asynchronous."""
+    each row whether its token is final [rows], so that `Sampler` need not draw it; both asynchronous."""
     device = logits.device
     numbers = torch.tensor(
         [[one.temperature, one.top_k, one.top_p, one.min_p] for one in settings], dtype=torch.float64
@@ -42,8 +43,8 @@ def _survey(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Survey]:
 
 
 def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from all tokens. The tokens of a level race with one rival that stands for all less likely tokens; if the
-    rival wins, the race continues at the next level."""
+    """Draw from all tokens. The tokens of a level (a range of probabilities, the likeliest first) race with one rival
+    that stands for all less likely tokens; if the rival wins, the race continues at the next level."""
     levels = found.times.shape[1]
     rest = (1 - found.masses).clamp_min(0)
     rivals = waits(starts[:, None], torch.arange(REST, REST + levels, device=starts.device))
@@ -54,8 +55,8 @@ def _unfiltered(found: Survey, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(found: Survey, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the tokens that top_k, then top_p and then min_p leave. A row's token is final if all of these are
-    among the listed tokens. numbers: temperature, top_k, top_p, min_p of each row."""
+    """Draw from the tokens that top_k, then top_p and then min_p leave. A row's token is final if all tokens that are
+    left are among those that `found` lists. numbers: temperature, top_k, top_p, min_p of each row."""
     _, top_k, top_p, min_p = numbers.unbind(-1)
     keys = found.keys.sort(-1).values
     held = found.counts

@@ -55,8 +55,8 @@ class ParkedReader(AttentionBackend, Protocol):
 
 
 class Verdict(Protocol):
-    """A judge of a codec, by the divergences that the shadow check finds where loads brought compressed KV. The
-    Verifier calls it, on the engine's thread. `reprise.engine.codec` implements it."""
+    """A judge of a codec, by the divergences that the shadow check finds when it recomputes KV that was loaded
+    compressed. The Verifier calls it, on the engine's thread. `reprise.engine.codec` implements it."""
 
     codec: str
     limit: float
@@ -69,8 +69,8 @@ class Verdict(Protocol):
         ...
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Record a check. divergence: nats per token between the answers. rounding: the part that rounding alone
-        brings. Returns whether this check condemns the codec."""
+        """Record a check of one answer. divergence: nats per token between the answers. rounding: the part that
+        rounding alone brings. Returns whether this check condemns the codec."""
         ...
 
     def report(self) -> CodecChecks:

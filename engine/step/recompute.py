@@ -26,7 +26,8 @@ class Recompute:
 
     @contextlib.contextmanager
     def borrowed(self, num_tokens: int) -> Iterator[list[int] | None]:
-        """Lend pages with room for `num_tokens` tokens until the end of the block; yields None if HBM has no room."""
+        """Lend pages with room for `num_tokens` tokens until the end of the `with` block; yields None if HBM has no
+        room."""
         pages = self._cache.borrow(-(-num_tokens // self._page_size))
         try:
             yield pages

@@ -140,9 +140,9 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how long tokens of rate 1 wait in the race of a position, by token id. The times are exponential and
-    independent. Each is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which starts from Philox at the
-    position and steps by ids."""
+    """Return how long tokens of rate 1 wait in the race by which the token at a position is drawn, by token id. The
+    times are exponential and independent. Each is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which
+    starts from Philox at the position and steps by ids."""
     words = ids.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(0x9E3779B97F4A7C15)
@@ -217,7 +217,7 @@ def tokens_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _special(rows: Sequence[SampleRow]) -> list[int]:
-    """Return the indices of the rows that are not plain greedy."""
+    """Return the indices of the rows that are not plain greedy: they are sampled, or their logits are changed first."""
     return [i for i, row in enumerate(rows) if row.edited or not row.greedy]
 
 
@@ -275,8 +275,8 @@ def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
 
 
 def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
-    """Return the winning token among those that the filters keep; None if the ranked tokens do not suffice to tell. ids
-    and logprobs [n]: the most likely tokens, down to log-probability FLOORS[level]."""
+    """Return the token that wins the race among those that top_k, top_p and min_p keep; None if the ranked tokens do
+    not suffice to tell. ids and logprobs [n]: the most likely tokens, down to log-probability FLOORS[level]."""
     sampling, complete = row.sampling, level == len(FLOORS) - 1
     held = len(ids)
     if not held:
@@ -308,8 +308,8 @@ def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow,
 def _win_unfiltered(
     ids: NDArray[np.int64], probs: NDArray[np.float64], logprobs: NDArray[np.float32], row: SampleRow, level: int
 ) -> int | None:
-    """Return the winning token among all; None if it lies below the floor of this level. The tokens above a floor race
-    with one rival that stands for all tokens below."""
+    """Return the token that wins the race among all; None if its log-probability is below FLOORS[level]. The tokens
+    above that floor race with one rival that stands for all tokens below."""
     known = int(np.count_nonzero(logprobs >= FLOORS[level - 1])) if level else 0  # they have lost
     if known == len(ids):
         return int(ids[-1]) if level == len(FLOORS) - 1 else None  # rounding: what had won has no mass
@@ -330,8 +330,8 @@ def _first(ids: NDArray[np.int64], probs: NDArray[np.float64], row: SampleRow) -
 
 
 def _ranked(logprobs: Tensor, floors: list[float]) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Return for each row the ids with at least the floor's log-probability, most likely first, lowest id first among
-    equals."""
+    """Return for each row the ids with at least the log-probability in `floors`, most likely first, lowest id first
+    among equals."""
     if logprobs.device.type == "cpu":
         ranked = []
         for row, floor in zip(logprobs.numpy(), floors, strict=True):
@@ -419,8 +419,8 @@ def _apply_masks(work: Tensor, rows: list[SampleRow]) -> None:
 
 
 def _flat_index(work: Tensor, parts: list[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the indices of (row, id) pairs in the flattened logits, and a mask of the pairs that have one. Ids outside
-    the vocabulary have none, because they would land in another row."""
+    """Return the indices of (row, id) pairs in the flattened logits, and a mask of the pairs that have an index. Ids
+    outside the vocabulary have none, because they would land in another row."""
     vocab = work.shape[1]
     ids = np.concatenate([ids for _, ids in parts])
     kept = (ids >= 0) & (ids < vocab)

@@ -22,7 +22,8 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted, and the places that it has until `leave`."""
+    """A request that was counted, and the places that it takes until `leave`, of those that its key has for running
+    answers."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself
@@ -32,11 +33,11 @@ class Admission:
         self._place: Place | None = None
 
     def hold(self, ticket: Ticket) -> None:
-        """Add places of this gateway."""
+        """Add places that this gateway counts."""
         self._ticket = ticket
 
     def hold_in_fleet(self, place: Place) -> None:
-        """Add places of the fleet."""
+        """Add places that the directory counts for the fleet."""
         self._place = place
 
     async def leave(self) -> None:
@@ -55,7 +56,8 @@ class Allowances:
     def __init__(
         self, *, directory: Directory, places: Places, limits: Callable[[str], KeyLimits], metrics: Metrics
     ) -> None:
-        """Set up. places: running answers of this gateway, and allowances while the directory does not answer."""
+        """Set up. places: counts the running answers of this gateway, and, while the directory does not answer, its
+        requests."""
         self._directory = directory
         self._places = places
         self._limits = limits
@@ -123,13 +125,13 @@ class Allowances:
         admission.hold_in_fleet(place)
 
     async def give_back(self, place: Place) -> None:
-        """Free places of the fleet. If the directory does not answer, their lease ends by itself."""
+        """Free places that the directory counts. If the directory does not answer, their lease ends by itself."""
         self._leases.pop(place.lease, None)
         with contextlib.suppress(DirectoryUnavailable):
             await self._directory.leave_places(place)
 
     async def run(self) -> None:
-        """Renew the leases until cancelled."""
+        """Renew the leases of places in the directory until cancelled."""
         while True:
             await asyncio.sleep(RENEW_S)
             with contextlib.suppress(DirectoryUnavailable):

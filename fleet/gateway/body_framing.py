@@ -25,7 +25,8 @@ class Body(Protocol):
         ...
 
     def end(self) -> None:
-        """Note that the connection has ended. If the body's framing does not let it end here, it stays incomplete."""
+        """Note that the connection has ended. If the body's framing does not let it end here, the body stays
+        incomplete."""
         ...
 
 
@@ -68,7 +69,7 @@ class SizedBody:
 
 
 class EndlessBody:
-    """A body that consists of everything until the connection ends."""
+    """A body without a length, which consists of everything until the connection ends."""
 
     ended = False
 

@@ -20,7 +20,7 @@ MAX_FINGERPRINTS = 4  # models of one name, as while a fleet changes from one to
 
 
 class Sessions(Protocol):
-    """The part of `reprise.fleet.directory.Directory` used here. Both raise DirectoryUnavailable."""
+    """The part of `reprise.fleet.directory.Directory` used here. Both methods raise DirectoryUnavailable."""
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None: ...
     async def look(self, name: SessionName, *, fingerprint: str) -> Record | None: ...
@@ -39,7 +39,7 @@ class Route:
 
 @dataclass(slots=True)
 class Found:
-    """The session of a turn, as far as it was found."""
+    """The session that a turn continues, as far as the directory knows it, and what routing needs of the turn."""
 
     question: Question
     session_id: str | None  # the client's name for it, or that of the session that its messages go on with
@@ -128,7 +128,7 @@ class Finder:
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:
-        """Return the live replica that has a session without a salt; None if it is not known."""
+        """Return the live replica that is home of a session without a salt; None if it is not known."""
         try:
             for fingerprint in self._fingerprints(""):
                 record = await self._directory.look(SessionName(tenant, session_id), fingerprint=fingerprint)
@@ -162,7 +162,7 @@ class Finder:
         return list(found)[:MAX_FINGERPRINTS]
 
     def _others(self, model: str, fingerprint: str) -> frozenset[str]:
-        """Return the replicas that cannot serve this model; none if no replica serves it."""
+        """Return the replicas that cannot serve this model with this fingerprint; none if no replica serves it."""
         if self._foreign_of_s != self._members.refreshed_s:
             self._foreign.clear()
             self._foreign_of_s = self._members.refreshed_s
@@ -188,7 +188,7 @@ class Finder:
 
 
 def _pin(turn: Turn) -> str:
-    """Return a name for a conversation that is the same for all its turns, on every gateway."""
+    """Return a name for a turn's conversation that is the same for all its turns, on every gateway."""
     given = turn.session_id
     return _name_of(turn.tenant, turn.salt, turn.conversation.opening if given is None else given)
 

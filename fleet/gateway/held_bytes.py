@@ -6,14 +6,14 @@ from typing import Self
 
 
 class HeldBytes:
-    """A counter of one gateway's memory for requests. To be used on its event loop."""
+    """A counter of one gateway's memory for requests, which bounds it. To be used on its event loop."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
 
     def lease(self) -> "Lease":
-        """Return a request's part of the memory; leaving its context frees it."""
+        """Return a request's part of the memory; the end of its `with` block frees it."""
         return Lease(self)
 
 

@@ -37,7 +37,8 @@ class ReplicaFailed(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, with one request at a time. To be used on its event loop, like everything in this module."""
+    """One connection to a replica, with one request at a time. To be used on its event loop, like everything in this
+    module."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -133,7 +134,7 @@ class Connection(asyncio.Protocol):
         return self.heard_s > self._asked_s
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the replica has sent nothing for longer than allowed. Not while only the client delays the
+        """Return whether the replica has sent nothing for longer than allowed. False while only the client delays the
         answer."""
         return 0 < self.silence_s < now - self.heard_s and not self._is_paused
 
@@ -244,8 +245,8 @@ class Replica:
         return await self._ask(await self._connect(), method, target, headers, body, silence_s)
 
     def give_back(self, connection: Connection) -> None:
-        """Keep the connection for reuse if its answer was read to the end; else close it, which ends the answer at the
-        replica."""
+        """Keep the connection for reuse if its answer was read to the end; otherwise close it, which makes the replica
+        end the answer."""
         self._active.discard(connection)
         connection.silence_s = 0.0
         if connection.is_idle and len(self._idle) < MAX_IDLE:
@@ -266,7 +267,7 @@ class Replica:
         self._idle = kept
 
     def abort_unheard(self, since_s: float, problem: str) -> None:
-        """Abort the answers of which nothing has arrived since `since_s`, by the loop's clock."""
+        """Abort the answers in progress of which nothing has arrived since `since_s`, by the loop's clock."""
         for connection in [one for one in self._active if one.heard_s < since_s]:
             connection.abort(problem)
 

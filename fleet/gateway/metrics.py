@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Resumed(StrEnum):
-    """The outcome of an answer whose replica failed."""
+    """The outcome of an answer whose replica failed after it had begun to reach the client."""
 
     DONE = "done"  # another replica went on
     LOST = "lost"  # nobody could
@@ -117,7 +117,7 @@ class Metrics:
         self._registry.register(_Fleet(breaker, redis_failures, replicas))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the outcomes of turns since the start: for some counters, label -> value."""
+        """Return the outcomes of turns since the start: name of a counter -> label -> value."""
         counters = {
             "routes": self._routes,
             "moves": self._moves,

@@ -78,8 +78,8 @@ class Passing:
         raise no_replica()
 
     async def ask_all(self, request: Request, groups: Iterable[Sequence[str]]) -> list[Any]:
-        """Return the JSON answers of one replica of each group, of those that answer 200. If none does, raises ApiError
-        with one of the answers."""
+        """Ask one replica of each group, and return the JSON answers that have status 200. If none does, raises
+        ApiError with one of the answers."""
         free = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def ask(group: Sequence[str]) -> tuple[int, bytes] | None:
@@ -177,7 +177,7 @@ def _unknown() -> ApiError:
 
 
 def _told(status: int, body: bytes) -> ApiError:
-    """Return a replica's answer as an ApiError."""
+    """Return an error answer of a replica as an ApiError."""
     try:
         error = msgspec.json.decode(body)["error"]
         return ApiError(status, error["message"], code=error["code"], param=error.get("param"))

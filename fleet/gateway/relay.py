@@ -75,11 +75,11 @@ class ReplicaAccess:
 
 
 class _NextReplica(Exception):
-    """This replica cannot answer the turn; another one may."""
+    """The replica that was tried cannot answer the turn; another one may."""
 
 
 class _Busy(_NextReplica):
-    """This replica cannot answer the turn now, but may be able to later."""
+    """The replica that was tried cannot answer the turn now, but may be able to later."""
 
 
 class Relay:
@@ -193,7 +193,8 @@ class Relay:
         return headers, body
 
     async def _frames(self, connection: Connection) -> None:
-        """Send the events of a relayed stream to the client. Raises ReplicaFailed if it ends too early."""
+        """Send the events of a relayed stream, which comes in frames, to the client. Raises ReplicaFailed if it ends
+        too early."""
         reader = FrameReader()
         journal = self._journal
         while not journal.is_over and (data := await connection.read()):
@@ -271,7 +272,8 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _with_route(self, data: bytes) -> bytes:
-        """Add the route to the answer's `x_cache`, if it has that field."""
+        """Add the route (which replica has answered, and why that one) to the answer's `x_cache`, if it has that
+        field."""
         if _X_CACHE not in data or self._turn.path == "/v1/responses":  # which repeats objects of the client's
             return data
         route = self._route
@@ -294,7 +296,8 @@ class Relay:
         self._metrics.failed(began=self._has_begun)
 
     def _note(self, frame: Frame) -> None:
-        """Record a frame that the client has received."""
+        """Record a frame, whose events the client has received, in the journal from which another replica can
+        continue."""
         if self._lease.grow(len(frame.note)):
             self._journal.add(frame)
         else:
@@ -305,11 +308,12 @@ class Relay:
 
     @property
     def _can_go_on(self) -> bool:
-        """Return whether another replica may be tried."""
+        """Return whether another replica may be tried: the client has nothing yet, or the answer can be resumed."""
         return self._journal.is_empty or (self._is_noted and self._journal.can_resume)
 
     def _note_progress(self) -> None:
-        """Note that a token has arrived: the turn does not crash replicas, and those that failed may be tried again."""
+        """Note that a token has arrived. That shows that the turn does not crash replicas, so those that failed may be
+        tried again."""
         if self._is_resuming:
             self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
         self._failures, self._broke_s = 0, 0.0

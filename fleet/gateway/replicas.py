@@ -34,7 +34,7 @@ class Replicas:
         return replica
 
     def lost(self, name: str) -> None:
-        """Exclude a replica until its next beat."""
+        """Exclude a replica, which was found dead, until its next beat (its report to the directory)."""
         self._members.lost(name)
 
     def under_way(self, name: str) -> int:
@@ -43,8 +43,8 @@ class Replicas:
         return 0 if replica is None else replica.under_way
 
     async def follow(self) -> None:
-        """Refresh the table until cancelled, and abort the answers of stopped replicas: a stopped process keeps its
-        connections open."""
+        """Refresh the table of members until cancelled, and abort the answers of stopped replicas: a stopped process
+        keeps its connections open."""
         while True:
             try:
                 await self._members.refresh()
@@ -65,7 +65,7 @@ class Replicas:
                 self._replicas.pop(name).abort_all("it has left the fleet")
 
     async def sweep(self) -> None:
-        """Abort silent answers and close unused connections until cancelled."""
+        """Abort answers of which nothing comes any more, and close unused connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)

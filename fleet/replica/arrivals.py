@@ -26,8 +26,8 @@ from reprise.fleet.replica.resume import Resumption, cannot_resume
 def arrived(
     home: TurnHome, key: bytes, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]
 ) -> ArrivedRequest:
-    """Return the arrival of a request. key: from `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request
-    that resumes an answer without a gateway."""
+    """Return the object that represents a request from its arrival on: relayed by a gateway, or direct. key: from
+    `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request that resumes an answer without a gateway."""
     value = headers.get(RELAY_HEADER)
     if value is not None and is_relay(key, value, path=path, request_id=request_id):
 
@@ -41,7 +41,7 @@ def arrived(
 
 
 class DirectRequest(LoneRequest):
-    """A request that came without a gateway. Its turn is recorded in the fleet all the same."""
+    """A request that came without a gateway. Its turn is recorded in the directory all the same."""
 
     def __init__(self, home: TurnHome, tenant: str) -> None:
         self._home, self._tenant = home, tenant
@@ -76,8 +76,8 @@ class RelayedRequest:
         return 0.0 if self._resumption is None else self._resumption.elapsed_s
 
     def open_body(self, data: bytes) -> bytes:
-        """Return the client's body. If the request resumes an answer, also read the envelope that precedes the body.
-        Raises ApiError 403 or 409."""
+        """Return the client's body. If the request resumes an answer, also read the envelope (the notes of the answer
+        so far) that precedes the body. Raises ApiError 403 or 409."""
         if not self._resumes:
             return data
         self._resumption, body = self._unsealed(data)

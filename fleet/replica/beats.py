@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Beats:
-    """A sender of this replica's beats. One per replica, on its event loop."""
+    """A sender of this replica's beats (its reports to the directory). One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -54,8 +54,9 @@ class Beats:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Beat until cancelled. The work that an answer asks for is done while later beats are sent: it may have to
-        wait for a turn, and a gateway gives up a replica whose beats are late."""
+        """Send beats (reports to the directory) until cancelled. The work that an answer of the directory asks for is
+        done while later beats are sent: it may have to wait for a turn, and a gateway gives up a replica whose beats
+        are late."""
         started_s = self._clock()
         while True:
             try:
@@ -76,7 +77,8 @@ class Beats:
                 await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
 
     async def beat(self) -> None:
-        """Report that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        """Report that this server lives, carry out deletions, and send the commits that wait. Raises
+        DirectoryUnavailable."""
         await self._follow(await self._say_alive())
 
     def stop(self) -> None:

@@ -19,7 +19,8 @@ ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that 
 
 
 class Claims:
-    """A claimer of sessions. One per replica, on its event loop."""
+    """A claimer of sessions: a replica may commit turns of those that it has claimed. One per replica, on its event
+    loop."""
 
     def __init__(
         self,
@@ -31,15 +32,15 @@ class Claims:
         ttl_s: float,
         deleted_until: Callable[[], int],
     ) -> None:
-        """Set up. ttl_s: time to live of a new session. deleted_until: returns the epoch up to which deletions were
-        carried out here."""
+        """Set up. ttl_s: time to live of a new session. deleted_until: returns the epoch (number of a claim or
+        deletion) up to which deletions were carried out here."""
         self.results: Counter[str] = Counter()  # new, home, adopted, failed
         self._directory, self._server, self._held, self._copies = directory, server, held, copies
         self._ttl_s, self._deleted_until = ttl_s, deleted_until
 
     async def claim(self, name: SessionName) -> bool:
         """Make this replica the session's home, and fetch what others have committed of it. Returns whether anything
-        was fetched, so that its prompt may be better known than before."""
+        was fetched, so that the turn's prompt may now be found in the transcript."""
         held = self._held.of(name)
         async with held.lock:
             try:

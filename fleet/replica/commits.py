@@ -1,4 +1,5 @@
-"""Commits turns that have ended to the directory. Commits that do not reach it wait in the outbox."""
+"""Commits turns that have ended, that is records them in the directory. Commits that do not reach it wait in the
+outbox."""
 
 import asyncio
 import secrets
@@ -22,7 +23,7 @@ UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 
 
 class Commits:
-    """A committer of turns. One per replica, on its event loop."""
+    """A part that records in the directory the turns that have ended here. One per replica, on its event loop."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class Commits:
         deadline_s: float,
         last_epoch: Callable[[], int],
     ) -> None:
-        """Set up. deadline_s: longest wait at the end of a turn. last_epoch: returns the last epoch that this replica
-        knows of."""
+        """Set up. deadline_s: longest wait at the end of a turn. last_epoch: returns the last epoch (number of a claim
+        or deletion) that this replica knows of."""
         self.outcomes: Counter[str] = Counter()  # an Outcome, "unsent" or "full"
         self._directory, self._server = directory, server
         self._held, self._copies, self._outbox, self._background = held, copies, outbox, background
@@ -55,7 +56,9 @@ class Commits:
         held.head, held.redis_tokens, held.has_new_head = head.head, head.redis_tokens, True
 
     async def send_waiting(self) -> None:
-        """Send some of the outbox, and heads that came after their turn."""
+        """Commit to the directory the `UNSENT_AT_ONCE` sessions that have waited longest in the outbox, and the newest
+        heads (the records by which another replica can take sessions over) of sessions whose turns were committed
+        before these heads came."""
         for unsent in await self._outbox.first(UNSENT_AT_ONCE):
             name = SessionName(unsent.tenant, unsent.session_id, unsent.salt)
             if unsent.fingerprint != self._server.fingerprint or self._directory.state != "closed":
@@ -73,8 +76,8 @@ class Commits:
                         await self._send(name, held, ends_turn=False)
 
     def forget_directory(self) -> list[tuple[SessionName, HeldSession]]:
-        """Forget what the directory knew, after it has lost its data. Returns the sessions of which this replica was
-        the home."""
+        """Forget the claims and commits that the directory had, because it has lost its data. Returns the sessions of
+        which this replica was the home."""
         owned = []
         for name, held in self._held.items():
             owned += [(name, held)] if held.epoch else []
@@ -87,8 +90,8 @@ class Commits:
             await self._outbox.put(self._unsent(name, held, self._server.fingerprint))
 
     async def release_all(self) -> None:
-        """Give up the claims of all sessions, so that their next turns may go to any replica. Raises
-        DirectoryUnavailable."""
+        """Give up the claims of all sessions that this replica is home of, so that their next turns may go to any
+        replica. Raises DirectoryUnavailable."""
         for name, held in self._held.items():
             if held.epoch:
                 await self._directory.release(name, fingerprint=self._server.fingerprint, epoch=held.epoch)
@@ -106,8 +109,8 @@ class Commits:
     async def _send(
         self, name: SessionName, held: HeldSession, *, ends_turn: bool, chains: tuple[bytes, ...] = ()
     ) -> None:
-        """Commit what is new of a session, or put it into the outbox if Redis does not answer. The caller has the
-        session's lock."""
+        """Commit the newest turn and head of a session, or put it into the outbox if Redis does not answer. The caller
+        has the session's lock."""
         model = self._server.readiness.require_loaded()
         rows: dict[bytes, bytes] = {}
         exported = held.exported

@@ -16,7 +16,7 @@ LISTED = 200  # sessions in one answer of the engine
 
 
 class Copies:
-    """The copies of sessions on this replica. One per replica, on its event loop."""
+    """The copies of sessions (KV, transcripts, unsent commits) on this replica. One per replica, on its event loop."""
 
     def __init__(
         self, *, held: HeldSessions, outbox: OutboxThread, transcripts: TextThread, commands: SessionCommands
@@ -51,20 +51,22 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies as soon as no request of the session runs, unless it was begun again after the epoch."""
+        """Delete the copies as soon as no request of the session runs, unless it was begun again after the deletion
+        that has this epoch."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)
 
     async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Stop committing the sessions of an id, with any salt, unless they were begun after the epoch."""
+        """Forget the sessions of an id, with any salt, that were begun by this epoch, so that this replica no longer
+        commits to them. Drops the id's commits that wait in the outbox."""
         for name, held in self._held.of_id(tenant, session_id).items():
             if held.begun <= epoch:
                 self._held.forget(name)
         await self._outbox.forget(tenant, session_id)
 
     async def _kept(self) -> AsyncIterator[SessionInfo]:
-        """Yield the engine's information about all of its sessions. Raises ApiError."""
+        """Yield what the engine reports of each of its sessions. Raises ApiError."""
         after, more = "", True
         while more:
             reply = await self._commands.ask("list_all", after=after, limit=LISTED)

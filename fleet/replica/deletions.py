@@ -31,14 +31,14 @@ class Copies(Protocol):
         ...
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies of this id, with any salt, unless they were begun after the epoch. Waits for requests of
-        the session to end."""
+        """Delete the copies of this id, with any salt, unless they were begun after the deletion that has this epoch.
+        Waits for requests of the session to end."""
         ...
 
 
 class Deletions:
-    """A record, stored on disk, of the epoch up to which deletions were carried out here. One per replica, on its event
-    loop."""
+    """A part that carries out deletions here, and stores on disk the epoch (the number of a deletion) up to which that
+    was done. One per replica, on its event loop."""
 
     def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
         self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out
@@ -49,8 +49,8 @@ class Deletions:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
 
     async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
-        """Carry out the deletions in the answer to a beat, and report that. Raises ApiError or DirectoryUnavailable;
-        then `since` stays, so that the next answer has them again. Only one call at a time."""
+        """Carry out the deletions in the directory's answer to a beat, and report that to it. Raises ApiError or
+        DirectoryUnavailable; then `since` stays, so that the next answer has them again. Only one call at a time."""
         if not heard.reaches_back:
             await self._clear(fingerprint)
         if heard.forgotten:
@@ -67,7 +67,8 @@ class Deletions:
             await asyncio.to_thread(_write, self._path, self.since)
 
     async def publish_again(self) -> None:
-        """After a flush, tell the directory again what was deleted. Raises DirectoryUnavailable."""
+        """After a flush (the directory lost its data), tell the directory again what was deleted. Raises
+        DirectoryUnavailable."""
         await self._directory.remember(list(self._remembered.values()))
 
     async def _delete(self, deletions: Sequence[Forgotten]) -> None:
@@ -85,7 +86,7 @@ class Deletions:
 
     async def _clear(self, fingerprint: str) -> None:
         """Delete every session that may have been deleted by a deletion that the directory has forgotten: all except
-        those whose record is older than the deletions that this server has carried out."""
+        those that were begun before the last deletion that this server has carried out."""
         here = sorted(await self._copies.names(), key=lambda name: (name.tenant, name.session_id, name.salt))
         gone: dict[tuple[str, str], None] = {}
         for start in range(0, len(here), PROVEN_AT_ONCE):
@@ -103,7 +104,7 @@ class Deletions:
 
 
 def _read(path: Path) -> int:
-    """Return the stored epoch; 0 if there is none that can be read."""
+    """Return the stored epoch up to which deletions were carried out; 0 if there is none that can be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES).strip()
         return int(text) if text.isdigit() and len(text) < 20 else 0

@@ -10,7 +10,7 @@ from reprise.fleet.keys import SessionName
 
 @dataclass(slots=True)
 class HeldSession:
-    """The knowledge that this replica has of a session."""
+    """The knowledge that this replica has of a session: its claim, and what was committed of it."""
 
     ttl_s: float | None  # after its last use; None: it is pinned
     epoch: int = 0  # epoch of its claim; 0: none
@@ -30,8 +30,8 @@ class HeldSessions:
     """A table of the sessions that this replica has claimed or answered. One per replica, on its event loop."""
 
     def __init__(self, *, most: int, ttl_s: float) -> None:
-        """Begin empty. most: number of sessions that are remembered. ttl_s: of sessions that have no time to live of
-        their own."""
+        """Begin empty. most: number of sessions that are remembered. ttl_s: time to live of sessions that have no time
+        to live of their own."""
         self._most, self._ttl_s = most, ttl_s
         self._by_name: OrderedDict[SessionName, HeldSession] = OrderedDict()  # the one used longest ago first
 
@@ -61,7 +61,7 @@ class HeldSessions:
         }
 
     def are_begun_after(self, name: SessionName, epoch: int) -> bool:
-        """Return whether a session of the same id, with any salt, was begun after the epoch."""
+        """Return whether a session of the same id, with any salt, was begun here after the epoch."""
         return any(held.begun > epoch for held in self.of_id(name.tenant, name.session_id).values())
 
     def forget(self, name: SessionName) -> None:

@@ -21,9 +21,9 @@ class HeldInFleet:
         self._longest_s = longest_s
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete what exceeds a quota in the whole fleet, and return the result, as `Holdings.trim` demands. Every
-        server deletes its copy, this one too, when it learns of the deletion. Another server's check may delete the
-        same session at the same time, which counts once."""
+        """Delete a tenant's sessions used longest ago that exceed its quota in the whole fleet, and return the result,
+        as `Holdings.trim` demands. Every server deletes its copy, this one too, when it learns of the deletion. Another
+        server that checks the same quota may delete the same session at the same time, which counts once."""
         try:
             place = left = 0
             held = await self._directory.held(tenant)
@@ -64,8 +64,8 @@ class Spending:
         return True
 
     async def tell(self) -> None:
-        """Report all of it to the directory. Raises DirectoryUnavailable; what was not reported waits for the next
-        call."""
+        """Report all tokens that were added to the directory. Raises DirectoryUnavailable; what was not reported waits
+        for the next call."""
         while self._owed:
             tenant = next(iter(self._owed))
             tokens = self._owed.pop(tenant, 0)

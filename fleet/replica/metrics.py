@@ -15,7 +15,7 @@ COMMITS = (*Outcome, "unsent", "full")
 
 
 class ReplicaCollector(Collector):
-    """The counts of one replica."""
+    """A collector of the counts of one replica, for Prometheus."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 class OutboxThread:
-    """A caller of `reprise.fleet.outbox.Outbox` for the event loop, first in, first out."""
+    """An object that makes calls of `reprise.fleet.outbox.Outbox` for the event loop: on one thread, in the order in
+    which they come."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

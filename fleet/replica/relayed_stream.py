@@ -1,5 +1,5 @@
-"""Streams an answer to a gateway: in the frames of `reprise.fleet.protocol`, with notes by which another replica can
-continue it."""
+"""Streams an answer to a gateway: in the frames of `reprise.fleet.protocol`, with notes (tokens and ids, in JSON) by
+which another replica can continue it."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,8 +13,9 @@ _OF_THIS_SERVER = ("draining", "engine_lost", "internal_error")  # errors that a
 
 
 class RelayedFrames:
-    """The frames of one stream for a gateway: its events, with notes. A stream that resumes has no opening, because its
-    client has received it."""
+    """The frames in which one stream goes to a gateway: its events for the client, each with a note from which another
+    replica can continue the answer. A stream that resumes an answer has no opening, because the client has received
+    it."""
 
     def __init__(self, events: Frames, turns: Sequence[RunningTurn], *, is_resumed: bool) -> None:
         self._events = events
@@ -53,8 +54,8 @@ class ResumedDeltas(AsyncIterator[Delta]):
         return self._rest.generations
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Replay the notes, then wait as `Generation.wait_first` does. Raises ApiError, 409 for a choice that the
-        request does not ask for."""
+        """Replay the notes of the other replica, then wait as `Generation.wait_first` does. Raises ApiError, 409 for a
+        choice that the request does not ask for."""
         self._events.opening()
         async for delta in self._resumption.replay(self.generations):
             self._events.delta(delta)

@@ -1,5 +1,5 @@
-"""Makes this server one replica of a fleet: it beats, claims a session before its turn, fetches what others have
-committed of it, and commits the turn before its client learns that it has ended.
+"""Makes this server one replica of a fleet: it sends beats (reports to the directory), claims a session before its
+turn, fetches what others have committed of it, and commits the turn before its client learns that it has ended.
 
 Without Redis a turn uses what this server has. Its commit waits in the outbox.
 """
@@ -136,13 +136,13 @@ class Replica:
 
     @property
     def commits(self) -> Counter[str]:
-        """Counts of commits by result: an `Outcome`, "unsent" or "full"."""
+        """Counts of commits by result: an `Outcome`, "unsent" (Redis did not answer) or "full"."""
         return self._commits.outcomes
 
     # --- what requests ask --------------------------------------------------------------------------------------------
 
     def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
-        """Return the arrival of a request, as `arrivals.arrived` does."""
+        """Return the object that represents a request from its arrival on, as `arrivals.arrived` does."""
         return arrived(self, self.key, tenant=tenant, path=path, request_id=request_id, headers=headers)
 
     def background_id(self, response_id: str) -> str:
@@ -154,7 +154,7 @@ class Replica:
         return await self._claims.claim(name)
 
     def begin(self, *, tenant: str, session_id: str, salt: str) -> TurnUnderWay:
-        """Note that a turn has begun, and return its record."""
+        """Note that a turn has begun, and return the object that commits it when it ends."""
         name = SessionName(tenant, session_id, salt)
         self.held.of(name).running += 1
         return TurnUnderWay(self, name)
@@ -169,7 +169,7 @@ class Replica:
         held.running = max(0, held.running - 1)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Report tokens that a key has used to the fleet, soon."""
+        """Have the tokens that a key has used reported to the fleet soon."""
         if self._spending.add(tenant, tokens) and (self._telling is None or self._telling.done()):
             self._telling = self._background.spawn(self._tell_spending())
 
@@ -191,11 +191,11 @@ class Replica:
     # --- in the background --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Send a beat about once a second until cancelled."""
         await self.beats.run()
 
     async def beat(self) -> None:
-        """Beat once, as `Beats.beat` does."""
+        """Send one beat, as `Beats.beat` does."""
         await self.beats.beat()
 
     async def leave(self) -> None:

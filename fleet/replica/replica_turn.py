@@ -47,7 +47,7 @@ class ReplicaTurn:
         self._keep_s = 0.0
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
-        """Return the turn's session. Raises ApiError 409 for an answer that another model began."""
+        """Return the id of the turn's session. Raises ApiError 409 for an answer that another model began."""
         if self._resumed is None:
             return session_id
         self._resumed.check(model)

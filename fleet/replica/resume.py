@@ -1,10 +1,10 @@
 """Lets another server continue a streamed answer: writes down everything it needs, and reads such notes.
 
-An answer's state is a function of the request, of its tokens and of the pieces in which these were shown. The notes
-hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed, logprobs, the report of
-the prompt and times. The next server replays them through the code that showed them first, so detokenizer, stop
-strings, parser of calls, usage and numbers of events reach the state that they had. `reprise.fleet.protocol` says how
-notes travel.
+An answer's state is a function of the request, of its tokens and of the pieces (deltas) in which the client was shown
+these. The notes hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed,
+logprobs, the report of the prompt and times. The next server replays them through the code that showed them first, so
+detokenizer, stop strings, parser of calls, usage and numbers of events reach the state that they had.
+`reprise.fleet.protocol` says how notes travel.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The note of one generation: an answer to one prompt, with all of its choices."""
+    """The note of one generation of a stream: an answer to one prompt, with all of its choices."""
 
     request_id: str
     session_id: str
@@ -49,7 +49,7 @@ class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The note of one piece of one choice."""
+    """The note of one piece that the client was shown of one choice."""
 
     choice: int  # counted through all generations
     ids: list[int] = []  # tokens taken in since the choice's piece before
@@ -67,7 +67,8 @@ _decode_delta = msgspec.json.Decoder(DeltaNote).decode
 
 
 class StreamNotes:
-    """A writer of the notes of one stream, whose generations have the same number of choices each."""
+    """A writer of the notes of one stream, by which another server can continue it. Its generations (one for each
+    prompt) have the same number of choices each."""
 
     def __init__(self, turns: Sequence[RunningTurn]) -> None:
         self._turns = turns
@@ -119,7 +120,7 @@ def _finite(value: TokenLogprob) -> TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ResumedTurn:
-    """The notes of one generation."""
+    """The notes of one generation (an answer to one prompt) that another server began."""
 
     note: TurnNote
     created: int
@@ -152,11 +153,11 @@ class ResumedTurn:
         )
 
     def num_tokens(self, num_choices: int) -> int:
-        """Return the number of tokens of all choices."""
+        """Return the number of tokens that the other server generated, for all choices."""
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return the tokens of each choice; None for one that has ended."""
+        """Return the tokens that the other server generated for each choice; None for one that has ended."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)
@@ -177,7 +178,7 @@ class ResumedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A stream that another server began."""
+    """A stream that another server began, as its notes describe it."""
 
     elapsed_s: float  # since the client's request arrived
     opening: OpeningNote
@@ -193,7 +194,8 @@ class Resumption:
         return cls(resume.elapsed_s, opening, deltas)
 
     def turn(self, place: int) -> ResumedTurn:
-        """Return the notes of a generation. Raises ApiError 409 if the stream had none at this place."""
+        """Return the notes of one generation. place: its index among the stream's prompts. Raises ApiError 409 if the
+        stream had fewer."""
         opening = self.opening
         if place >= len(opening.turns):
             raise cannot_resume("This answer had fewer prompts.")

@@ -18,7 +18,7 @@ class EndedChoice:
 
 
 class Home(Protocol):
-    """The replica at which the turn runs."""
+    """The methods of the replica at which the turn runs."""
 
     async def commit(
         self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]
@@ -28,7 +28,8 @@ class Home(Protocol):
 
 
 class TurnUnderWay:
-    """A turn of a session of which this replica is the home, or would be if the directory had answered."""
+    """A turn that runs here. This replica is the home of its session (it may commit), or would be if the directory had
+    answered."""
 
     def __init__(self, home: Home, name: SessionName) -> None:
         self._home, self._name = home, name
@@ -45,7 +46,7 @@ class TurnUnderWay:
     ) -> None:
         """Commit the turn. Waits for the directory as long as `fleet.deadline_ms` says; after that it is committed
         later. chain: digest of the request's messages, see `reprise.fleet.identify`; None: the next request does not
-        find the session by it. names: other digests by which it does. tokens: of its context."""
+        find the session by it. names: other digests by which it does. tokens: those of the session's context."""
         if self._ended:
             return
         self._ended = True

@@ -27,7 +27,7 @@ class Context(Protocol):
 
 
 class Policy:
-    """An autoscaling policy, which Serve instantiates in its controller and calls there."""
+    """An autoscaling policy for Ray Serve, which instantiates it in its controller and calls there."""
 
     def __init__(self, ttft_target_s: float) -> None:
         self._ttft_target_s = ttft_target_s
@@ -60,6 +60,6 @@ class Policy:
 
 
 def _fresh(context: Context, name: str, since_s: float) -> list[list[float]]:
-    """Return the values that each replica has recorded under this name since `since_s`."""
+    """Return the values that each replica has recorded under a metric's name since `since_s`."""
     recorded = (context.raw_metrics or {}).get(name, {})
     return [[one.value for one in samples if one.timestamp > since_s] for samples in recorded.values()]

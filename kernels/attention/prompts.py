@@ -26,14 +26,14 @@ heads, rows, dim] and the logs of the softmax sums [1, heads, rows] in fp32. Cau
 
 
 class PromptAttention:
-    """A part of `TritonPagedAttention` that computes the attention of sequences with many rows. Asynchronous, on the
-    current stream."""
+    """A part of `TritonPagedAttention` that computes the attention of sequences with many query rows by torch's flash
+    kernel. Asynchronous, on the current stream."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
     def takes(self, q: Tensor, kv: KvPages, params: AttentionParams) -> bool:
-        """Return whether the kernel can compute a layer."""
+        """Return whether torch's flash kernel can compute a layer."""
         dim = q.shape[2]
         return (
             q.dtype in (torch.bfloat16, torch.float16)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The shape of one step, the same for all layers of a group.
-    Sequence i owns the query rows query_start[i] .. query_start[i + 1]. They are the last rows of its context, so its
-    query row j is at position context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page
-    block_table[i, p // page_size]."""
+    """The shape of one step's batch, the same for all layers. Sequence i owns the query rows query_start[i] ..
+    query_start[i + 1]. They are the last rows of its context, so its query row j is at position
+    context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page block_table[i, p //
+    page_size]."""
 
     query_lens: list[int]
     context_lens: list[int]  # KV rows of each sequence, including those of this step, which are in the pool already
@@ -56,8 +56,9 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages, with the numbers of rows stored as they are. Keys are rotated for their current positions.
-    Pages of another format derive from this class, and override `beside`, `is_packed`, `to_rows` and `to_numbers`."""
+    """One layer's pages, with the numbers of keys and values stored as they are. Keys are rotated for their current
+    positions. Pages of another format derive from this class, and override `beside`, `is_packed`, `to_rows` and
+    `to_numbers`."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim + beside]
     v: Tensor  # [pages, page_size, kv_heads, v_dim + beside]
@@ -85,7 +86,8 @@ class KvPages:
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Return numbers in the form in which the pages store them: [..., dim] -> [..., dim + beside]."""
+        """Return numbers in the form in which the pages store them, with `beside` more elements a head: [..., dim] ->
+        [..., dim + beside]."""
         return numbers
 
     @staticmethod
@@ -97,7 +99,7 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of pages: the dtype of their pools, and their kind."""
+    """The format of pages: the dtype of their pools, and the class of the pages."""
 
     dtype: torch.dtype
     kind: type[KvPages] = KvPages

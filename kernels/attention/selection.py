@@ -47,7 +47,8 @@ def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMoments:
-    """The statistics of one layer's rotated queries and keys from calibration. Selectors take what they need."""
+    """The moments of one layer's rotated queries and keys on calibration texts: means of the products of their dims
+    with each other. Selectors take what they need."""
 
     queries: Tensor  # [kv_heads, k_dim, k_dim]: mean of the outer product with itself, over a group's heads and tokens
     keys: Tensor  # [kv_heads, k_dim, k_dim]
@@ -56,7 +57,7 @@ class LayerMoments:
 
 @dataclass(frozen=True, slots=True)
 class Selecting:
-    """A selector and the rule for its use."""
+    """A selector of context rows, and the rule for which contexts it is used."""
 
     selector: "KvSelector"
     min_context: int
@@ -99,7 +100,7 @@ class KvSelector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """A selector at work in one step."""
+    """A selector with the sequences of one step for which it chooses rows."""
 
     selector: KvSelector
     candidates: Candidates
@@ -128,8 +129,8 @@ def context_keys(kv: KvPages, pages: Tensor, context: int) -> Tensor:
 
 
 def weights(scores: Tensor) -> Tensor:
-    """Return log2 of each row's weight relative to the strongest row of a head, for the head that gives the row the
-    most. scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
+    """Return log2 of each context row's weight in the softmax relative to the strongest row of a head, for the head
+    that gives the row the most. scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
     return (scores - scores.amax(-1, keepdim=True)).amax(1)
 
 

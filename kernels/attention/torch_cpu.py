@@ -34,8 +34,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The positions of one sequence's queries and context rows in the pool, as pool rows: page * page_size + row in
-    page."""
+    """The places of one sequence's queries in the batch, and of its context rows in the pool, as pool rows:
+    page * page_size + row in page."""
 
     query_start: int
     query_len: int
@@ -99,11 +99,11 @@ class TorchAttention:
 class ExactAttention(TorchAttention):
     """A backend that computes each row from its own context alone, bit for bit. Every row, even a single one, goes
     through the kernel for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this
-    works like `TorchAttention` and promises nothing."""
+    backend works like `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """Set up. kind: names the rounding of the model's products on this processor. KV of different kinds must not be
-        mixed."""
+        """Set up. kind: a name for how the model's matrix products round on this processor. KV that was rounded in
+        different ways must not be mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
         self._flash = flash_kernels(exact=True)
@@ -178,7 +178,7 @@ def _prefill_together(
 
 def _decode_plan(kernels: ModuleType, meta: AttentionMeta, params: AttentionParams) -> tuple[list[int], Tensor, Any]:
     """Return the sequences with one query row that attend to all rows, the position of that row in the batch, and the
-    tasks of their attention."""
+    tasks into which their attention is split."""
     chosen = () if params.selection is None else params.selection.sequences
     key = f"torch decode {params.window} {chosen}"
     plan: tuple[list[int], Tensor, Any] | None = meta.scratch.get(key)
@@ -208,8 +208,8 @@ def _attend_to_selection(
 def attend_selected(
     kernels: ModuleType, queries: np.ndarray, kv: KvPages, table: np.ndarray, selection: Selection
 ) -> Tensor:
-    """Attend to selected rows by the compiled kernel. queries fp32 [sequences of the selection, heads, k_dim],
-    multiplied by scale * log2(e); table int32 [sequences, pages] -> fp32 [sequences, heads, v_dim]."""
+    """Attend to the context rows of a selection by the compiled kernel. queries fp32 [sequences of the selection,
+    heads, k_dim], multiplied by scale * log2(e); table int32 [sequences, pages] -> fp32 [sequences, heads, v_dim]."""
     count, heads, _ = queries.shape
     mixed = torch.empty(count, heads, kv.v.shape[3])
     sizes = heads // kv.k.shape[2], kv.k.shape[3] // 16, kv.v.shape[3] // 16

@@ -6,10 +6,10 @@ the kernels compile is tested by compiling them for CUDA targets, which needs no
 are tests with the `gpu` mark. For that reason they use conservative features only: no autotuning, no descriptors, no
 persistent programs.
 
-The work list is made on the host, once per step and window. An item is a block of query rows of one sequence, with the
-heads that share a kv head side by side, against a range of its keys. A sequence with few query rows (decode) is split
-along its keys into ranges of fixed length, whose results a second kernel merges (flash-decoding). The length does not
-depend on the batch, so neither does the result of a row.
+The work list is made on the host, once per step and window. An item of the list is a block of query rows of one
+sequence, with the heads that share a kv head side by side, against a range of its keys. A sequence with few query rows
+(decode) is split along its keys into ranges of fixed length, whose results a second kernel merges (flash-decoding). The
+length does not depend on the batch, so neither does the result of a row.
 """
 
 from collections.abc import Sequence
@@ -96,8 +96,8 @@ def _attend(
     precision: tl.constexpr,
     widen: tl.constexpr,  # multiply in fp32, because the interpreter's dot treats bf16 as integers
 ) -> None:
-    """Compute one item for one kv head. An item: sequence, first token in q, its position, number of tokens, first and
-    end of its keys, and its index among the parts, or -1 to write the final result."""
+    """Compute one item of the work list for one kv head. An item: sequence, first token in q, its position, number of
+    tokens, first and end of its keys, and its index among the parts, or -1 to write the final result."""
     item = items_ptr + tl.program_id(0) * 7
     kv_head = tl.program_id(1)
     sequence = tl.load(item).to(tl.int64)
@@ -188,8 +188,8 @@ def _merge(
     v_padded: tl.constexpr,
     has_sink: tl.constexpr,
 ) -> None:
-    """Merge the parts of one split block for one kv head. A merge: first token in q, number of tokens, first part,
-    number of parts."""
+    """Merge the parts of one split block for one kv head. A merge, an entry of the second work list: first token in q,
+    number of tokens, first part, number of parts."""
     merge = merges_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     first_token = tl.load(merge)
@@ -228,8 +228,8 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One grid of programs: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format. kind:
-    its kind of layers, (query heads to a kv head, window)."""
+    """One grid of programs and its work list: items [items, 7] and merges [merges, 4] int32 on the device, in the
+    kernels' format. kind: the layers that it is for, (query heads to a kv head, window)."""
 
     kind: tuple[int, int | None]
     rows: int
@@ -259,20 +259,22 @@ class TritonPagedAttention:
 
     @staticmethod
     def _long(meta: AttentionMeta, group: int) -> list[int]:
-        """Return the sequences of a step that have many rows."""
+        """Return the sequences of a step that have so many query rows that torch's flash kernel is faster for them."""
         least = _decode_rows(group)
         lens = enumerate(zip(meta.query_lens, meta.context_lens, strict=True))
         return [i for i, (rows, context) in lens if rows * group > least and PromptAttention.is_long(rows, context)]
 
     @staticmethod
     def num_items(context_lens: Sequence[int]) -> int:
-        """Return the most ranges of keys in a step in which every sequence has one query row and such a context."""
+        """Return the most items (ranges of keys, into which contexts are split) in a step in which every sequence has
+        one query row and these are the contexts' lengths."""
         return sum(-(-length // _SPLIT) for length in context_lens) + len(context_lens)  # windows begin anywhere
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return plans for later steps with one query row per sequence, for the kinds of layers found in this step's
-        `scratch`."""
+        """Return a DecodePlan (a work list in tables of a fixed size) by kind of layers, for steps of one query row per
+        sequence. scratch: `AttentionMeta.scratch` after a step; its keys, also those of the result, name kinds (query
+        heads to a kv head, window). most_items, most_sequences: most ranges of keys and sequences of a step."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()
@@ -364,8 +366,8 @@ class TritonPagedAttention:
 def _plan(
     meta: AttentionMeta, group: int, window: int | None, device: torch.device, without: Sequence[int]
 ) -> list[_Launch]:
-    """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones. without:
-    sequences that another kernel computes."""
+    """Make the work list of one step: one grid of small blocks for decoding sequences, another for prefilling ones.
+    without: sequences that another kernel computes."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = _decode_rows(group)
@@ -390,7 +392,7 @@ def _decode_rows(group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The items and merges of a `_Launch`, on the host."""
+    """The work list of a `_Launch`, items and merges, on the host."""
 
     items: NDArray[np.int32]
     merges: NDArray[np.int32]
@@ -433,9 +435,9 @@ def _work(
 
 
 class DecodePlan:
-    """The work of steps in which every sequence has one query row, for one kind of layers (group of query heads,
-    window). It is kept in tables of a fixed size, which a captured graph reads and which are filled anew before every
-    replay. Unused entries of a table do nothing."""
+    """The work list of steps in which every sequence has one query row, for one kind of layers (group of query heads,
+    window). The list is kept in tables of a fixed size, which a captured graph reads and which are filled anew before
+    every replay. Unused entries of a table do nothing."""
 
     def __init__(self, *, kind: tuple[int, int | None], most_items: int, most_sequences: int) -> None:
         """Allocate the tables. most_items: most ranges of keys, from `TritonPagedAttention.num_items`."""
@@ -450,7 +452,8 @@ class DecodePlan:
         return [_Launch(kind, _decode_rows(self._group), items, merges, self._items.shape[0])]
 
     def fill(self, launches: Sequence[_Launch], context_lens: Sequence[int]) -> None:
-        """Plan a step for these contexts. The previous step must have ended, because its tables are overwritten."""
+        """Write the work list of a step with contexts of these lengths to the tables. The previous step must have
+        ended, because its tables are overwritten."""
         lens = np.array(context_lens, dtype=np.int64)
         rows = _decode_rows(self._group)
         work = _work(np.ones_like(lens), lens, np.arange(len(lens)), self._group, self._window, rows, _SPLIT)

@@ -30,8 +30,8 @@ class WatchedAttention:
         return max(meta.query_lens, default=0) > 1
 
     def take(self) -> dict[int, list[float]]:
-        """Return sequence of the step -> the share of its attention that each block got, in order. The shares add up to
-        1, or less where sinks took some."""
+        """Return sequence of the step -> the share of its attention that each block got, in order: the mean over the
+        watched rows and layers. The shares add up to 1, or less where sinks took some."""
         shares = {sequence: (total / self._counts[sequence]).tolist() for sequence, total in self._sums.items()}
         self._sums, self._counts = {}, {}
         return shares

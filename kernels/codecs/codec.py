@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class Decodes(Protocol):
-    """A decoder that makes rows from stored segments. Thread-safe; the arrays may hold any bytes."""
+    """A decoder that makes rows (K and V) from segments, a block's stored bytes in one layer. Thread-safe; the arrays
+    may hold any bytes."""
 
     device: torch.device
     """The device on which `raw` has to be. Segments are on it or on the CPU."""
@@ -44,7 +45,7 @@ class Codec(Decodes, Protocol):
 
     def on(self, device: torch.device) -> Decodes:
         """Return a decoder for pages on this device: one that runs on the device if that is possible, otherwise on the
-        CPU. Rows may differ by the order of a sum."""
+        CPU. Decoded rows may differ between the two by the order of a sum."""
         ...
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:

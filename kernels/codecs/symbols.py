@@ -58,7 +58,8 @@ def symbol_tables() -> Tables:
 
 
 def classes_of(deviations: Fp64, step: float) -> Int64:
-    """Return the class of each component. It may lie outside of the tables (LEAST_CLASS)."""
+    """Return the class (index of a table, by quarter octaves of deviation / step) of each component. It may lie outside
+    of the tables (LEAST_CLASS)."""
     return np.round(4 * np.log2(np.maximum(deviations, 1e-30) / step)).astype(np.int64)
 
 
@@ -70,8 +71,8 @@ def _below(x: float) -> float:
 
 
 def _shares(deviation: float) -> Fp64:
-    """Return the probability of each symbol, and of none of them, for a number with this deviation, in units of the
-    step."""
+    """Return the probability of each symbol (a rounded number that the tables have), and of a number that is no symbol,
+    for a number with this deviation, in units of the step."""
     edges = [(symbol - 0.5) / deviation for symbol in range(-REACH, REACH + 2)]
     shares = np.diff([_below(edge) for edge in edges])
     return np.append(shares, max(0.0, 1 - shares.sum()))

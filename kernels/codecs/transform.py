@@ -61,7 +61,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """The part of a layer's calibration that does not depend on steps."""
+    """The part of a layer's calibration that does not depend on the steps in which numbers are rounded."""
 
     k_mean: Fp64
     v_mean: Fp64
@@ -100,8 +100,9 @@ def basis_of(layer: LayerStatistics) -> LayerBasis:
 
 
 class TransformCodec:
-    """A codec that compresses blocks by a transform. Implements `Codec`. layers, segment_bytes: as `fitted` computes
-    them. dtype: of raw rows, bfloat16 or float32. Raises ValueError for arguments that do not fit each other."""
+    """A codec that compresses blocks by a transform. Implements `Codec`. layers, segment_bytes: tables and sizes that
+    `fitted` computes. dtype: of raw rows, bfloat16 or float32. Raises ValueError for arguments that do not fit each
+    other."""
 
     is_lossy = True
     device = torch.device("cpu")
@@ -181,8 +182,8 @@ class TransformCodec:
         return Scratch(*(array[0] for array in self._rooms(layer, 1)))
 
     def _rooms(self, layer: int, count: int) -> Scratch:
-        """Return scratch memory for a layer and `count` threads at once. Each calling thread makes it once for all
-        layers of one shape."""
+        """Return scratch memory (rooms) for a layer and `count` threads at once. Each calling thread makes it once for
+        all layers of one shape."""
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
         kept: dict[tuple[int, int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})

@@ -11,8 +11,8 @@ from reprise.kernels.cpu.transform_format import COARSEST, FINEST, HEAD_WORDS, P
 
 
 class TransformOnDevice:
-    """A decoder of `TransformCodec` segments on a device. Implements `Decodes`. Numbers equal the CPU decoder's; rows
-    may differ by the order of a sum."""
+    """A decoder of `TransformCodec` segments on a device. Implements `Decodes`. The decoded numbers equal those of the
+    CPU's decoder; the rows made from them may differ by the order of a sum."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class TransformOnDevice:
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
-        """Set up. layers, tables, segment_bytes: the codec's. kernels: the module
+        """Set up. layers, tables, segment_bytes: those of the codec. kernels: the module
         `reprise.kernels.triton_transform`."""
         self.device, self._kernels = device, kernels
         self._segment_bytes = segment_bytes
@@ -53,7 +53,7 @@ class TransformOnDevice:
         raw[:, split:].view(values.shape).copy_(values)
 
     def _power(self, quarters: Tensor) -> Tensor:
-        """Return 2^(quarters / 4), in fp64."""
+        """Return 2^(quarters / 4), in fp64, a number of quarter octaves as a factor."""
         return self._powers[(quarters + len(POWERS) // 2).long()]
 
 

@@ -24,7 +24,8 @@ _AHEAD = 32  # at most this many rows ahead, so that the row is in this run of p
 
 
 class AttentionTasks(NamedTuple):
-    """The attention tasks of one step, ordered by row. Fields are int64 [parts], except `starts` [rows + 1]."""
+    """The attention tasks of one step: parts of rows' contexts, ordered by row. Fields are int64 [parts], except
+    `starts` [rows + 1]."""
 
     row: Int64
     first: Int64  # context row of the first key
@@ -45,7 +46,7 @@ class Pool(NamedTuple):
 
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
-    """Split the attention of single rows into tasks."""
+    """Split the attention of single query rows into tasks, each with a part of a row's context."""
     return AttentionTasks(*_plan(np.array(contexts, np.int64), _NO_WINDOW if window is None else window))
 
 
@@ -114,8 +115,8 @@ def _emit_scores(
     out_row: ir.Value,
 ) -> None:
     """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16, and the factor of each
-    of its heads. next_run: address of the keys that will be read next. A product has the same bits at whatever place
-    its key is among the others."""
+    of its heads, used where keys are packed as int8. next_run: address of the keys that will be read next. A product
+    has the same bits at whatever place its key is among the others."""
     size = lanes * LANES * (1 if is_packed else 2)
     by_words = is_packed and lanes % 2 == 0 and "+avx512bw" in e.features
     heads = next(n for n in (1, 2, 4, 8, 16) if n >= group)
@@ -225,7 +226,8 @@ def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value
 
 @emitted
 def _soften(e: Emit, scores: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
-    """Replace scores by 2 ** (scores - max) and store the maximum and the sum in stats."""
+    """Replace scores by their weights in the softmax, 2 ** (scores - max), and store the maximum and the sum in
+    stats."""
     top = e.vector(ir.Constant(VEC, [float("-inf")] * LANES))
     with cgutils.for_range(e.b, vectors) as loop:
         x, old = e.load(e.at(scores, e.mul(loop.index, LANES * 4))), e.b.load(top)
@@ -387,7 +389,8 @@ def _clear(e: Emit, where: ir.Value, vectors: ir.Value) -> None:
 
 @compiled()
 def merge_parts(mixed: Fp32, stats: Fp32, begin: int, end: int, head: int, out: Fp32) -> None:
-    """Merge one head's parts begin to end. mixed fp32 [parts, heads, dim]; stats [parts, heads, 2]; out [dim]."""
+    """Merge one head's attention to the parts `begin` to `end` - 1 of a context. mixed fp32 [parts, heads, dim]; stats
+    [parts, heads, 2]; out [dim]."""
     top = np.float32(-np.inf)
     for part in range(begin, end):
         if stats[part, head, 0] > top:

@@ -135,14 +135,15 @@ def product_kernels() -> ModuleType | None:
 
 
 def dots_of_pairs() -> bool:
-    """Return whether the processor has AVX512_BF16 and numba compiles for it. If it did not, LLVM would end the
-    process."""
+    """Return whether dot products of bf16 pairs can be compiled: the processor has AVX512_BF16 and numba compiles for
+    it. If it did not, LLVM would end the process."""
     return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in _features()
 
 
 @functools.cache
 def tiles_of_pairs() -> bool:
-    """Return whether the system kernel permits AMX and numba compiles for it."""
+    """Return whether products of bf16 tiles can be compiled: the system kernel permits AMX and numba compiles for
+    it."""
     known = {"+amx-tile", "+amx-bf16"} <= _features()
     return known and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
@@ -156,7 +157,7 @@ def _features() -> set[str]:
 
 
 def _test(module: ModuleType) -> None:
-    """Raise if the kernels are wrong, or if they use threads other than torch's."""
+    """Raise if a module's kernels give wrong results, or if they use threads other than torch's."""
     use_torch_threads()
     torch.ones(1 << 20).sum()  # starts torch's threads
     before = len(os.listdir("/proc/self/task"))

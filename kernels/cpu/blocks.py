@@ -3,9 +3,10 @@
 All are compiled by numba. A row's sums are the same, bit for bit, however many rows there are: with dot products of
 bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors of any length.
 
-Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. A number is `scale *
-code + low`, with codes of 0 to 15 (minus 8 where there are no lows) or -128 to 127, and a scale and a low in fp16 for
-each group and output. Sums of products with codes are scaled once a group, a fifth of the work of unpacking numbers.
+Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. A number is
+`scale * code + low` (the low is the number of code 0), with codes of 0 to 15 (minus 8 where there are no lows) or -128
+to 127, and a scale and a low in fp16 for each group and output. Sums of products with codes are scaled once a group, a
+fifth of the work of unpacking numbers.
 
 Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within 32 inputs: for 8 bits 16
 pairs of inputs of 32 outputs, each pair adjacent; for 4 bits four times two vectors of 16 outputs, with four codes in
@@ -65,7 +66,7 @@ def _code_table(zero: int) -> ir.Constant:
 
 def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
     """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: for 4 bits four pairs
-    of 16 outputs, for 8 bits one pair of 32."""
+    of inputs for 16 outputs, for 8 bits one pair for 32."""
     if bits == 4:
         words = e.load(pointer, PAIRS)
         table = _code_table(zero)
@@ -96,9 +97,9 @@ def _by_dots(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute `rows` rows of one block. x: bf16; sums fp32: of each row's inputs, by group; out fp32. bits: 16 for
-    codes that are bf16 numbers already; quads: four pairs of inputs each, in a group. `x_row` and the like: bytes from
-    row to row."""
+    """Compute the outputs of one block for `rows` rows by dot products of bf16 pairs. x: bf16; sums fp32: of each row's
+    inputs, by group; out fp32. bits: 16 for codes that are bf16 numbers already; quads: four pairs of inputs each, in a
+    group. `x_row` and the like: bytes from row to row."""
     totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
     size = _QUAD_BYTES[bits] * quads
     zero = 0 if has_lows or bits != 4 else 8
@@ -202,7 +203,8 @@ def _by_sums(
 
 
 def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
-    """Load four pairs of inputs of 16 outputs. Returns their 8 numbers in fp32."""
+    """Load the 4-bit codes of four pairs of inputs for 16 outputs. Returns 8 vectors of numbers in fp32, one for each
+    input."""
     words = e.load(pointer, VEC_I32)
     found = []
     for pair in range(4):
@@ -215,7 +217,8 @@ def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
-    """Load a pair of inputs of 16 outputs. Returns both in fp32."""
+    """Load the 8-bit codes of a pair of inputs for 16 outputs. Returns two vectors of numbers in fp32, one for each
+    input."""
     words = e.b.sext(e.load(e.at(pointer, lane * 32), VEC_I16), VEC_I32)
     low = e.b.ashr(e.b.shl(words, e.words(24)), e.words(24))
     return [e.b.sitofp(low, VEC), e.b.sitofp(e.b.ashr(words, e.words(8)), VEC)]
@@ -249,8 +252,8 @@ def _by_words(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute `rows` rows for `columns` vectors of outputs. x: bf16 if there are dot products, else fp32; w: pairs of
-    bf16, `w_pair` bytes from one to the next."""
+    """Compute `columns` vectors of outputs for `rows` rows, with a weight in bf16. x: bf16 if there are dot products,
+    else fp32; w: pairs of bf16, `w_pair` bytes from one to the next."""
     sums = [[e.vector() for _ in range(columns)] for _ in range(rows)]
     with cgutils.for_range(e.b, pairs) as loop:
         here, ours = e.at(w, e.b.mul(w_pair, loop.index)), e.at(x, e.mul(loop.index, 4 if dots else 8))
@@ -295,7 +298,8 @@ def _few(
     out: int,
     out_row: int,
 ) -> None:
-    """Compute one block for rows at addresses: x bf16 if there are dot products, else fp32."""
+    """Compute one block of a packed weight's outputs for rows at addresses: x bf16 if there are dot products, else
+    fp32."""
     row = 0
     while row < rows:
         at, total, to = x + row * x_row, sums + row * sums_row, out + row * out_row
@@ -448,7 +452,7 @@ def _words(
     out_row: int,
 ) -> None:
     """Compute one block of `columns` vectors of outputs, 1 to 4, of a weight in bf16. Sums of four vectors fill the
-    registers for up to four rows; for more, halves are computed one after the other."""
+    registers for up to four rows; for more rows, halves of the block are computed one after the other."""
     row, w_pair = 0, len(columns) * 64
     while row < rows:
         at, to = x + row * x_row, out + row * out_row
@@ -480,8 +484,8 @@ among those of other products of the same inputs, and of packed weights the bits
 
 
 class Place(NamedTuple):
-    """The addresses and strides, in bytes, of a block's operands and result: rows of inputs, in bf16 if dot products
-    are used, otherwise in fp32; fp32 sums of groups of inputs; fp32 outputs."""
+    """The addresses and strides, in bytes, of the operands and the result of one block of a product: rows of inputs, in
+    bf16 if dot products are used, otherwise in fp32; fp32 sums of groups of inputs; fp32 outputs."""
 
     rows: int
     x: int
@@ -535,7 +539,7 @@ def _by_address(kernel: Callable[..., None]) -> CFunc:
 
 @functools.cache
 def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
-    """Return a kernel of packed weights. Its `address` is valid as long as it lives."""
+    """Return a kernel that multiplies by one block of a packed weight. Its `address` is valid as long as it lives."""
     bits_, lows_, quads = (0,) * bits, (0,) * has_lows, (0,) * (group // 8)
     if dots:
 
@@ -570,8 +574,8 @@ def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
 
 @functools.cache
 def words_kernel(columns: int, dots: bool) -> CFunc:
-    """Return a kernel of weights in bf16 with blocks of `columns` vectors. Its `address` is valid as long as it
-    lives."""
+    """Return a kernel that multiplies by one block of a weight in bf16, with blocks of `columns` vectors. Its `address`
+    is valid as long as it lives."""
     dots_, columns_, size = (0,) * dots, (0,) * columns, columns * LANES
 
     def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]

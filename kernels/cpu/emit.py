@@ -133,7 +133,7 @@ class Emit:
         return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
 
     def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
-        """Select lanes of two vectors."""
+        """Select lanes of two vectors, by their indices in both together."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def dot_words(self, total: Any, x: Any, y: Any) -> Any:
@@ -153,7 +153,7 @@ class Emit:
         return self.b.sitofp(self.b.sext(self.load(pointer, VEC_I8), VEC_I32), VEC)
 
     def scale(self, pointer: Any) -> Any:
-        """Load one bf16 number and widen it."""
+        """Load one bf16 number, such as the scale of a packed head, and widen it."""
         return self.b.bitcast(self.b.shl(self.b.zext(self.load(pointer, I16), I32), I32(16)), F32)
 
     def halves(self, both: Any) -> tuple[Any, Any]:
@@ -192,8 +192,8 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
-    """Turn an emitter into a function for compiled code. It receives an array as its pointer, and a tuple as its
-    length, which is a constant."""
+    """Turn an emitter (a function that emits code) into a function for compiled code. The emitter receives an array as
+    its pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -129,8 +129,8 @@ class _Emit:
 
 
 def _vectors(emit: Callable[..., None]) -> Any:
-    """Turn an emitter of vector code into a statement for compiled functions. It receives an array argument as its
-    pointer, and a tuple as its length, which is a constant."""
+    """Turn an emitter of vector code into a statement for compiled functions. The emitter receives an array argument as
+    its pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -260,8 +260,8 @@ def _hide(
 def _soften(
     e: _Emit, w: ir.Value, scores: ir.Value, pairs: ir.Value, scale: ir.Value, stats: ir.Value, lanes: int
 ) -> None:
-    """Replace scores by the weights 2 ** (scale * (score - maximum)), in bf16 pairs of keys.
-    w[stats ...] holds maximum, sum and correction of every lane; earlier sums must be multiplied by the correction."""
+    """Replace scores by their weights in the softmax, 2 ** (scale * (score - maximum)), in bf16 pairs of keys. From
+    w[stats] on lie the maximum, sum and correction of every lane; earlier sums must be multiplied by the correction."""
     width = lanes * LANES
     by, minus = e.splat(scale), e.b.fsub(_F32(0.0), scale)
     old = [e.load(e.at(w, stats, lane * LANES)) for lane in range(lanes)]
@@ -372,8 +372,8 @@ def _next(_: Any, counter: types.Type) -> Any:
 def _guard(
     words: Words, values: int, pairs: int, dims: int, first: int, positions: Int32, window: int, w: Fp32, to: int
 ) -> None:
-    """Replace values that are not finite by 0 and add them to the lanes that see them. A hidden value would otherwise
-    be multiplied by a weight of 0, which gives NaN. words: w as integers."""
+    """Replace values that are not finite by 0 and add them to the lanes that see them. A value that a lane must not see
+    would otherwise be multiplied by a weight of 0, which gives NaN. words: w as integers."""
     width, odd = len(positions), 0
     for i in range(values, values + pairs * dims):
         word = words[i]
@@ -411,8 +411,8 @@ def _tile(
     out: Words,
     lanes: Constant,
 ) -> None:
-    """Compute one tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
-    sequence with these pages."""
+    """Compute one tile, up to TILE query rows: queries rows[lane] at positions[lane], over the keys of a span (first,
+    end, head) of the sequence with these pages."""
     k, k_strides, v, v_strides, is_packed = pools
     begin, end, head = span
     k_words, v_words = q.shape[2], out.shape[2]
@@ -518,9 +518,9 @@ def _attend(
 
 
 def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
-    """Return the tasks of one step's attention [tasks, 6]: sequence, its first query row in the batch, that row's
-    position, first and end of the task's query rows (row * group + head in the group), kv head. Sequences of fewer rows
-    than `least` get no tasks."""
+    """Return the tasks (blocks of query rows with a kv head) of one step's attention [tasks, 6]: sequence, its first
+    query row in the batch, that row's position, first and end of the task's query rows (row * group + head in the
+    group), kv head. Sequences of fewer rows than `least` get no tasks."""
     tasks = []
     query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
     # Long sequences first and the shortest last, so that threads end together; a head's tasks together, so that its

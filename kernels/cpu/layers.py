@@ -125,7 +125,7 @@ _PHASE_BITS = 32  # the upper half of the counter of tasks is the phase
 
 @compiled()
 def _wait_for(counters: Int64, phase: int) -> None:
-    """Wait until a phase has ended."""
+    """Wait until all tasks of a phase (a stage of a layer's computation) have ended."""
     spins = 0
     while _look(counters, _NEXT) >> _PHASE_BITS == phase:
         _pause()
@@ -163,8 +163,8 @@ def _sum(x: Fp32) -> np.float32:
 
 
 class Inputs(NamedTuple):
-    """The operands of products: rows in bf16 or fp32, whichever the products multiply, and the sum of each group of
-    inputs."""
+    """The operands of matrix products: rows in fp32 (`wide`) and in bf16 (`narrow`), of which the products multiply
+    one, and the sum of each group of inputs."""
 
     wide: Fp32
     narrow: Bf16
@@ -182,8 +182,8 @@ def make_inputs(rows: int, inputs: int) -> Inputs:
 
 @compiled()
 def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
-    """Prepare some groups of a row, whose numbers are in `x.wide`, for products: round them if needed, and sum them
-    up."""
+    """Prepare some groups of a row's inputs, whose numbers are in `x.wide`, for products: round them if needed, and sum
+    them up."""
     wide = x.wide[row, begin:end]
     if len(dots):
         narrow = x.narrow[row, begin:end]
@@ -204,7 +204,8 @@ def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
 
 @compiled()
 def multiply_block(product: Int64, block: int, place: Place, scratch: Bf16) -> None:
-    """Compute one block of a product for all rows, and add the bias. scratch: of `scratch_size` numbers."""
+    """Compute one block of a matrix product's outputs for all rows, and add the bias. scratch: memory of `scratch_size`
+    numbers."""
     rows, x, x_row, sums, sums_row, out, out_row = place
     call_kernel(
         product[KERNEL], product.ctypes.data, block, rows, x, x_row, sums, sums_row, out, out_row, scratch.ctypes.data
@@ -225,7 +226,7 @@ def blocks_of(product: Int64) -> Any:
 
 @compiled()
 def end_of(product: Int64) -> Any:
-    """Return the column after a product's last block."""
+    """Return the column after a matrix product's last block, in rows that have the outputs of several products."""
     return product[FIRST] + blocks_of(product) * product[SIZE]
 
 
@@ -309,7 +310,7 @@ def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
 
 @compiled()
 def _settle_head(y: Fp32, norm: int, eps: float, out: Bf16) -> None:
-    """Normalise one head's numbers if there is a norm, and round them."""
+    """Settle one head of a row: normalise its numbers if the layer has a norm, and round them."""
     scale = np.float32(1.0)
     if norm:
         scale = _inverse_rms(y, eps)
@@ -335,8 +336,8 @@ def _turn_head(
     scale: np.float32,
     q: Fp32,
 ) -> None:
-    """Write one head of one row to where attention reads it, rotated unless it is a value. If it is a key or a value,
-    save it un-rotated first."""
+    """Turn one head of one row: write it to where attention reads it, rotated unless it is a value. If it is a key or a
+    value, save it un-rotated first."""
     dim = len(x)
     key = head - shape.num_q
     if key >= 0 and layer[_SAVED] and len(spots) and spots[row, 0] >= 0:
@@ -372,10 +373,11 @@ def _turn_head(
 
 
 class Rows(NamedTuple):
-    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: results
-    of PROJECT; q and mixed fp32 [rows, q heads, dim]: results of TURN and ATTEND; cos, sin bf16 [rows, dim]; slots
-    int64 [rows]: where keys and values go; table int32 [rows, pages]; spots int64 [rows, 2]: for each row the slot
-    where it is saved and the row in it, slot -1: nowhere; if it has no rows, none is saved."""
+    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: what
+    part PROJECT of a layer computes; q and mixed fp32 [rows, q heads, dim]: what parts TURN (rotation) and ATTEND
+    compute; cos, sin bf16 [rows, dim]; slots int64 [rows]: where keys and values go; table int32 [rows, pages]; spots
+    int64 [rows, 2]: for each row the slot where it is saved and the row in it, slot -1: nowhere; if it has no rows,
+    none is saved."""
 
     hidden: Bf16
     heads: Bf16
@@ -414,7 +416,7 @@ _PHASES = 9
 
 @compiled()
 def _begins(part: int) -> int:
-    """Return the first phase of a part."""
+    """Return the first phase of a part (PROJECT, TURN, ATTEND or COMPLETE) of a layer."""
     if part == PROJECT:
         return _NORM
     if part == TURN:
@@ -424,7 +426,8 @@ def _begins(part: int) -> int:
 
 @compiled()
 def _ends(part: int) -> int:
-    """Return the phase after the last one of a part. Heads are settled at the end of PROJECT."""
+    """Return the phase after the last one of a part of a layer. Heads are settled (normalised and rounded) at the end
+    of PROJECT."""
     if part in (PROJECT, TURN):
         return _HEADS + 1
     return _MERGE + 1 if part == ATTEND else _PHASES
@@ -432,7 +435,7 @@ def _ends(part: int) -> int:
 
 @compiled()
 def _chunk(blocks: int, threads: int) -> Any:
-    """Return how many adjacent blocks a task has: a quarter of a thread's share."""
+    """Return how many adjacent blocks of outputs a task computes: a quarter of a thread's share."""
     return max(1, blocks // (threads * 4))
 
 
@@ -499,8 +502,9 @@ def _do(
     threads: int,
     unpacked: Bf16,
 ) -> None:
-    """Do one task. is_first: it belongs to the run's first layer; settles, turns: whether heads are to be settled
-    (PROJECT) and turned (TURN); merges: whether attention has been computed in this run."""
+    """Do one task of a phase. is_first: it belongs to the run's first layer; settles, turns: whether heads are to be
+    settled (normalised and rounded) and turned (rotated and written to the pool); merges: whether attention has been
+    computed in this run."""
     x = Inputs(scratch.wide, scratch.narrow, scratch.sums)
     dim = rows.heads.shape[2]
     if kind == _NORM:
@@ -638,7 +642,8 @@ def _products(layer: Int64, first: int, last: int) -> Int64:
 
 @compiled()
 def _columns(layer: Int64) -> Any:
-    """Return the most outputs of a layer's products, not counting the gated ones."""
+    """Return how many columns the results of a layer's widest matrix product take, of all its products except gate and
+    up, whose results have memory of their own."""
     most = max(end_of(_product(layer, _OUT)), end_of(_product(layer, _DOWN)))
     for which in range(_Q, _V + 1):
         most = max(most, end_of(_product(layer, which)))
@@ -677,11 +682,11 @@ def run(
     dots: Constant,
     threads: int,
 ) -> None:
-    """Run layers first to last - 1, the first from the part `begin` on and the last until the part `end`. layers int64
-    [layers, LAYER_FIELDS]; numbers float64 [layers, 5]: four norms' epsilons and the scale of attention. group, lanes:
-    tuples whose lengths are the query heads per kv head and the vectors per head; dots: of length 1 where products are
-    dot products of bf16 pairs; threads: how many
-    there are for calls from this thread."""
+    """Run layers first to last - 1, the first from the part `begin` on and the last until the part `end`; parts are
+    PROJECT, TURN, ATTEND and COMPLETE. layers int64 [layers, LAYER_FIELDS]; numbers float64 [layers, 5]: four norms'
+    epsilons and the scale of attention. group, lanes: tuples whose lengths are the query heads per kv head and the
+    vectors per head; dots: of length 1 where products are dot products of bf16 pairs; threads: how many there are for
+    calls from this thread."""
     count, width = rows.hidden.shape
     parts, dim, layer = len(tasks.row), rows.heads.shape[2], layers[first]
     inputs = max(_product(layer, _Q)[INPUTS], _product(layer, _OUT)[INPUTS])

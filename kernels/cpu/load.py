@@ -74,8 +74,8 @@ class _Emit:
 
 
 def _turning(lanes: int) -> Any:
-    """Rotate `lanes` pairs of elements `half` apart, exactly as torch does in bf16: the product with cos is rounded,
-    then the sum."""
+    """Make code that rotates `lanes` pairs of elements `half` apart, exactly as torch does in bf16: the product with
+    cos is rounded, then the sum."""
 
     def turn(
         _: Any,
@@ -125,8 +125,8 @@ def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types
 
 
 def _fetching(write: int) -> Any:
-    """Prefetch the cache line of an element, which may lie beyond the end. This is needed because the hardware's own
-    prefetch stops at the end of a page."""
+    """Make code that prefetches the cache line of an element, which may lie beyond the end. This is needed because the
+    hardware's own prefetch stops at the end of a page."""
 
     def fetch(_: Any, x: types.Type, at: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -208,8 +208,8 @@ def _take_in(
     step: types.Type,
     sums: types.Type,
 ) -> Any:
-    """Add stripes of x from byte `at` on to the eight sums, each with the secret from byte `first`, which moves by
-    `step` for each stripe. Prefetches the bytes after them."""
+    """Add stripes (64 bytes each, as xxh3 has them) of x from byte `at` on to the eight sums, each with the secret from
+    byte `first`, which moves by `step` for each stripe. Prefetches the bytes after them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, at, stripes, secret, first, step, sums = args
@@ -263,7 +263,7 @@ def _folded(_: Any, x: types.Type, y: types.Type) -> Any:
 
 @compiled(error_model="numpy")
 def _sumsum(x: Bf16, at: int, size: int) -> np.uint64:
-    """Return the xxh3_64 of `size` bytes of x from byte `at` on."""
+    """Return the checksum xxh3_64 of `size` bytes of x from byte `at` on."""
     sums = _FIRST_SUMS.copy()
     block_bytes = _STRIPE * _BLOCK_STRIPES
     whole = (size - 1) // block_bytes

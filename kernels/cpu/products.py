@@ -7,8 +7,8 @@ the processor: AMX adds up 16 pairs before adding them to the sum. Sums are fp32
 result is rounded once, to nearest and ties to even.
 
 Weights have oneDNN's packed layout: blocks of outputs, containing pairs of inputs. The sums of ROWS rows for COLUMNS
-outputs fill the registers. Strips of rows and runs of outputs are as large as fits together into the cache next to a
-core.
+outputs fill the registers. Strips of rows and runs of blocks of outputs are as large as fits together into the cache
+next to a core.
 
 Import this through `reprise.kernels.cpu.available.product_kernels`.
 """
@@ -107,8 +107,8 @@ class _Emit:
 
 
 def _emitted(emit: Callable[..., None]) -> Any:
-    """Turn an emitter into a statement for compiled functions. It receives an array argument as its pointer, and a
-    tuple as its length, which is a constant."""
+    """Turn an emitter into a statement for compiled functions. The emitter receives an array argument as its pointer,
+    and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -308,7 +308,7 @@ def _some(
     by_tiles: Constant,
     sums: Fp32,
 ) -> None:
-    """Compute sums of a group, or of its first rows, over `blocks` * 32 inputs."""
+    """Compute sums for a group of ROWS rows, or for its first rows, over `blocks` * 32 inputs."""
     if len(by_tiles):
         if rows > 16:
             _by_tiles(x, x_at, (0, 0), words, w_at, w_pair, blocks, columns, (), sums)
@@ -362,7 +362,7 @@ def _sums(
 
 @compiled()
 def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
-    """Do the same as `_finish`, for fewer outputs than COLUMNS."""
+    """Do the same as `_finish` (add bias and residual, round and store), for fewer outputs than COLUMNS."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]
@@ -439,7 +439,7 @@ def _gated(x: Bf16, pairs: int, gate: Words, up: Words, lanes: Constant, by_tile
 
 @compiled()
 def _pack(x: Bf16, group: int, to: Bf16) -> None:
-    """Pack one group of rows, with zeros for missing rows as far as a tile is read."""
+    """Pack one group of ROWS rows as `_packed` does, with zeros for missing rows as far as a tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
     for block in range(len(to)):

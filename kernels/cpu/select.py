@@ -119,7 +119,7 @@ class _Emit:
 
 def _vectors(emit: Callable[..., Any]) -> Any:
     """Turn an emitter of vector code into a function for compiled code, which gives an int64 if the emitter returns
-    one. It receives an array argument as its pointer, and a tuple as its length, which is a constant."""
+    one. The emitter receives an array argument as its pointer, and a tuple as its length, which is a constant."""
     gives = inspect.signature(emit).return_annotation is not None
 
     def typed(_: Any, *kinds: Any) -> Any:
@@ -155,8 +155,8 @@ def _partial_scores(
     out_at: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . partial key t for the keys of some entries, of 32 keys each. q fp32 [group, pairs, 2];
-    words: entries [pairs, 32]."""
+    """Compute out[g, t] = q[g] . partial key t (some pairs of a key's dims) for the keys of some entries of the index,
+    of 32 keys each. q fp32 [group, pairs, 2]; words: entries [pairs, 32]."""
     with cgutils.for_range(e.b, entries) as loop:
         base = e.at(words, at, e.times(loop.index, pairs * SIDE_BY_SIDE))
         places = [(g, half) for g in range(group) for half in range(2)]
@@ -181,7 +181,7 @@ def _partial_scores(
 
 @_vectors
 def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
-    """Store the maximum."""
+    """Store the greatest number of some vectors."""
     top = e.variable(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
         e.b.store(e.greater(e.load(e.at(x, at, e.times(loop.index, LANES))), e.b.load(top)), top)
@@ -353,7 +353,7 @@ def _scores(
 
 @_vectors
 def _soften(e: _Emit, scores: ir.Value, at: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
-    """Replace scores by 2 ** (scores - max), and store their sum."""
+    """Replace scores by their weights in the softmax, 2 ** (scores - max), and store their sum."""
     top = e.variable(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
         e.b.store(e.greater(e.load(e.at(scores, at, e.times(loop.index, LANES))), e.b.load(top)), top)
@@ -400,7 +400,8 @@ def _mix(
 
 @compiled()
 def _element(pool: Bf16, pages: Int32, chosen: Int32, head: int, out: Int64) -> None:
-    """Store where the rows of `chosen` begin in a pool, in elements. After the last row, its place is repeated."""
+    """Store where the rows of a context that `chosen` lists begin in a pool, in elements. After the last row, its place
+    is repeated."""
     page_size = pool.shape[1]
     page_step, row_step, first = pool.strides[0] // 2, pool.strides[1] // 2, head * (pool.strides[2] // 2)
     index, end, place = 0, page_size, first

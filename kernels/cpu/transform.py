@@ -9,10 +9,10 @@ A segment, as uint16 words in little-endian order:
     then             an exponent for each row and head of V, a byte each: V is scaled by 2^(exponent / 4)
     then             the coder's words, in the order in which decoding reads them, and zeros
 
-Component by component, 32 rows at a time; row r belongs to lane r mod LANES. With AVX-512 the eight lanes of a block
-are one vector, and TOGETHER blocks are coded at the same time, so that their chains of dependent instructions overlap;
-elsewhere, and where a number is escaped, the lanes take turns. The bytes are the same. Import this through
-`reprise.kernels.codecs.transform`.
+Component by component, 32 rows at a time; row r belongs to lane r mod LANES. With AVX-512 the eight lanes (interleaved
+coder states) of a block are one vector, and TOGETHER blocks are coded at the same time, so that their chains of
+dependent instructions overlap; elsewhere, and where a number is escaped (its table lacks it, so that its bits are
+stored), the lanes take turns. The bytes are the same. Import this through `reprise.kernels.codecs.transform`.
 
 `transform_format` has the constants, `transform_streams` the coder's vector code, `transform_vectors` that of the rows.
 """
@@ -77,9 +77,9 @@ def _has_vectors() -> bool:
 def _decode_groups(
     segments: Bits, row: int, last: int, tables: Tables, scratch: Scratch, component: int, group: int, has_low: bool
 ) -> int:
-    """Decode groups of a component for the chosen sides. It does the same as `_decode_group`, for eight lanes and
-    TOGETHER sides at once. Returns the group at which it stopped: GROUPS, or a group in which a number is escaped or a
-    stream is near its end. Such a group is left unchanged."""
+    """Decode groups of a component, of one number a lane, for the chosen sides (blocks that are coded together). It
+    does the same as `_decode_group`, for eight lanes and TOGETHER sides at once. Returns the group at which it stopped:
+    GROUPS, or a group in which a number is escaped or a stream is near its end. Such a group is left unchanged."""
     # A shift: a division could raise, and what can raise is not inlined, which would make decoding half as fast.
     size, sides = segments.strides[0] >> 1, scratch.components
     entries, values, states, places = tables.entries, tables.values, scratch.states, scratch.places
@@ -98,9 +98,9 @@ def _decode_groups(
 
 @compiled()
 def _encode_groups(tables: Tables, scratch: Scratch, component: int, group: int) -> int:
-    """Encode groups of a component for the chosen sides, none of which stores low bits. It does the same as
-    `_encode_group`, for eight lanes and TOGETHER sides at once. Returns the group at which it stopped: one in which a
-    number is escaped, which is left unchanged, or -1."""
+    """Encode groups of a component, of one number a lane, for the chosen sides (blocks that are coded together), none
+    of which stores low bits as they are. It does the same as `_encode_group`, for eight lanes and TOGETHER sides at
+    once. Returns the group at which it stopped: one in which a number is escaped, which is left unchanged, or -1."""
     words, sides, chosen, finer = scratch.words, scratch.components, scratch.chosen, scratch.finer
     frequencies, starts, states, places = tables.frequencies, tables.starts, scratch.states, scratch.places
     size, side_size = words.shape[1], sides.shape[1] * ROWS
@@ -148,20 +148,22 @@ def _to_bits(floats: Fp32, shift: int, out: Bits) -> None:
 
 @compiled()
 def _quarters(coarser: int, is_v: bool) -> int:
-    """Return by how many quarter octaves the steps of K, or of V, are coarser. K and V take turns, V first."""
+    """Return by how many quarter octaves the steps of K, or of V, are coarser than calibrated. coarser: in eighths, of
+    both. K and V take turns, V first."""
     return (coarser + is_v) >> 1
 
 
 @compiled()
 def _quarters_of(variance: float) -> int:
-    """Return 4 * log2 of the deviation, rounded, of a finite variance above zero."""
+    """Return the deviation in quarter octaves, 4 * log2 of it, rounded. variance: finite and above zero."""
     part, exponent = math.frexp(variance)  # part is at least 1/2
     return int(2 * exponent - 2 + (part >= 2.0**-0.75) + (part >= 2.0**-0.25))
 
 
 @compiled()
 def class_of(base: int, quarters: int) -> tuple[int, int]:
-    """Return the table, or -1 for none, and how many low bits are stored as they are."""
+    """Return the entropy coder's table for a component of class `base` whose step is `quarters` quarter octaves
+    coarser, or -1 if all its numbers are 0, and how many low bits of each number are stored as they are."""
     c = base - quarters
     if c < LEAST_CLASS:
         return -1, 0
@@ -221,7 +223,8 @@ def _coarser(words: Bits) -> int:
 def _decode_numbers(
     segments: Bits, row: int, count: int, last: int, n: int, tables: Tables, layer: Layer, scratch: Scratch
 ) -> None:
-    """Fill scratch.components and scratch.live from `count` segments. last: the last of a segment's words."""
+    """Decode the numbers of `count` segments into scratch.components, and store in scratch.live from where on they are
+    zero. last: the last of a segment's words."""
     classes, chosen, live = layer.classes, scratch.chosen, scratch.live
     for side in range(count):
         words = segments[row + side]
@@ -270,7 +273,8 @@ def _decode_numbers(
 def _decode_group(
     words: Bits, last: int, tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int
 ) -> None:
-    """Decode a number of each lane, one lane after the other, for groups that vectors cannot decode."""
+    """Decode one number of each lane of a side (one block's stream), one lane after the other, for groups that vectors
+    cannot decode."""
     states, out = scratch.states[side], scratch.components[side, c]
     entries, values = tables.entries[table], tables.values[table]
     at = scratch.places[side]
@@ -460,8 +464,8 @@ def _deviations(components: Fp32, scratch: Scratch, first: int, last: int) -> bo
 
 @compiled()
 def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -> int:
-    """Predict the finest steps with which the code fits into so many bits, from how much each component deviates in
-    this block."""
+    """Predict the finest steps (in eighths of an octave, coarser than calibrated) with which the code fits into so many
+    bits, from how much each component deviates in this block."""
     coarser = 0
     if _predicted(coarser, n, tables, layer, scratch) <= bits:
         while coarser > -FINEST and _predicted(coarser - 1, n, tables, layer, scratch) <= bits:
@@ -474,7 +478,8 @@ def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -
 
 @compiled()
 def _predicted(coarser: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> float:
-    """Return the predicted bits of a block's numbers with steps that are so much coarser."""
+    """Return the predicted bits of a block's numbers with steps that are so much coarser (`coarser`, in eighths of an
+    octave)."""
     total = np.float32(0)
     for c in range(len(layer.classes)):
         quarters = _quarters(coarser, c >= n)
@@ -488,8 +493,9 @@ def _predicted(coarser: int, n: int, tables: Tables, layer: Layer, scratch: Scra
 
 @compiled()
 def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> bool:
-    """Code the numbers of those sides whose steps are not too coarse, from the last to the first. Notes each side's
-    count of words; a side with more than `room` was broken off. Returns whether there was any side to code."""
+    """Code the numbers of those sides (blocks that are coded together) whose steps are not too coarse, from the last to
+    the first. Notes each side's count of words; a side with more than `room` was broken off. Returns whether there was
+    any side to code."""
     classes, chosen, places = layer.classes, scratch.chosen, scratch.places
     for side in range(count):
         scratch.states[side] = LEAST_STATE
@@ -525,7 +531,8 @@ def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer,
 
 @compiled()
 def _encode_group(tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int) -> None:
-    """Code a number of each lane, the last lane first, for groups that vectors cannot code."""
+    """Encode one number of each lane of a side (one block's stream), the last lane first, for groups that vectors
+    cannot encode."""
     states, out, used = scratch.states[side], scratch.words[side], scratch.places[side]
     frequencies, starts = tables.frequencies[table], tables.starts[table]
     half, finer = 1 << low >> 1, scratch.finer[side]

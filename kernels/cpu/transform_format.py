@@ -35,8 +35,8 @@ Bits = NDArray[Any]  # bits of bf16 as uint16, or of fp32 as uint32; a segment's
 
 
 class Tables(NamedTuple):
-    """The entropy coder's tables by class, as `reprise.kernels.codecs.symbols` computes them. Frequencies of a class
-    add up to 2^PROBABILITY_BITS."""
+    """The entropy coder's tables by class (how far a component deviates, in quarter octaves of its step), as
+    `reprise.kernels.codecs.symbols` computes them. Frequencies of a class add up to 2^PROBABILITY_BITS."""
 
     frequencies: Words  # [classes, SYMBOLS]; 0: escaped
     starts: Words  # [classes, SYMBOLS], sums of the frequencies before

@@ -43,17 +43,19 @@ class _Stream:
 
 
 class _Reader(_Stream):
-    """An emitter of the decoding of one stream, one number of each lane at a time."""
+    """An emitter of the decoding of one stream, one number of each lane (interleaved coder state) at a time."""
 
     def __init__(self, *stream: Any, entries: Any, values: Any, out: Any, low: Any, last: Any) -> None:
-        """Set up. stream: the arguments of `_Stream`. entries, values: pointers to its table. out: pointer to the
-        decoded numbers. low: how many low bits are stored as they are, None for 0. last: index of the last word."""
+        """Set up. stream: the arguments of `_Stream`. entries, values: pointers to the table of the component's class.
+        out: pointer to the decoded numbers. low: how many low bits are stored as they are, None for 0. last: index of
+        the last word."""
         super().__init__(*stream)
         self._entries, self._values, self._out, self._last = entries, values, out, last
         self._low = None if low is None else self._e.b.trunc(low, I32)
 
     def look(self, group: Any) -> Any:
-        """Look up the lanes' symbols. Returns whether `take` may continue: no number is escaped, and words are left."""
+        """Look up the lanes' symbols. Returns whether `take` may continue: no number is escaped (stored outside the
+        tables), and words are left."""
         e, b = self._e, self._e.b
         self._group, self._x = group, b.load(self._state)
         self._entry = e.gather(LANES_I32, self._entries, b.and_(self._x, _lanes(MASK)))
@@ -108,15 +110,15 @@ class _Writer(_Stream):
     escapes."""
 
     def __init__(self, *stream: Any, frequencies: Any, starts: Any, numbers: Any, finer: Any) -> None:
-        """Set up. stream: the arguments of `_Stream`. frequencies, starts: pointers to its table. numbers: pointer to
-        the numbers, which are multiplied by `finer`."""
+        """Set up. stream: the arguments of `_Stream`. frequencies, starts: pointers to the table of the component's
+        class. numbers: pointer to the numbers, which are multiplied by `finer`."""
         super().__init__(*stream)
         self._frequencies, self._starts, self._numbers = frequencies, starts, numbers
         self._finer = self._e.splat(finer, LANES_F32)
 
     def look(self, group: Any) -> Any:
-        """Round a group's numbers and look up their symbols. Returns whether `take` may continue: no number is
-        escaped."""
+        """Round a group's numbers and look up their symbols. Returns whether `take` may continue: no number is escaped
+        (stored outside the tables)."""
         e, b = self._e, self._e.b
         x = b.fmul(e.load(e.at(self._numbers, e.times(group, LANES)), LANES_F32), self._finer)
         for predicate, bound in (("<", -ESCAPED), (">", ESCAPED - 1)):

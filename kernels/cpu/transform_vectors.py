@@ -198,7 +198,7 @@ def store_v_tile(
     raw_at: ir.Value,
     raw_step: ir.Value,
 ) -> None:
-    """Store mean + scale * number of 16 components and 16 rows, a row after the other. Each component's numbers are
+    """Store mean + scale * number of 16 components and 16 rows, one row after the other. Each component's numbers are
     ROWS apart from the next one's; scales are the rows', means the components'."""
     factors, columns = e.load(e.at(scales, scales_at)), []
     for i in range(16):

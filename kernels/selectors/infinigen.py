@@ -63,8 +63,9 @@ def skew(layer: LayerMoments) -> Tensor:
 
 
 def skewed_weights(queries: Tensor, keys: Tensor, directions: Tensor) -> Tensor:
-    """Return `weights` from scores along some directions, [kv_heads, rows]. queries fp32 [heads, k_dim], scaled to the
-    base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads, k_dim, dims]."""
+    """Return the rows' `weights` (log2 of those in the softmax) by scores along some directions, [kv_heads, rows].
+    queries fp32 [heads, k_dim], scaled to the base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads, k_dim,
+    dims]."""
     group = queries.view(keys.shape[1], -1, queries.shape[1]) @ directions
     partial = keys.float().transpose(0, 1) @ directions
     return weights(group @ partial.transpose(1, 2))

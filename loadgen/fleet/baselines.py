@@ -61,7 +61,7 @@ class Sticky(Router):
 
 
 class Cheapest(Router):
-    """A policy that takes the cheaper one of home and two others, whatever a move costs the fleet."""
+    """A policy that takes the cheapest of home and two other replicas, whatever a move costs the fleet."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
@@ -85,7 +85,8 @@ class CheapMoves(Router):
 
 
 class EagerMoves(FourLooks, CheapMoves):
-    """A Router with both changes, which also considers others whenever a turn would wait at all."""
+    """A Router that considers four other replicas whenever a turn would wait at all, and for which a move must save no
+    more than the work that it adds."""
 
     def hardly_waits(self, at_home: Cost) -> bool:
         return at_home.wait_s <= 0.05

@@ -91,7 +91,8 @@ class _Replica:
         )
 
     def _kept(self, name: str, now: float) -> float:
-        """Estimate how many seconds a session stays in a tier after its last use: the time that replaces all of it."""
+        """Estimate how many seconds a session stays in a tier after its last use: as long as evictions take to replace
+        all that the tier holds; for ever while nothing is evicted."""
         tier = self.server.store.tiers.get(name)
         if tier is None:
             return 0.0
@@ -256,7 +257,8 @@ class FleetSimulation:
             self._left -= 1
 
     def _beat(self, phase: int) -> None:
-        """Send the beats of a share of the replicas to the gateways."""
+        """Send the beats of a share of the replicas to the gateways. A draining replica without turns leaves
+        instead."""
         for number, replica in enumerate(self.replicas.values()):
             if number % _BEAT_PHASES == phase and replica.is_alive:
                 if replica.draining and not replica.server.unfinished():

@@ -93,7 +93,8 @@ def _layer(
 
 
 def _allocation(arm: Arm, model: OffloadedModel, host: Host, tokens: float) -> Allocation:
-    """Return the division of memory for an arm. tokens: of the batch, in the mean."""
+    """Return the division of memory for an arm, a form in which contexts are stored. tokens: of the batch, in the
+    mean."""
     if arm == "kv":
         return Allocation(0.0, 0.0, 1.0)
     if arm == "act":

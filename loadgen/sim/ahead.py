@@ -29,7 +29,7 @@ class SimulatedLookAhead:
         self.fetched_bytes = 0.0
 
     def tell(self, now: float) -> None:
-        """Tell the policies which turns come next, once for all changes since they were last asked."""
+        """Tell the policies which turns come next, if that has changed since they were last told."""
         if not self._store.looks_ahead:
             return
         self._follow()
@@ -38,7 +38,7 @@ class SimulatedLookAhead:
             self._store.look_ahead(self._names, now)
 
     def fetch(self, now: float) -> None:
-        """Begin to fetch the next session of the prefetch window that lies on disk alone into DRAM."""
+        """Begin to fetch into DRAM what it lacks, and the disk has, of the next session of the prefetch window."""
         if not self._fetches or self.fetching is not None or not (mean := self._store.mean_session_bytes):
             return
         self._follow()

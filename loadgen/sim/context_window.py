@@ -14,8 +14,8 @@ class ContextWindow:
         self._store = store
 
     def fit_prompt(self, session: LiveSession, record: TurnRecord) -> int:
-        """Drop the head of the history of a prompt that leaves no room for its answer. Returns the number of tokens
-        that `drop` must remove from saved KV when the turn starts; until then the tiers hold all of it."""
+        """Drop the beginning of the history of a prompt that leaves no room for its answer. Returns the number of
+        tokens that `drop` must remove from saved KV when the turn starts; until then the tiers hold all of it."""
         window, reserved = self._window, self._reserved(record.answer_tokens)
         if record.new_tokens > window - reserved:
             record.clipped_tokens = record.new_tokens - (window - reserved)

@@ -37,7 +37,8 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "StepWork":
-        """Return the work of a step that runs `chunks`. A chunk of a single token counts as a decoding sequence."""
+        """Return the counted work of a step that runs `chunks`. A chunk of a single token counts as a decoding
+        sequence."""
         work = cls().plus_rows([chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1])
         for chunk in chunks:
             if chunk.num_tokens != 1:
@@ -51,11 +52,12 @@ class StepWork(NamedTuple):
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
     def plus_row(self, context_len: int) -> "StepWork":
-        """Return this work plus one more decoding sequence with `context_len` tokens of context."""
+        """Return this work plus one more decoding sequence that has `context_len` tokens of context."""
         return self.plus_rows([context_len])
 
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
-        """Return this work plus one more decoding sequence for each entry of `context_lens`, its tokens of context."""
+        """Return this work plus one more decoding sequence for each entry of `context_lens`, which is the tokens of its
+        context."""
         read = self.read + sum(context_lens) / 1000
         return StepWork(self.prefill_tokens, self.attended, self.decode_rows + len(context_lens), read)
 
@@ -65,7 +67,8 @@ class StepWork(NamedTuple):
 
 
 class _Evidence:
-    """A least-squares sum over the steps of one kind, in which older steps count exponentially less."""
+    """A least-squares sum over the steps of one kind (of prompts, of decodes, or of both), in which older steps count
+    exponentially less."""
 
     __slots__ = ("products", "squares")
 
@@ -222,19 +225,20 @@ class Pace:
 
 
 class StepBudget(Protocol):
-    """The part of one step that is left for prompts. It always admits at least one chunk, so that prompts progress
-    however much the decodes take."""
+    """The part of one step that is left for prompts. A budget always admits at least one chunk, so that prompts
+    progress however much the decodes take."""
 
     is_urgent: bool
     """Whether the next chunk may also use the time that is kept back in case the step takes longer than predicted."""
 
     def wait(self, seconds: float) -> None:
-        """Note that the step is expected to wait `seconds` for KV that is being loaded."""
+        """Note that the step is expected to wait `seconds` for KV that is being loaded, which leaves less time for
+        prompts."""
         ...
 
     def chunk(self, pending: int, context_len: int) -> int:
         """Return how many of a prompt's `pending` tokens, which follow `context_len` others, the step may compute; 0 if
-        it is full."""
+        the step is full."""
         ...
 
     def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
@@ -262,7 +266,8 @@ class TokenBudget:
 
 class TimeBudget:
     """A budget of tokens that also keeps the predicted time of the step within a target. The target is divided by how
-    far recent predictions were off, so that 99 of 100 steps meet it; an urgent chunk may use all of it."""
+    far recent predictions were off, so that 99 of 100 steps meet it; while the budget is marked urgent, as for a
+    starved tenant's prompt, a chunk may use all of it."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost

@@ -16,14 +16,14 @@ _BESIDE = 2.0  # a prompt that ends in a step waits no more than so many times w
 class PricedBudget:
     """A budget that gives a step the length that costs decoding streams and waiting prompts the least in sum.
 
-    Each piece of a prompt pays anew for the rest of a step, `rest_s`, and all `prompts` wait for that. Each of the
-    `readers` (decoding sequences) sees the whole step as a gap between two tokens. Over a long prompt the sum of both
-    costs is least where a step gives prompts
+    Each piece of a prompt pays anew for what a step costs besides prompts (`rest_s` seconds), and all `prompts` that
+    are not yet computed wait for that. Each of the `readers` (decoding sequences) sees the whole step as a gap between
+    two tokens. Over a long prompt the sum of both costs is least where a step gives prompts
 
         sqrt(rest_s^2 + 2 * _GAP_S * rest_s * prompts / readers)
 
-    seconds. It gives them no more than `_PLENTY` * rest_s, at which splitting a prompt costs little anyway. Without
-    readers no stream is delayed, and a prompt is computed at once.
+    seconds. The budget gives prompts no more than `_PLENTY` * rest_s, at which splitting a prompt costs little anyway.
+    Without readers no stream is delayed, and a prompt is computed at once.
 
     A prompt is cut into even pieces of at least `least_tokens`, since smaller matrix products are inefficient; only the
     last piece may be shorter. Once a prompt ends in the step, its first token waits for the chunks computed beside it:

@@ -1,4 +1,4 @@
-"""Shares the front of the queue fairly between tenants, however many requests each of them sends."""
+"""Orders waiting requests so that tenants get equal shares, however many requests each of them sends."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container
@@ -33,13 +33,15 @@ class _Tenant:
 
 
 class FairShare:
-    """A start-time fair queue over tenants. A tenant's deficit is how far its clock is ahead of the common one.
+    """A start-time fair queue over tenants. Each tenant has a virtual clock, which counts the tokens that it was
+    served. The common clock is at the start of the request that went last; how far a tenant's clock is ahead of it is
+    the tenant's deficit.
 
     A tenant's clock advances by cost / weight of each of its requests that starts. The request with the earliest
     virtual start goes first, so tenants with work get equal shares in tokens, and the request of a tenant that comes
-    seldom is next. A clock that shows less than the common time is set to it, so that no tenant saves up. The cost is
-    first charged as expected, corrected at the end of the request, and given back if the request never started. Within
-    a tenant, requests of different weights share in the same way.
+    seldom is next. A tenant's clock that shows less than the common one is set to it, so that no tenant saves up. The
+    cost is first charged as expected, corrected at the end of the request, and given back if the request never started.
+    Within a tenant, requests of different weights share in the same way.
 
     An arrival or a departure costs work for one tenant's requests alone; the order over all tenants is merged when it
     is asked for after a change. In a long line, the merge after a request has ended waits a few steps: the choice of
@@ -90,7 +92,8 @@ class FairShare:
         self._settle(sequence.tenant, 0.0)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a request that goes to the window or starts, and charge its tenant the expected cost."""
+        """Remove a request that enters the window (CaR's next few requests) or starts, and charge its tenant the
+        expected cost."""
         entry = self._entries.pop(sequence)
         # A request that starts out of turn does not move the common time past those that wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
@@ -165,7 +168,7 @@ class FairShare:
         del waiting[bisect_left(waiting, (entry.tag, entry.number))]
 
     def _settle(self, name: str, cost: float) -> None:
-        """Advance a tenant's clock by `cost`, which may be negative, and mark the order as changed."""
+        """Advance a tenant's clock by `cost`, which may be negative, and mark the order over all tenants as changed."""
         if not (self._entries or self._charged):
             self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant has a deficit
             return

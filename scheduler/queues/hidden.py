@@ -1,5 +1,5 @@
-"""Orders the shuffled window by what a load costs instead of by where KV lies: a load that delays no step counts as KV
-in HBM. Departs from CaR's §III-B-1. The policy `car-hidden`, the default
+"""Orders the window (the queue's next few requests) by what a load costs instead of by where KV lies: a load that
+delays no step counts as KV in HBM. Departs from CaR's §III-B-1. The policy `car-hidden`, the default
 (docs/decisions/0010-car-hidden-is-the-default.md)."""
 
 from collections.abc import Sequence as Items
@@ -13,17 +13,18 @@ from reprise.scheduler.sequence import Sequence
 
 
 def standing_if_exposed(residency: Residency) -> Standing:
-    """Return the request's standing, in which a load counts only if it has not begun and would delay its step
-    noticeably."""
+    """Return the request's standing (class, bytes to load), in which a load counts only if it has not begun and would
+    delay its step noticeably."""
     if residency.is_loading or residency.exposed_s <= STALL_BUDGET_S:
         return without_load(residency)
     return standing(residency)
 
 
 class HiddenWindow(ShuffledWindow):
-    """A shuffled window in which a hidden load counts as nothing to load. While all places are taken, the load of a
-    member is hidden if it will have ended by the member's turn, with all members starting in order of arrival: letting
-    another pass would save nothing. For a place that is free now, only KV that is in HBM counts."""
+    """A shuffled window in which a hidden load, one that delays no step, counts as nothing to load. While all places in
+    the batch are taken, the load of a member is hidden if it will have ended by the member's turn, with all members
+    starting in order of arrival: letting another member pass would save nothing. For a place that is free now, only KV
+    that is in HBM counts."""
 
     policy = "car-hidden"
 

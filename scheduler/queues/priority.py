@@ -1,5 +1,5 @@
-"""Sorts requests into CaR's three classes by the bytes they have to load (CaR §III-B-1), and has the plain priority
-queue over these classes."""
+"""Sorts requests into CaR's three classes by the bytes they have to load (CaR §III-B-1), and has the queue that starts
+them in the order of these classes."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterator
@@ -28,15 +28,15 @@ Standing = tuple[TransferClass, int]
 
 
 def standing(residency: Residency) -> Standing:
-    """Return the request's standing by the paper's rule: a load counts until it has ended, even if computation would
-    hide it."""
+    """Return the request's standing (class, bytes to load) by the paper's rule: a load counts until it has ended, even
+    if computation would hide it."""
     if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
     return without_load(residency)
 
 
 def without_load(residency: Residency) -> Standing:
-    """Return the standing of a request with nothing to load."""
+    """Return the standing (class, bytes to load) of a request as if it had nothing to load."""
     # Tokens that it has in common with others do not count: a flood that shares nothing but its first words would be
     # shuffled.
     return (TransferClass.IN_HBM if residency.own_tokens else TransferClass.NOTHING_TO_LOAD), 0
@@ -49,8 +49,8 @@ class _Known(NamedTuple):
 
 
 class Standings:
-    """A record of the standings of watched requests, refreshed in turn: each step looks up only a bounded number of
-    tokens."""
+    """A table of the standings, (class, bytes to load), by which waiting requests are ordered. The requests take turns
+    in being looked up again in the cache, since each step has time for a bounded number of tokens of context."""
 
     def __init__(self, *, cache: CacheView, standing: Callable[[Residency], Standing]) -> None:
         self._cache = cache
@@ -84,8 +84,8 @@ class Standings:
         del self._known[sequence]
 
     def refresh(self, num_tokens: int = _REFRESH_TOKENS) -> list[tuple[Sequence, Standing]]:
-        """Look up again the requests refreshed longest ago, up to `num_tokens` of context but at least one request.
-        Return those whose standing has changed, each with its earlier standing."""
+        """Look up again in the cache the requests that were looked up longest ago, until `num_tokens` tokens of context
+        are reached; at least one. Return those whose standing has changed, each with its earlier standing."""
         changed = []
         left = num_tokens
         for sequence in list(self._known):
@@ -100,8 +100,8 @@ class Standings:
 
 
 class PriorityQueue:
-    """A queue ordered by class, bytes to load and arrival: the baseline of CaR's window. A request of the third class
-    may wait for ever. While the first request finds no room, no later one starts."""
+    """A queue ordered by class, bytes to load and arrival: the baseline with which CaR's window is compared. A request
+    of the third class may wait for ever. While the first request finds no room in HBM, no later request starts."""
 
     policy = "priority"
 

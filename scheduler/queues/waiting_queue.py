@@ -13,8 +13,8 @@ FRONT = 8  # where the order has no window, so many are told to the cache as the
 
 
 class WaitingQueue(Protocol):
-    """A queue of requests that have not run yet, in the order of a policy. Preempted requests are not in it: they start
-    before it. Single-threaded."""
+    """A queue of requests that have not run yet, in the order of the policy that the settings name. Preempted requests
+    are not in it: they start before it. Single-threaded."""
 
     policy: str
     """The name of the policy in the settings."""
@@ -35,8 +35,8 @@ class WaitingQueue(Protocol):
         ...
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Take a forecast into account, which may change the order. opens_s: when each place is expected to be free, in
-        seconds from now, ascending. loading_s: seconds that the current loads still take."""
+        """Take a forecast into account, which may change the order. opens_s: when each place in the batch is expected
+        to be free, in seconds from now, ascending. loading_s: seconds that the current loads still take."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
@@ -50,7 +50,8 @@ class WaitingQueue(Protocol):
         ...
 
     def waited_for(self) -> Sequence | None:
-        """Return the request that no later one may pass any more; None if there is none."""
+        """Return the request that has been passed so often that no later one may pass it any more; None if there is
+        none."""
         ...
 
     def dispatch(self, sequence: Sequence) -> None:
@@ -63,12 +64,13 @@ class WaitingQueue(Protocol):
         ...
 
     def front(self) -> tuple[Sequence, ...]:
-        """Return the sequences whose order is settled, next first: they start before all others."""
+        """Return the sequences that start before all others, next first: those in the window, or the first few if the
+        policy has no window."""
         ...
 
     def once_loaded(self) -> tuple[Sequence, ...]:
-        """Return the sequences of `front` in the order in which they would start if their loads had ended. Early loads
-        are timed by this order."""
+        """Return the sequences of `front` in the order in which they would start if their loads had ended. Loads for
+        sequences that still wait are timed by this order."""
         ...
 
     def near(self) -> Iterable[Sequence] | None:
@@ -78,12 +80,13 @@ class WaitingQueue(Protocol):
 
     def upcoming(self) -> Line[Sequence]:
         """Return all waiting requests, next first: those of `once_loaded`, then the others in the order in which they
-        would move up. Costs nothing while nothing has changed."""
+        would follow these. Costs nothing while nothing has changed."""
         ...
 
 
 class FcfsQueue:
-    """A queue that starts requests in order of arrival. While the first request finds no room, no later one starts."""
+    """A queue that starts requests in order of arrival. While the first request finds no room in HBM, no later one
+    starts."""
 
     policy = "fcfs"
 

@@ -15,7 +15,7 @@ _REFRESH_TOKENS = 1024  # members with this many tokens, and at least one, are l
 
 @dataclass(slots=True)
 class Member:
-    """A request in the window."""
+    """A request in the window (the next few requests of the queue), with how often it was passed."""
 
     entered: int  # number of its entry
     arrived: int  # number of its arrival
@@ -25,11 +25,11 @@ class Member:
 class ShuffledWindow:
     """A window of `size` requests at the front of the queue. No request outside it starts before those inside.
 
-    A request that starts is replaced by the next of the queue; the last free place is kept for a tenant that has no
-    request inside. Inside, the order is class, bytes to load, arrival. Each member counts the requests that entered
-    later and started before it, for whatever reason. At size - 1 no later one may pass it any more: the window waits
-    for it. So between its entry and its start at most 2 * (size - 1) others start: those it found inside, and as many
-    later ones.
+    A request that starts is replaced by the next of the queue; the last free place in the window is kept for a tenant
+    that has no request inside. Inside, requests (members) start in the order of class, bytes to load, arrival. Each
+    member counts the requests that entered later and started before it, for whatever reason. When it has counted
+    size - 1 of them, no later one may pass it any more: the window waits for it. So between its entry and its start at
+    most 2 * (size - 1) others start: those it found inside, and as many later ones.
 
     A member that still has KV to load stands after those without, until its KV is in HBM. Its load is started so as to
     end when its turn comes by the order that it will have then (`once_loaded`), while the others are computed.
@@ -135,7 +135,7 @@ class ShuffledWindow:
         return self._members
 
     def class_of(self, sequence: Sequence) -> TransferClass:
-        """Return the class of a member of the window."""
+        """Return the class, by what it has to load, of a member of the window."""
         return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
@@ -154,8 +154,8 @@ class ShuffledWindow:
         return self._standings.without_load(sequence), self._members[sequence].arrived
 
     def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> tuple[Sequence, ...]:
-        """Return the members in the order in which they will start if sorted by `rank`: simulates repeated `best` and
-        `dispatch`."""
+        """Return the members in the order in which they will start if sorted by `rank`: simulates starting one after
+        the other, by `best` and `dispatch`."""
         left = sorted(self._members, key=rank)
         if left == [*self._members]:
             return tuple(left)  # this is the order of entry, so none is passed

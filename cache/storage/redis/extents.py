@@ -47,7 +47,7 @@ class _Breaker:
         self._until_s = 0.0
 
     def check(self) -> None:
-        """Raise RedisFailed while no call is to be made, because the server has failed several times."""
+        """Raise RedisFailed while no call is to be made to a server, because the server has failed several times."""
         with self._lock:
             if self._failures < _MAX_FAILURES:
                 return
@@ -74,8 +74,8 @@ class _Server:
 
     @contextmanager
     def lease(self) -> Iterator[RedisConnection]:
-        """Lend a connection until the end of the block. It is reused by the next call if all its replies were read.
-        Raises RedisFailed."""
+        """Lend a connection until the end of the `with` block. It is reused by the next call if all its replies were
+        read. Raises RedisFailed."""
         self._breaker.check()
         try:
             connection = self._idle.pop()

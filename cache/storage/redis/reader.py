@@ -32,7 +32,8 @@ class _Stream:
         self._held: deque[tuple[int, memoryview]] = deque()  # received and not wanted yet, by place in the stream
 
     def fields(self, layer: int) -> Iterator[int]:
-        """Yield the numbers of the fields that this layer needs and no earlier call has yielded."""
+        """Yield the numbers of the fields (pieces of FIELD_BYTES, as Redis stores them) that this layer needs and no
+        earlier call has yielded."""
         for start, stop in self._pieces(layer):
             for field in range(start // FIELD_BYTES, (stop - 1) // FIELD_BYTES + 1):
                 if field > self._planned:
@@ -80,7 +81,8 @@ class _Stream:
 
 
 class _Receiver:
-    """A receiver of fields, which requests the following fields ahead of their use."""
+    """A receiver of fields (an extent's bytes in pieces of FIELD_BYTES), which requests the following fields ahead of
+    their use."""
 
     def __init__(self, plan: Sequence[tuple[_Stream, int]], connections: dict[int, RedisConnection]) -> None:
         self._plan, self._connections = deque(plan), connections
@@ -138,8 +140,8 @@ class _Receiver:
 
 
 class RedisReader:
-    """A reader of blocks of several extents, used by one thread at a time. It requests fields ahead of the layer that
-    needs them, and stores their bytes of later layers until those are read."""
+    """A reader of blocks of several extents, used by one thread at a time. It requests fields (pieces of an extent's
+    bytes) ahead of the layer that needs them, and stores their bytes of later layers until those are read."""
 
     def __init__(self, store: RedisExtents, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         """Read the headers. wanted: names of extents, and for each the indices of the wanted blocks, ascending. Raises

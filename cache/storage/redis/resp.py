@@ -97,7 +97,7 @@ class RedisAddress:
 
 @dataclass(slots=True)
 class _Allowed:
-    """The number of bytes and items that the rest of a reply may still have."""
+    """The number of bytes and items that the rest of Redis' reply may still have."""
 
     size_bytes: int
     items: int = _MAX_ITEMS

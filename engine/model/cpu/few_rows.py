@@ -40,7 +40,8 @@ class LayerParts:
 
     @property
     def fields(self) -> list[int]:
-        """Return the layer's entry in a kernel's table: addresses of memory that `products` and `norms` keep alive."""
+        """Return the layer's row in the table that the kernels read: addresses of memory that `products` and `norms`
+        keep alive."""
         weights = [0 if norm is None else norm.weight.data_ptr() for norm in self.norms]
         nothing = (0,) * len(self.q.fields)
         products = (nothing if product is None else product.fields for product in self.products)
@@ -64,7 +65,8 @@ class LayerParts:
 
 
 class Run:
-    """Adjacent layers with equal `form`, as tables for the kernels. Used by the thread that runs the model."""
+    """Adjacent layers with equal `LayerParts.form` (heads, window and sizes), as tables for the kernels, which compute
+    all of them in one call. Used by the thread that runs the model."""
 
     def __init__(self, parts: Sequence[LayerParts], first: int) -> None:
         """Make the tables of the layers. first: the first layer's index in the model."""
@@ -117,8 +119,8 @@ class Run:
         return self.kernels.Shape(num_q, num_k, pages.k.shape[1], *k, *v, pages.is_packed, *self._slot)
 
     def __call__(self, first: int, end: int, begin: int, stop: int, rows: Any, tasks: Any) -> None:
-        """Compute layers `first` to `end` - 1 of the model. begin, stop: the first part of the first layer and the end
-        of the last layer's parts."""
+        """Compute layers `first` to `end` - 1 of the model. begin, stop: the part (PROJECT, TURN, ATTEND or COMPLETE)
+        at which the first layer begins, and the last part that is computed of the last layer."""
         self.kernels.run(
             *(self._table, self._numbers, first - self.first, end - self.first, begin, stop, self._shape),
             *(rows, tasks, self.group, self.lanes, self.dots, torch.get_num_threads()),
@@ -126,8 +128,8 @@ class Run:
 
 
 class FewRows:
-    """A layer's implementation for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that the
-    layer's own code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
+    """A decoder layer's implementation for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that
+    the layer's own code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
 
     def __init__(self, index: int, parts: LayerParts) -> None:
         self.parts = parts
@@ -154,7 +156,8 @@ class FewRows:
         )
 
     def is_undisturbed(self, step: Step) -> bool:
-        """Return whether no other part of the engine must act between the layers of a run."""
+        """Return whether no other part of the engine must act between the layers of a run (those that one call
+        computes), for example to wait for KV."""
         shows_rows = step.saved is None and step.sink is not None
         return not (shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None)
 
@@ -188,7 +191,8 @@ class FewRows:
         return out
 
     def _rows(self, step: Step, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, Tensor, Any]:
-        """Return the rows of a step in the kernels' form, their heads, and the attention tasks."""
+        """Return the rows of a step in the kernels' form, the tensor that will have their heads of queries, keys and
+        values, and the tasks into which attention is split."""
         num_q, count, dim = self.parts.heads[0], len(hidden), self.parts.head_dim
         table, slots, tasks = self._plan(step)
         heads = torch.empty(count, sum(self.parts.heads), dim, dtype=hidden.dtype)
@@ -206,8 +210,8 @@ class FewRows:
         return rows, heads, tasks
 
     def _read_in_part(self, step: Step, selection: StepSelection, rows: Any, tasks: Any) -> None:
-        """Attend from `rows.q` to `rows.mixed`, where some rows may read only the chosen parts of their contexts.
-        tasks: the attention tasks of all rows, for whole contexts."""
+        """Attend with the queries `rows.q`, and write the results to `rows.mixed`, where some rows may read only the
+        chosen parts of their contexts. tasks: the attention tasks of all rows, for whole contexts."""
         candidates, pages, params = selection.candidates, step.pages(self._index), self.parts.params
         attend, queries = self.run.kernels.attend, rows.q
         pool = as_bits(pages.k), as_bits(pages.v)
@@ -232,8 +236,8 @@ class FewRows:
         rows.mixed[rest] = others
 
     def _plan(self, step: Step) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return each row's pages and slots and the attention tasks, computed once per step and window. A row before
-        the last of its sequence is treated as a context of its own that ends with it."""
+        """Return each row's pages and slots and the tasks into which attention is split, computed once per step and
+        window. A row before the last of its sequence is treated as a context of its own that ends with it."""
         window, meta = self.parts.params.window, step.meta
         key = f"few rows {window}"
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)
@@ -246,8 +250,9 @@ class FewRows:
 
 
 def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
-    """Join adjacent layers with equal `form` into runs, each of which one call computes. ways: the implementation of
-    each layer, or None. together: whether each layer gets the same rotary tables as the one before it."""
+    """Join adjacent layers with equal `LayerParts.form` into runs, each of which one call computes. ways: the
+    implementation of each layer, or None. together: whether each layer gets the same rotary tables as the one before
+    it."""
     run: list[FewRows] = []
     for index, way in enumerate((*ways, None)):
         if run and (way is None or not together[index] or way.parts.form != run[0].parts.form):

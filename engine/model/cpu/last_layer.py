@@ -19,7 +19,7 @@ def finish_wanted_rows_only(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> bool:
     """Have the last layer skip unwanted rows, if it is a DecoderLayer, and return whether it does. It does so only if
-    both variants give the same logits, because the modules after the layers may do anything."""
+    the logits with and without skipping are the same, because the modules after the layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False

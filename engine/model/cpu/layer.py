@@ -21,7 +21,8 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta, AttentionParam
 
 class DecoderLayer(nn.Module):
     """A decoder layer: hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a
-    transformers layer; uses the rotary tables and the current step."""
+    transformers layer and uses, besides the hidden states, only the rotary tables; pages and positions come from the
+    current step."""
 
     def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
         """Take over the weights of `layer`. exact: whether a row's result must not depend on the number of rows,
@@ -85,8 +86,8 @@ class DecoderLayer(nn.Module):
         return out
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> Tensor:
-        """Write the keys and values of all rows to their slots. Returns [rows, width] for all rows, or only for the
-        wanted ones."""
+        """Write the keys and values of all rows to their slots. Returns the attention [rows, width] of all rows, or
+        only for the wanted ones."""
         step = current_step()
         tokens = x.shape[0]
         num_q, num_k, _ = self._heads
@@ -136,8 +137,8 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
-    """Return the same parameters, with the selection limited to the sequences that `single_rows` makes of the wanted
-    rows."""
+    """Return the same parameters, with the selection of context rows to read limited to the sequences that
+    `single_rows` makes of the wanted rows."""
     if params.selection is None or step.selection is None:
         return params
     tokens = step.selection.candidates.tokens
@@ -151,7 +152,7 @@ def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> Attention
 
 
 def _together(layers: list[Any], exact: bool) -> Any:
-    """Return one linear layer with the joint outputs of linear layers that have the same inputs."""
+    """Return one linear layer that computes the outputs of several with the same inputs, one after the other."""
     if isinstance(layers[0], QuantisedLinear):
         return QuantisedTogether(layers)
     biases = [linear.bias for linear in layers if linear.bias is not None]

@@ -36,8 +36,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer in the form that the compiled kernels for a few rows take. fields: defined by
-    `reprise.kernels.cpu.blocks`."""
+    """A linear layer in the form that the compiled kernels for a few rows take. fields: the addresses and sizes that
+    `reprise.kernels.cpu.blocks` defines."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -46,12 +46,13 @@ class FewProduct:
     block: int  # outputs per block
 
     def starting_at(self, column: int) -> "FewProduct":
-        """Return the same layer with its outputs placed from a column on, among the outputs of other products."""
+        """Return the same layer with its outputs written from a column on, into rows that also have the outputs of
+        other layers."""
         return replace(self, fields=(*self.fields[:_FIRST_FIELD], column, *self.fields[_FIRST_FIELD + 1 :]))
 
     @property
     def first(self) -> int:
-        """The column of the layer's first output, among the outputs of other products."""
+        """The column of the layer's first output, in rows that also have the outputs of other layers."""
         return self.fields[_FIRST_FIELD]
 
     @property
@@ -160,8 +161,8 @@ class ExactLinear(nn.Module):
 
 
 class ExactGate(nn.Module):
-    """A module that computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens,
-    out]."""
+    """A module that computes silu(gate(x)) * up(x) with products that, like `ExactLinear`'s, do not depend on the
+    number of rows. x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()

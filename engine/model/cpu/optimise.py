@@ -34,7 +34,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(slots=True)
 class Optimised:
-    """The numbers of replaced modules, for the log."""
+    """The numbers of modules that were replaced by faster ones, for the log."""
 
     layers: int = 0
     fused: int = 0
@@ -54,10 +54,10 @@ def optimise_for_cpu(
     page_format: PageFormat,
     leave: Collection[nn.Module] = (),
 ) -> Optimised:
-    """Replace modules in place: whole decoder layers of the known kind, and in others the known parts. Embeddings keep
-    their own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many rows there are;
-    raises RuntimeError if there are none. page_format: format of the pages in use, for which replacements are checked.
-    leave: modules that stay as they are."""
+    """Replace modules in place: decoder layers of Llama's kind (`known_layers`) as a whole, and in others the norms,
+    gated MLPs and linear layers. Embeddings keep their own copy of a tied weight. exact: use bf16 products whose rows
+    do not depend on how many rows there are; raises RuntimeError if there are none. page_format: format of the pages in
+    use, for which replacements are checked. leave: modules that stay as they are."""
     done = Optimised()
     dtype = next(model.parameters()).dtype
     pack = dtype == torch.bfloat16 and packing_works()
@@ -98,7 +98,7 @@ def _replace_layers(
     page_format: PageFormat,
     leave: Collection[nn.Module],
 ) -> int:
-    """Replace the decoder layers of the known kind, in place. Returns how many were replaced."""
+    """Replace the decoder layers of Llama's kind (`known_layers`), in place. Returns how many were replaced."""
     replaced, positions = 0, check_positions(model)
     for container, place, index in layers_in_lists(model, leave):
         layer = container[place]
@@ -145,7 +145,8 @@ def _join_runs(model: nn.Module, probed: ProbeResult, positions: Tensor) -> None
 def _few_agree(
     ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor, page_format: PageFormat
 ) -> bool:
-    """Return whether a layer's two implementations agree on a few rows: the same output, the same keys and values."""
+    """Return whether a layer's implementations for few and for many rows agree on a few rows: the same output, the same
+    keys and values."""
     few, index = ours.few, ours.index
     assert few is not None
     positions = positions[1::2]

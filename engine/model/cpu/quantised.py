@@ -1,4 +1,4 @@
-"""Provides modules for CPU whose weights stay packed."""
+"""Provides modules for CPU whose weights stay packed to 4 or 8 bits."""
 
 from typing import Any
 
@@ -146,7 +146,8 @@ class QuantisedGate(nn.Module):
 
 
 def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
-    """Return a packed linear layer in the form that the compiled kernels take, or None if there are no such kernels."""
+    """Return a packed linear layer in the form that the compiled kernels for a few rows take, or None if there are no
+    such kernels."""
     kernels: Any = decode_kernels()
     if kernels is None:
         return None

@@ -25,7 +25,8 @@ _CHECK_POSITIONS = (*range(40), 1000, 4097, 8190, 8191)
 
 
 class ShortWay:
-    """A faster way through one model (see the module). Called in a step, by the thread that runs the model."""
+    """A faster way through one model: a few rows pass from embedding to head without transformers' code. Called in a
+    step, by the thread that runs the model."""
 
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head

@@ -24,7 +24,7 @@ class Capture(Protocol):
 
 
 class CaptureOnCuda:
-    """A recorder of graphs that share their memory. So the results of one graph must be used before another is
+    """A recorder of CUDA graphs that share their memory. So the results of one graph must be used before another is
     replayed.
 
     `torch.cuda.graph` is not used: after a capture that fails, it leaves the capturing stream as the current one. In

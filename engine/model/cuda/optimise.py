@@ -62,8 +62,9 @@ class GatedMlp(nn.Module):
 
 @torch.no_grad()
 def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> Optimised:
-    """Replace modules in place; do nothing without Triton. In 16 bits whole layers of the known kind are replaced, in
-    which a sum may be rounded once instead of twice. While a module's weights are joined, they take their memory twice.
+    """Replace modules in place; do nothing without Triton. In 16 bits decoder layers of Llama's kind (`known_layers`)
+    are replaced as a whole; a sum in them may be rounded once instead of twice. While a module's weights are joined,
+    they take their memory twice.
     """
     done, kernels = Optimised(), triton_rows()
     if kernels is None:
@@ -88,7 +89,7 @@ def optimise_for_cuda(model: nn.Module, probed: ProbeResult, backend: AttentionB
 
 
 def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, kernels: ModuleType) -> int:
-    """Replace the decoder layers of the known kind, in place. Returns how many were replaced."""
+    """Replace the decoder layers of Llama's kind (`known_layers`), in place. Returns how many were replaced."""
     replaced, positions = 0, check_positions(model)
     for container, place, index in layers_in_lists(model):
         layer, shape = container[place], probed.shapes[index]

@@ -1,4 +1,4 @@
-"""Provides modules for CUDA whose weights stay packed."""
+"""Provides modules for CUDA whose weights stay packed to 4 or 8 bits."""
 
 import logging
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _CHECK_OUTPUTS = 4096
 
 class CudaQuantisedLinear(nn.Module):
     """A linear layer whose weight stays packed. x [..., in] of 16 bits, plus a residual of the result's shape to add ->
-    [..., out]. Products of few rows read codes; those of many rows unpack a part of the weight at a time. Without
-    kernels, torch unpacks it."""
+    [..., out]. Products of few rows read the packed codes; those of many rows unpack a part of the weight at a time.
+    Without kernels, torch unpacks it."""
 
     def __init__(self, weight: PackedRows, bias: Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> None:
         """Take over a packed weight. dtype: type of the unpacked weight. kernels: the module

@@ -73,7 +73,7 @@ def _check_apart(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter and the offset of its bytes among those of its layer."""
+    """A parameter of a layer, and where its bytes begin among those of the layer."""
 
     name: str  # name in the model
     parameter: nn.Parameter

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.claims.__main__ import DETAIL
 from benchmarks.claims.pages import missing, of_page, results_page, with_numbers
 from benchmarks.claims.read import Claim, claims, value_at
+from benchmarks.figures import draw
 from benchmarks.harness.result_files import RESULTS, ROOT
 
 FOUND = claims()
@@ -76,6 +77,13 @@ def test_the_page_says_who_measured_it_where_and_when(tmp_path: Path) -> None:
 def test_the_results_page_is_made_of_the_results() -> None:
     written = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert results_page(FOUND, DETAIL) == written, "python -m benchmarks.claims"
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("name", sorted(draw.PAGES))
+def test_the_pages_of_results_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
+    written = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    assert draw.page(name, tmp_path) == written, "make figures"
 
 
 @pytest.mark.parametrize("page", sorted({page for claim in FOUND for page in claim.pages}))

@@ -63,4 +63,4 @@ def test_committed_results_become_tables_and_figures(tmp_path):
     text = "\n".join(tier_sections(load, lambda result: "footer", tmp_path))
     assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("hierarchy", "overlap"))
     assert "`attentionstore`, after a restart" in text
-    assert "| 6 of 8 | on | lru |" in text
+    assert "| 6 of 8 | on | 1.000 |" in text
