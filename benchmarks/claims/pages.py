@@ -12,7 +12,8 @@ _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
 Every number here is read from a file in `benchmarks/results/` by `python -m benchmarks.claims`, which also puts it
-into the documents that repeat it. Each file holds its command, the versions, the machine and every round.
+into the documents that repeat it. The file of a row holds the command, the versions, the machine and every round. A row
+names its program as it is called now; an older file may name it as it was called then.
 """
 
 
@@ -20,13 +21,13 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
     """Return docs/results.md. detail: titles and addresses of pages with tables and plots."""
     lines = [_HEAD, *(f"- [{title}]({address})" for title, address in detail)]
     for theme, together in groupby(claims, key=lambda claim: claim.theme):
-        lines += ["", f"## {theme}", "", "| | measured by | on | of |", "|---|---|---|---|"]
+        lines += ["", f"## {theme}", "", "| claim | file | measured by | on | date, commit |", "|---|---|---|---|---|"]
         lines += [_row(claim) for claim in together]
     return "\n".join(lines) + "\n"
 
 
 def _row(claim: Claim) -> str:
-    return f"| {claim.marked} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
+    return f"| {claim.marked} | {claim.result} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:

@@ -13,7 +13,6 @@ from benchmarks.figures import codecs, cpu, drafts, gpu, int8_pages, scheduling
 from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.panels import panels, save_panels, table, titled
 from benchmarks.figures.tiers import tier_sections
-from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
 from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
@@ -21,18 +20,17 @@ from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 SHOWN_TURNS = (1, 2, 5, 10)  # rows of a table beside the picture, which has all turns
 
 
-def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Time to first token by turn, one panel per model."""
-    figure, axes = panels(len(results))
-    for axis, (title, result) in zip(axes, results.items(), strict=True):
-        turns = [row["turn"] for row in result["by_turn"]]
-        for mode, color, label in (("recompute", GREY, "computes the history again"), ("prefix", BLUE, "keeps it")):
-            values = [row[f"{mode}_ttft_ms_p50"] for row in result["by_turn"]]
-            axis.plot(turns, values, marker="o", color=color, label=label)
-            axis.annotate(f"{values[-1]:.0f} ms", (turns[-1], values[-1]), xytext=(4, 5), textcoords="offset points")
-        limits = (0.7, turns[-1] + 1.2)
-        axis.set(title=title, xlabel="turn of the conversation", xticks=turns, ylim=(0, None), xlim=limits)
-    axes[0].set_ylabel("time to first token, p50, ms")
+def draw_replay(result: dict[str, Any], out: Path) -> None:
+    """Time to first token by turn."""
+    figure, axes = panels(1)
+    turns = [row["turn"] for row in result["by_turn"]]
+    for mode, color, label in (("recompute", GREY, "computes the history again"), ("prefix", BLUE, "keeps it")):
+        values = [row[f"{mode}_ttft_ms_p50"] for row in result["by_turn"]]
+        axes[0].plot(turns, values, marker="o", color=color, label=label)
+        axes[0].annotate(f"{values[-1]:.0f} ms", (turns[-1], values[-1]), xytext=(4, 5), textcoords="offset points")
+    limits = (0.7, turns[-1] + 1.2)
+    axes[0].set(xlabel="turn of the conversation", xticks=turns, ylim=(0, None), xlim=limits)
+    axes[0].set(title="SmolLM2-135M-Instruct", ylabel="time to first token, p50, ms")
     axes[0].legend(frameon=False)
     save_panels(figure, axes, out)
 
@@ -40,24 +38,6 @@ def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
 def machine(result: dict[str, Any]) -> str:
     date, commit = result.get("finished", "")[:10], result["machine"]["commit"]
     return f"`{command_of(result)}`; {machine_of(result)}; {date}, {commit}."
-
-
-def replay_section(title: str, result: dict[str, Any]) -> list[str]:
-    rows = (
-        [row["turn"], f"{row['prompt_tokens_p50']:.0f}", f"{row['prefix_ttft_ms_p50']:.1f}",
-         f"{row['recompute_ttft_ms_p50']:.1f}", f"{row['recompute_ttft_ms_p50'] / row['prefix_ttft_ms_p50']:.2f}"]
-        for row in result["by_turn"]
-        if row["turn"] in SHOWN_TURNS
-    )  # fmt: skip
-    return titled(
-        title,
-        f"{result['dialogues']} dialogues, {result['turns']} turns, {result['generated_tokens']} tokens generated on "
-        f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
-        f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
-        table("turn | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows),
-        machine(result),
-        level=3,
-    )  # fmt: skip
 
 
 def speed_section(result: dict[str, Any]) -> list[str]:
@@ -81,17 +61,25 @@ def speed_section(result: dict[str, Any]) -> list[str]:
 
 
 def dialogues(pictures: Path) -> list[str]:
-    replays = {
-        "bundled model (5.6 M)": load("replay_dialogues"), "SmolLM2-135M-Instruct": load("replay_dialogues_smollm2"),
-    }  # fmt: skip
-    draw_replay(replays, pictures / "ttft_by_turn.png")
-    lines = titled(
+    result = load("replay_dialogues_smollm2")
+    draw_replay(result, pictures / "ttft_by_turn.png")
+    rows = (
+        [row["turn"], f"{row['prompt_tokens_p50']:.0f}", f"{row['prefix_ttft_ms_p50']:.1f}",
+         f"{row['recompute_ttft_ms_p50']:.1f}", f"{row['recompute_ttft_ms_p50'] / row['prefix_ttft_ms_p50']:.2f}"]
+        for row in result["by_turn"]
+        if row["turn"] in SHOWN_TURNS
+    )  # fmt: skip
+    return titled(
         "Real dialogues, reuse against recompute",
         "![TTFT by turn](ttft_by_turn.png)",
-        "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the "
-        "same requests to two servers that differ in `cache.mode`, turn about.",
-    )
-    return lines + [line for title, result in replays.items() for line in replay_section(title, result)]
+        "User turns of Topical-Chat as recorded, answers generated greedily in float32 by SmolLM2-135M-Instruct (at "
+        "most 32 tokens), the same requests to two servers that differ in `cache.mode`, turn about. "
+        f"{result['dialogues']} dialogues, {result['turns']} turns, {result['generated_tokens']} tokens generated on "
+        f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
+        f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
+        table("turn | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows),
+        machine(result),
+    )  # fmt: skip
 
 
 def speed(pictures: Path) -> list[str]:
@@ -107,11 +95,9 @@ def speed(pictures: Path) -> list[str]:
 
 
 def texts(pictures: Path) -> list[str]:
-    cuts = truncation_results()
-    parts = all_parts(cuts)
-    draw_truncation(parts, pictures / "truncation.png")
-    lines = codecs.sections(load, machine, pictures) + truncation_section(parts)
-    return lines + [line for result in cuts for line in (machine(result), "")]
+    cut = load("truncation_smollm2")
+    draw_truncation(cut["parts"], pictures / "truncation.png")
+    return [*codecs.sections(load, machine, pictures), *truncation_section(cut["parts"]), machine(cut), ""]
 
 
 PAGES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {

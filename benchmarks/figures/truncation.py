@@ -7,9 +7,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.figures.panels import table, titled
-from benchmarks.harness.result_files import BLUE, GREY, load
+from benchmarks.harness.result_files import BLUE, GREY
 
-RESULTS = ("truncation", "truncation_text")  # if several have a part, the last one counts
 RED = "#dc2626"
 COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
 SIMILAR = ("AS bf16", "AS hops")  # arms that differ from AS by what rounding does; the result file has them
@@ -58,15 +57,6 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
     axis.set(title="Perplexity after a cut", ylabel="of TT's")
 
 
-def truncation_results() -> list[dict[str, Any]]:
-    """The committed ones. Parts that are timed want the machine for themselves, the others take it for long."""
-    return [load(name) for name in RESULTS]
-
-
-def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: part for result in results for name, part in result["parts"].items()}
-
-
 def section(parts: dict[str, Any]) -> list[str]:
     """The section of docs/results.md, without the machine."""
     endless, perplexity, names = (parts[name] for name in ("endless", "perplexity", "retrieval"))
@@ -79,7 +69,7 @@ def section(parts: dict[str, Any]) -> list[str]:
         (model, f"{summary['arms']['client_shift']['prompt_tokens']['p50']:,.0f}",
          *(_spread(summary["arms"][arm]["ttft_ms"]) for arm in ("client_shift", "recompute")),
          f"{summary['ratio']:.2f}")
-        for part, model in (("shortened", "bundled"), ("shortened-125m", "125 M shape"))
+        for part, model in (("shortened", "SmolLM2-135M-Instruct"), ("shortened-125m", "125 M shape"))
         for summary in (parts[part]["summary"],)
     ]  # fmt: skip
     interval = " ({:.3f} to {:.3f})"
@@ -92,12 +82,12 @@ def section(parts: dict[str, Any]) -> list[str]:
     return titled(
         "Truncation",
         "![Truncation](truncation.png)",
-        f"A conversation of {endless['summary']['AS']['turns']} turns on a window of 1,024 tokens, the whole "
-        "history sent each turn; TTFT in ms, medians (least to most).",
+        f"A conversation of {endless['summary']['AS']['turns']} turns with SmolLM2-135M-Instruct on a window of 1,024 "
+        "tokens, the whole history sent each turn; TTFT in ms, medians (least to most).",
         table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", turns),
         "The client drops its oldest exchange each turn:",
         table("model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio", shortened),
-        f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
+        f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, "
         "float32; in brackets the 95 % interval of the ratio to TT's.",
         table(f"text | {' | '.join(LABELS)}", losses),
         f"{names['questions']} names given before the cut and asked for after it, of {names['candidates']} candidates "
