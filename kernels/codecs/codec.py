@@ -15,8 +15,8 @@ class Decodes(Protocol):
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
-        rows: K of a block's 32, without position, then V. together: whether to use torch's team of threads, which must
-        belong to the calling thread and be numba's too."""
+        keys of a block's 32 rows, un-rotated, and then their values. together: whether to use torch's team of threads,
+        which must belong to the calling thread and be the one that numba uses."""
         ...
 
 
