@@ -1,13 +1,14 @@
-"""Keeps in Redis the members of the fleet, and the replica at which each session was last committed.
+"""Keeps in Redis the members of the fleet, and for each session the replica that is its home.
 
-A session has one record. The replica that claims it gets an epoch (a number that grows with claims and deletions) and
-may commit until another claims it: then its commits are refused. Everything else in the fleet is a cache of what the
+A session has one record. The replica that claims it becomes its home and gets an epoch (a number that grows with every
+claim and deletion). The home may commit the session's turns, which is to write their result into the record, until
+another replica claims the session: then its commits are refused. Everything else in the fleet is a cache of what the
 record names, so a stale entry costs a load and never an answer. Changes that must happen together are one script, in
 scripts/. One Redis, not a cluster, with `noeviction`.
 
-Nothing that Redis sends is trusted: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
-and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
-stopped Redis is the same as none. After repeated failures Redis is not called for a second.
+Nothing that Redis sends is trusted. Replies are bounded while they are read (`reprise.app.conversations.redis_reply`).
+Heads and transcript rows carry a keyed digest of their bytes and of the key under which they lie. Every call has a
+deadline, so a stopped Redis is the same as none. After repeated failures Redis is not called for a second.
 """
 
 import logging
@@ -117,8 +118,9 @@ class Directory:
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def beat(self, beat: Heartbeat, *, since: int) -> Heard:
-        """Report that this replica lives. Returns the deletions after the epoch `since`. Besides DirectoryUnavailable
-        raises Foreign."""
+        """Report that this replica lives. Returns the state of the directory and the deletions whose epoch (a number
+        that grows with every claim and deletion) is above `since`. Raises DirectoryUnavailable, and Foreign if other
+        members have another tenant secret."""
         data = msgspec.msgpack.encode(beat)
         if len(data) > MAX_BEAT_BYTES:
             raise ValueError(f"a beat of {len(data)} bytes")
@@ -227,7 +229,8 @@ class Directory:
             )
 
     async def begun(self, names: Sequence[SessionName], *, fingerprint: str) -> list[int | None]:
-        """Return the epoch of the first claim of each session; None for sessions without a record."""
+        """Return for each session the epoch (a number that grows with every claim and deletion) of its first claim;
+        None for sessions without a record. A session that was deleted and begun anew has a later epoch."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hget(self._keys_of(name, fingerprint).record, "begun")
@@ -349,9 +352,9 @@ class Directory:
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
-        """Return how many sessions and bytes of KV a tenant has, and of `count` sessions in order of last use, from
-        index `first` on, the names of those that may be deleted (see `Held`). longest_s: a turn that began longer ago
-        than this has ended."""
+        """Return how many sessions and bytes of KV a tenant has. With `count` also the names of that many sessions in
+        the order of their last use, from index `first` on; "" for one that must stay: it is pinned, runs or was used
+        last. longest_s: a turn that began longer ago than this runs no more."""
         answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer

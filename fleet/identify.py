@@ -88,7 +88,8 @@ def read_body(body: bytes) -> TurnBody | None:
 
 
 def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:
-    """Return the salt of a turn's KV domain. is_exact: whether its key demands exact KV for all turns."""
+    """Return the salt of a turn: a string made of `cache_salt` and of whether its KV must be exact. Only turns with
+    equal salts share KV. is_exact: whether the turn's key demands exact KV for all turns."""
     salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
     return salt_of(salt, is_exact=is_exact or body.kv_quality == "exact")
 
@@ -190,7 +191,8 @@ def _messages_of(body: TurnBody) -> Iterator[_Said]:
 
 
 def _said(message: Any) -> Iterator[_Said]:
-    """Read one message, or one item of a response's input."""
+    """Yield the role, texts and calls of one message, or of one item of a response's input. Yields nothing for
+    reasoning."""
     if not isinstance(message, dict):
         yield _Said("user", [canonical(message)], [])
         return

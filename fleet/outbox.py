@@ -1,7 +1,8 @@
-"""Stores on disk which sessions the directory has not been told of, until it has.
+"""Stores on disk the sessions whose last turn the directory has not been told of, until it has.
 
-An entry has the session's name and what was known of it when its turn began; what was said is in the transcripts, and
-is read when the entry is sent. A later turn of the session replaces its entry.
+An entry has the session's name, the epoch and turn at which it was claimed, and the result of its last turn. The
+messages and ids are not in it: they are read from the transcripts when the entry is sent. A later turn of the session
+replaces its entry.
 """
 
 import sqlite3

@@ -93,7 +93,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A session to which this replica may commit until another replica claims it."""
+    """The result of claiming a session: the epoch under which this replica may commit until another replica claims it,
+    and what the session's record says of its last committed turn."""
 
     epoch: int
     turn: int  # 0: nothing was committed, so there is nothing to adopt
@@ -126,7 +127,7 @@ class Commit:
 
 
 class Outcome(StrEnum):
-    """The outcome of a commit. Only the first one changes the session's record."""
+    """The outcome of a commit. Only COMMITTED means that the session's record was changed."""
 
     COMMITTED = "committed"
     FENCED = "fenced"  # another replica has claimed it since; the transcript rows are kept as a branch
@@ -165,8 +166,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The places that one answer takes, of those that its tenant has for running answers, until they are freed or the
-    lease ends."""
+    """A lease on `count` of the places that a tenant has for running answers, one for each choice of a request. It ends
+    when the places are freed or its time is over."""
 
     tenant: str
     lease: str

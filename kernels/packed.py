@@ -21,9 +21,9 @@ Bits = Literal[4, 8]
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15, or -128 to 127; scales, lows fp32
-    [outputs, groups], the groups of 32 or 16 adjacent inputs. lows: what is added to scale * code; None: nothing. Then
-    4-bit codes have 8 added, which is subtracted before they are multiplied."""
+    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15 for 4 bits, or -128 to 127 for 8. scales,
+    lows fp32 [outputs, groups], for groups of 32 or 16 adjacent inputs. A number is scale * code + low. If lows is None
+    nothing is added, and 4-bit codes stand for -8 to 7: 8 is subtracted from them."""
 
     codes: Tensor
     scales: Tensor

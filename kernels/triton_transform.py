@@ -42,7 +42,7 @@ def _decode(
     components: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
-    """Decode all numbers of some blocks. Any words are decoded to some numbers."""
+    """Decode all numbers of some blocks. Corrupt words give wrong numbers, and never an access outside of memory."""
     block = tl.program_id(0) * tile + tl.arange(0, tile)
     is_block = block < blocks
     lane = tl.arange(0, _LANES)

@@ -193,7 +193,8 @@ def _target(server: ServerOptions, fields: dict[str, Any]) -> tuple[Target, dict
 
 
 def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Return the models of a list; none if the answer has another form, because a model's name may have been given."""
+    """Return the models of a server's list. Empty if the answer is no such list, which is no error, because an option
+    may name the model."""
     try:
         listed = answer.json()["data"]
         return [model for model in listed if isinstance(model["id"], str)]

@@ -1,4 +1,5 @@
-"""Models how a codec of KV changes sizes and times below DRAM, in units of raw KV. Pure."""
+"""Models how a codec changes the sizes and times of KV in the tiers that store it coded. Sizes are in tokens of raw KV.
+Pure."""
 
 import math
 from dataclasses import dataclass

@@ -84,7 +84,8 @@ class Extent(Protocol):
 
 
 class Record(Protocol):
-    """A record whose model has no intact record, so that its contents cannot be identified."""
+    """A file of the disk tier whose model is unknown: only intact files tell which model their directory belongs to,
+    and its directory has none."""
 
     @property
     def extent_id(self) -> int: ...
@@ -158,7 +159,8 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
 
 @cli.command(context_settings=ANY_SETTING)
 def stats(context: typer.Context, config: Config = None) -> None:
-    """Bytes, blocks and sessions, per model; and the bytes as a share of those that the blocks' rows have."""
+    """Show each model's bytes, blocks and sessions on disk. `share` is the bytes of its files divided by those that the
+    KV has uncompressed."""
     settings = settings_of(context, config)
     table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", "share", box=None)
     total = 0
@@ -250,7 +252,8 @@ def _directory(context: typer.Context) -> Directory:
 
 
 def _domain(salt: str) -> str:
-    """Return a note on a session's salt and exactness, to follow its name; empty if it has neither."""
+    """Return a note to follow a session's name, such as " (salt red) (exact)". "exact" marks a session whose KV no
+    codec may change. Empty if the session has no salt and is not exact."""
     salted = f" (salt {given_salt(salt)})" if given_salt(salt) else ""
     return salted + (" (exact)" if is_exact(salt) else "")
 

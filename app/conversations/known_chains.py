@@ -34,8 +34,8 @@ class RecentChains:
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # least recently added first
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
-        """Return and forget the chain of messages[:turn], which has turn + 1 digests, if they were added under this
-        scope. The caller adds the longer list that begins with them."""
+        """Return and forget the chain of messages[:turn], which has turn + 1 digests. None if the messages were not
+        added under this scope. The caller then adds the chain of all `messages`."""
         key = _key(scope, messages, turn)
         known = self._known.get(key)
         if known is None or known.messages != messages[:turn]:

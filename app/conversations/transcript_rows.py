@@ -45,7 +45,7 @@ class TranscriptRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Rows of one session."""
+    """The rows of one session's recorded answers, for other servers."""
 
     rows: dict[bytes, bytes]  # digest of an answer -> its row
     newest: int  # id of the newest answer among them, or of the one that was asked from

@@ -162,8 +162,8 @@ class Watcher:
 async def events(
     live: Live, watcher: Watcher, *, is_open: Callable[[], bool]
 ) -> AsyncGenerator[tuple[str, object], None]:
-    """Yield (name, data): `turns` with the answers that have begun since, and `state` once a period while there is
-    anything new in it. Ends when `is_open()` is false."""
+    """Yield (name, data): `turns` with the answers that have begun since the previous `turns` event, and `state` once a
+    period while the server's state changes. Ends when `is_open()` is false."""
     due_s = time.monotonic()
     sent: dict[str, Any] = {}
     sent_s = changed_s = -math.inf

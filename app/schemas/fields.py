@@ -246,7 +246,8 @@ class GenerationRequest(Part):
 
     @property
     def salt(self) -> str:
-        """The fields that narrow the domain of the request's KV."""
+        """A string made of `cache_salt` and of whether `kv_quality` is exact. Only requests with equal salts share
+        KV."""
         return salt_of(self.cache_salt or "", is_exact=self.kv_quality == "exact")
 
     @model_validator(mode="after")

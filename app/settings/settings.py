@@ -117,8 +117,8 @@ class Settings(Section, BaseSettings):
 
 
 def _told(config: type[Config], section: Section, **others: Any) -> Config:
-    """Return a `config` with the fields that it shares with a section of the settings, and `others` besides or instead
-    of them."""
+    """Make an instance of the class `config` from the fields of `section` that have the same names. others: further
+    fields, or other values for them."""
     return msgspec.convert({**section.model_dump(), **others}, config)
 
 

@@ -97,7 +97,8 @@ class HeldHere:
         self._sessions = sessions
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete sessions of this server, and return the result, as `Holdings.trim` demands."""
+        """Delete sessions of this server that exceed a quota, the longest unused first. Returns what still exceeds a
+        quota; empty if nothing does."""
         kept = await self._sessions_of(tenant)
         for info in leaving(kept, limits):
             try:

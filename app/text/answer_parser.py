@@ -94,7 +94,8 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: AnswerParts, *, final: bool) -> bool:
-        """Move text whose kind is known from the held text into `parts`. Returns whether more may be moved."""
+        """Take from the held text what can be told to be content, reasoning or a call, and add it to `parts`. Returns
+        whether another step may take more."""
         return bool(getattr(self, f"_in_{self._state}")(parts, final))
 
     def _in_start(self, parts: AnswerParts, final: bool) -> bool:
@@ -146,7 +147,8 @@ class AnswerParser:
         return False
 
     def _bare(self, parts: AnswerParts, final: bool) -> bool:
-        """Decide whether the whole answer consists of calls; otherwise none of it does."""
+        """Decide whether an answer without tags consists of calls; otherwise all of it is content. Returns whether
+        another step may take more of the held text; False if more text is needed to decide."""
         if _BARE_HEAD.match(self._held):
             self._state = "call"
             return True
@@ -185,7 +187,8 @@ class AnswerParser:
         return True
 
     def _whole_call(self, parts: AnswerParts) -> bool:
-        """Parse a complete call whose fields are in another order."""
+        """Parse a complete call whose JSON does not begin with the name and then the arguments. Returns False if the
+        held text has no such call to one of the known functions."""
         text, found, after = self._held.partition(END_CALL)
         try:
             value = json.loads(text) if found else None

@@ -88,8 +88,8 @@ class Answer:
 
     @property
     def text_ends(self) -> list[int]:
-        """For each token, the number of characters complete after it; exceeds `text` where a stop string has cut
-        that."""
+        """For each token, the number of characters of text that are complete once this token is decoded. The last
+        numbers may exceed the length of `text` if a stop string cut it."""
         return self._detokenizer.text_ends
 
     @property
@@ -143,8 +143,8 @@ class Answer:
         return taken
 
     def note(self, output: Output) -> None:
-        """Record what an output reports about the prompt and its timings. Of an answer that another server began, that
-        server's report is kept; only its history may have become shorter since."""
+        """Record what an output reports about the prompt and its timings. For an answer that another server began, the
+        report of that server is kept, and only the count of truncated tokens is updated."""
         self.accepted_predictions += output.accepted_predictions
         self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:

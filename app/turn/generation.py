@@ -32,7 +32,8 @@ from reprise.engine.process.client import EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was admitted and holds its places."""
+    """A request that was admitted: its tenant, model, deadline and weight, and the ticket for the places (one per
+    choice) that it holds."""
 
     tenant: str
     arrived_s: float  # monotonic clock
@@ -111,7 +112,8 @@ class Generation(AsyncIterator[Delta]):
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     def replayed(self) -> None:
-        """Record the choices that had ended on the server where the turn began, after their text was replayed here."""
+        """Record in the transcripts the choices that had already ended on the server where the turn began. To be called
+        when their tokens were replayed into this generation."""
         for choice in self.choices:
             if choice.index not in self._open:
                 self._end_record(choice)

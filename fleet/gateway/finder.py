@@ -28,7 +28,8 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica that a turn goes to, and why, as the gateway counts it in metrics and tells it in its answers."""
+    """The replica that a turn goes to and the reasons for choosing it, as words that metrics and the answer's headers
+    show."""
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
@@ -39,7 +40,8 @@ class Route:
 
 @dataclass(slots=True)
 class Found:
-    """The session that a turn continues, as far as the directory knows it, and what routing needs of the turn."""
+    """The session that a turn continues, as far as the directory knows it, and the turn's sizes by which a replica is
+    chosen."""
 
     question: Question
     session_id: str | None  # the client's name for it, or that of the session that its messages go on with
@@ -140,7 +142,8 @@ class Finder:
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
     def cannot_serve(self, model: str) -> frozenset[str]:
-        """Return the replicas that serve other models; none if no replica serves this one."""
+        """Return the replicas that serve only other models. If no replica serves this one, return none of them: any may
+        then answer that there is no such model."""
         return self._others(model, "")
 
     def runs_at(self, response_id: str) -> str | None:

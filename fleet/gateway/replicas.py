@@ -54,8 +54,8 @@ class Replicas:
             await asyncio.sleep(BEAT_S)
 
     def _leave_the_stopped(self) -> None:
-        """Abort the answers of silent replicas that send nothing. A replica whose beats are late, as on a busy machine,
-        still sends tokens."""
+        """Abort the answers of replicas whose beats have stopped and whose connections bring no bytes either. A replica
+        whose beats are late, as on a busy machine, still sends tokens."""
         since_s = asyncio.get_running_loop().time() - STALE_S
         for name in self._members.silent():
             if (replica := self._replicas.get(name)) is not None:

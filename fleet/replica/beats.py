@@ -126,7 +126,8 @@ class Beats:
             await self._follow(heard)
 
     async def _follow(self, heard: Heard) -> None:
-        """Carry out what the answer to a beat asks for."""
+        """Carry out what the directory's answer to a beat asks for: the deletions in it, and to tell it everything
+        again if it has lost its data. Then send the commits that wait."""
         if self._born and heard.born != self._born:
             # Before anything is awaited: the directory would take a turn that ends under its old epoch for a deleted
             # one's. Then what was deleted is said, and then what this replica was home of.

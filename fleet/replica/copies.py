@@ -58,8 +58,8 @@ class Copies:
             await self.delete_soon(tenant, session_id)
 
     async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Forget the sessions of an id, with any salt, that were begun by this epoch, so that this replica no longer
-        commits to them. Drops the id's commits that wait in the outbox."""
+        """Forget the sessions of an id, with any salt, whose first claim has this epoch or an earlier one, so that this
+        replica no longer commits to them. Drops the id's commits that wait in the outbox."""
         for name, held in self._held.of_id(tenant, session_id).items():
             if held.begun <= epoch:
                 self._held.forget(name)
@@ -77,5 +77,6 @@ class Copies:
 
 
 def scope_of(name: SessionName) -> str:
-    """Return the tenant of a session in the form that transcripts use."""
+    """Return the name under which transcripts keep a session's tenant: "tenant", or "tenant/salt" if the session has a
+    salt."""
     return f"{name.tenant}/{name.salt}" if name.salt else name.tenant

@@ -43,8 +43,9 @@ class RelayedFrames:
 
 
 class ResumedDeltas(AsyncIterator[Delta]):
-    """The remaining deltas of an answer that another replica began. The events that the client has received are made
-    once more before the first of them, so that later events continue correctly."""
+    """The remaining deltas of an answer that another replica began. First the deltas of that replica are encoded as
+    events again and thrown away, so that the encoder continues, for example its counters, where the client's stream
+    broke off."""
 
     def __init__(self, rest: Deltas, events: Frames, resumption: Resumption) -> None:
         self._rest, self._events, self._resumption = rest, events, resumption

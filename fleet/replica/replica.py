@@ -131,7 +131,8 @@ class Replica:
 
     @property
     def claims(self) -> Counter[str]:
-        """Counts of claims by result: new, home, adopted, failed."""
+        """Counts of claims by result. new: the session had no turn yet. home: this replica had all of its turns.
+        adopted: turns of another replica were taken over. failed: the directory did not answer."""
         return self._claims.results
 
     @property

@@ -169,7 +169,8 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the first choice if it has ended; otherwise None."""
+        """Return the tokens of the prompt's first choice if that choice has ended; None if it goes on. The engine needs
+        them to keep the whole answer in the session although it does not generate it again."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None

@@ -70,7 +70,9 @@ class PromptAttention:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Call torch's flash kernel, as an `Attend`. Raises RuntimeError or NotImplementedError where it cannot run."""
+    """Call torch's flash kernel. q [1, heads, rows, dim]; k, v [1, kv_heads, keys, dim]. causal: row i sees the keys up
+    to i. Returns (attention, of q's shape; logs of the softmax sums, fp32 [1, heads, rows]). Raises RuntimeError or
+    NotImplementedError where it cannot run."""
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return found[0], found[1]
 

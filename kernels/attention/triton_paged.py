@@ -46,7 +46,9 @@ _DECODE_ROWS = 16  # the smallest size that tl.dot accepts
 def _finish(
     top: tl.tensor, weight: tl.tensor, mixed: tl.tensor, sink_ptr: tl.tensor, heads: tl.tensor, has_sink: tl.constexpr
 ) -> tl.tensor:
-    """Normalise rows and include the sink. top, weight [rows]: running maximum and sum of exponentials."""
+    """Return attention's results [rows, dims] from running sums. top, weight [rows]: maximum of the logits and sum of
+    their exponentials; mixed [rows, dims]: sum of the weighted values. heads [rows]: the query head of each row, whose
+    sink (a logit without a value, at sink_ptr) is included if `has_sink`."""
     if has_sink:
         sink = tl.load(sink_ptr + heads).to(tl.float32)
         highest = tl.maximum(top, sink)
@@ -272,9 +274,10 @@ class TritonPagedAttention:
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return a DecodePlan (a work list in tables of a fixed size) by kind of layers, for steps of one query row per
-        sequence. scratch: `AttentionMeta.scratch` after a step; its keys, also those of the result, name kinds (query
-        heads to a kv head, window). most_items, most_sequences: most ranges of keys and sequences of a step."""
+        """Return for each kind of layers a DecodePlan (a work list in tables of a fixed size), for steps of one query
+        row per sequence. A kind is the number of query heads per kv head and the window; keys of the result name it.
+        scratch: `AttentionMeta.scratch` after a step of all kinds. most_items, most_sequences: most ranges of keys and
+        sequences of a step."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()

@@ -64,15 +64,16 @@ def classes_of(deviations: Fp64, step: float) -> Int64:
 
 
 def _below(x: float) -> float:
-    """Return the probability that a variable of unit deviation is less than x."""
+    """Return the probability that a number is less than x. Numbers are taken to be distributed as a mixture of a
+    Gaussian and a Laplacian with a standard deviation of 1."""
     gaussian = 0.5 * (1 + erf(x / sqrt(2)))
     laplacian = 0.5 * exp(sqrt(2) * x) if x < 0 else 1 - 0.5 * exp(-sqrt(2) * x)
     return _GAUSSIAN * gaussian + (1 - _GAUSSIAN) * laplacian
 
 
 def _shares(deviation: float) -> Fp64:
-    """Return the probability of each symbol (a rounded number that the tables have), and of a number that is no symbol,
-    for a number with this deviation, in units of the step."""
+    """Return the probability of each symbol from -REACH to REACH (a number that is rounded to it), and last that of a
+    number beyond these. deviation: the numbers' standard deviation, in rounding steps."""
     edges = [(symbol - 0.5) / deviation for symbol in range(-REACH, REACH + 2)]
     shares = np.diff([_below(edge) for edge in edges])
     return np.append(shares, max(0.0, 1 - shares.sum()))

@@ -1,4 +1,5 @@
-"""Decodes transform coding on the device of the pages: compressed bytes cross the link and are decoded after it."""
+"""Decodes transform coding on the device of the pages: blocks cross the link to the device compressed, and are decoded
+there."""
 
 from collections.abc import Sequence
 from types import ModuleType

@@ -65,8 +65,9 @@ def _plan(contexts: Int64, window: int) -> tuple[Int64, Int64, Int64, Int64]:
 
 
 def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, next_run: Any, size: int) -> None:
-    """Prefetch the row of `size` bytes that is read some rows after `index`, from the run of `count` rows at `here` or
-    from the next run."""
+    """Prefetch the row that will be read some rows after row `index`. here: address of a run of `count` adjacent rows,
+    which lie `step` bytes apart. next_run: address of the run that is read next, if the row is beyond this one. size:
+    bytes."""
     ahead = e.add(index, max(1, min(_AHEAD, _PREFETCH // size)))
     inside = e.b.icmp_signed("<", ahead, count)
     row = e.b.select(inside, ahead, e.b.sub(ahead, count))
@@ -78,8 +79,9 @@ def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, next_ru
 def _multiplied(
     e: Emit, is_packed: bool, by_words: bool, queries: Any, bases: Sequence[Any], group: int, lanes: int
 ) -> list[list[Any]]:
-    """Return for each query head and each key, at an address of `bases`, a vector whose lanes add up to their product.
-    Lanes are int32 where int16 queries multiply int8 keys."""
+    """Return for each of `group` query heads, and for the key at each address of `bases`, a vector whose lanes sum up
+    to their dot product. lanes: vectors of 16 numbers in a head. is_packed: keys are int8, otherwise bf16. by_words:
+    queries are int16 and the vectors int32; otherwise both are fp32."""
     number, width = (1 if is_packed else 2), (2 if by_words else 1)  # bytes; vectors of a query at once
     totals = [[e.words(0) if by_words else e.splat(0.0)] * len(bases) for _ in range(group)]
     for place in range(0, lanes, width):
@@ -114,9 +116,13 @@ def _emit_scores(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16, and the factor of each
-    of its heads, used where keys are packed as int8. next_run: address of the keys that will be read next. A product
-    has the same bits at whatever place its key is among the others."""
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. A product's bits do not depend on the place of its key in the
+    run.
+
+    q, out: fp32; out_row: bytes from head to head of out. words, scales: the queries as int16, with a factor for each
+    head, used where keys are packed as int8. group: query heads. lanes: vectors of 16 numbers in a head. k, k_row:
+    address of the first key, and bytes from key to key. next_run: address of the keys that will be read next.
+    """
     size = lanes * LANES * (1 if is_packed else 2)
     by_words = is_packed and lanes % 2 == 0 and "+avx512bw" in e.features
     heads = next(n for n in (1, 2, 4, 8, 16) if n >= group)
@@ -204,8 +210,8 @@ def _packed_scores(
 
 @emitted
 def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value, scales: ir.Value) -> None:
-    """Round queries, fp32 [group, 16 * lanes], to int16, with a scale for each head: to a 32,000th of its largest
-    number. A head that is not finite gets a scale of NaN."""
+    """Round queries, fp32 [group, 16 * lanes], to int16 numbers up to 16,383, with a scale for each head: its largest
+    number divided by 16,383. A head that is not finite gets a scale of NaN."""
     for g in range(group):
         numbers = [e.load(e.at(q, (g * lanes + lane) * LANES * 4)) for lane in range(lanes)]
         top, total = e.splat(0.0), e.splat(0.0)
@@ -226,8 +232,8 @@ def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value
 
 @emitted
 def _soften(e: Emit, scores: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
-    """Replace scores by their weights in the softmax, 2 ** (scores - max), and store the maximum and the sum in
-    stats."""
+    """Replace scores by their weights in the softmax, 2 ** (score - maximum). vectors: how many vectors of 16 scores.
+    stats: address where the maximum and the sum of the weights are stored, as two fp32 numbers."""
     top = e.vector(ir.Constant(VEC, [float("-inf")] * LANES))
     with cgutils.for_range(e.b, vectors) as loop:
         x, old = e.load(e.at(scores, e.mul(loop.index, LANES * 4))), e.b.load(top)

@@ -1,5 +1,5 @@
-"""Provides kernels for decoding in bf16 on CPU, compiled by numba, for what a step of a few rows computes outside of
-runs of layers. Prefill uses some of them too.
+"""Provides kernels for decoding in bf16 on CPU, compiled by numba. A decode step computes most layers in runs, several
+layers in one call of `reprise.kernels.cpu.layers`; these kernels are for the rest of it. Prefill uses some of them too.
 
 Import this through `reprise.kernels.cpu.available.decode_kernels`.
 """
@@ -106,7 +106,8 @@ def _widen(x: Bf16, dots: Constant, wide: Fp32, narrow: Bf16, sums: Fp32) -> Non
 
 @compiled()
 def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
-    """Return rows in the form in which products read them."""
+    """Return rows prepared for matrix products: as bf16 if the processor has dot products of bf16 pairs (`dots`), else
+    as fp32, with the sums of their groups. width: numbers of a row, with padding."""
     inputs: Inputs = make_inputs(len(x), width)
     if x.size < _TOGETHER:
         for row in range(len(x)):
@@ -118,7 +119,8 @@ def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
 
 @compiled()
 def _find(products: Int64, task: int) -> tuple[int, int]:
-    """Return the index of the product to which a task belongs, and the task's block in that product."""
+    """Return (index of a product, block of its outputs) for a task. products: int64 [products, PRODUCT_FIELDS], each
+    row describing a matrix product. Tasks are numbered through the blocks of all products."""
     which, block = 0, task
     while block >= blocks_of(products[which]):
         block -= blocks_of(products[which])

@@ -133,7 +133,8 @@ class Emit:
         return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
 
     def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
-        """Select lanes of two vectors, by their indices in both together."""
+        """Return a vector of lanes of x and y, which have n lanes each. An index below n is a lane of x; other indices
+        are lanes of y, counted from n on."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def dot_words(self, total: Any, x: Any, y: Any) -> Any:

@@ -249,8 +249,10 @@ def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64
 
 @compiled()
 def _threshold(x: Fp32, vectors: int, most: int) -> np.float32:
-    """Return a threshold that at most `most` of x exceed, and at least 31/32 of `most` if they can be told apart and
-    have any weight. x: log2 of weights, infinite for at most `most` rows, else at most 0."""
+    """Return a number that at most `most` of x exceed. If more than `most` of x could exceed one, at least 31/32 of
+    `most` do, unless x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for rows
+    that are chosen in any case, which are at most `most`. A weight below 2^-64 counts as none. vectors: of 16 numbers
+    in x."""
     low, high = np.float32(-_RANGE), np.float32(1.0)
     if _count_above(x, vectors, low) <= most:
         return low
@@ -280,13 +282,18 @@ def choose(
     chosen: Int32,
     counts: Int64,
 ) -> None:
-    """Choose, for each row and kv head, the context rows whose partial score comes nearest to the greatest one of a
-    query head. The first and the last 32 rows are always among them.
-    q fp32 [rows, heads, dim], multiplied by scale * log2(e); k bf16 [pages, page_size, kv_heads, dim], any strides;
-    table int32 [rows, pages]; spans int64 [rows, 2]: the first row that is not in the index yet, and the length of the
-    context, at least 64; pairs int64 [kv_heads, len(width), 2]: dims of partial keys; words uint32 [kv_heads, pages,
-    page_size / 32, len(width), 32]: the index; most int64 [rows]: how many to choose, at least 64. Written: chosen
-    int32 [rows, kv_heads, greatest most + 16], ascending, up to counts int64 [rows, kv_heads]."""
+    """Choose context rows for each query row and kv head by partial scores, the products of some dims of query and key.
+    A row is ranked by how near its score comes to the greatest one of the same query head, in the head where it comes
+    nearest. The first and the last 32 rows are always chosen.
+
+    q fp32 [rows, heads, dim], multiplied by scale * log2(e). k bf16 [pages, page_size, kv_heads, dim], any strides.
+    table int32 [rows, pages]. spans int64 [rows, 2]: the first row that is not in the index yet, and the length of the
+    context, at least 64. pairs int64 [kv_heads, len(width), 2]: the dims of partial scores. words uint32 [kv_heads,
+    pages, page_size / 32, len(width), 32]: the index, which is brought up to date. most int64 [rows]: how many to
+    choose, at least 64. group: a tuple whose length is the query heads per kv head. chosen int32 [rows, kv_heads,
+    greatest most + 16] and counts int64 [rows, kv_heads] are written: the chosen rows, ascending, and how many they
+    are.
+    """
     page_size, kv_heads, heads = k.shape[1], k.shape[2], len(group)
     entry = len(width) * SIDE_BY_SIDE
     per_page = page_size // SIDE_BY_SIDE

@@ -80,9 +80,11 @@ class _Reader(_Stream):
         e.store(number, e.at(self._out, e.times(self._group, LANES)))
 
     def _take_low(self, x: Any, is_short: Any) -> Any:
-        """Compute the next states and return the numbers, where low bits are stored. x: states that may lack their
-        first word. A state takes another word if it is short again without its low bits. The first word does not change
-        that, because it is less than what the low bits leave."""
+        """Compute the next states, and return the numbers of lanes that store low bits as they are. x: states, shifted
+        up by the 16 bits of a word where `is_short`, which have not taken in that word yet. A state whose low bits are
+        removed may be too small once more (below LEAST_STATE), and then takes another word. That can be told before the
+        first word is there: the word fills 16 bits that are 0 so far, and the bound LEAST_STATE << low has none of
+        them."""
         e, b = self._e, self._e.b
         low, one = e.splat(self._low, LANES_I32), _lanes(1)
         is_short_again = b.icmp_unsigned("<", b.lshr(x, low), _lanes(LEAST_STATE))

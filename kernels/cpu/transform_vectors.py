@@ -148,8 +148,9 @@ def multiply_tile(
     out_at: ir.Value,
     out_step: ir.Value,
 ) -> None:
-    """Set out[i, j] to the sum over c < count of x[c, i] * y[c, j], for a TILE of i and j. Arrays are fp32 of one axis,
-    with the element at which a tile begins, and the elements from one row to the next."""
+    """Set out[i, j] to the sum over c < count of x[c, i] * y[c, j], for i < TILE[0] and j < TILE[1]. x, y, out: fp32
+    memory of one axis. x_at, y_at, out_at: the element where each one's tile begins. x_step, y_step, out_step: elements
+    from row to row."""
     rows, vectors = range(TILE[0]), range(TILE[1] // 16)
     sums = [[e.variable(e.splat(0.0)) for _ in vectors] for _ in rows]
     with cgutils.for_range(e.b, count) as loop:

@@ -52,7 +52,8 @@ class RoundRobin:
 
 
 class Sticky(Router):
-    """A policy in which a session never leaves a home that takes turns."""
+    """A policy that never moves a session away from its home (the replica that last served it) while that takes turns
+    at all."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]

@@ -15,9 +15,10 @@ class _Upload:
 
 class SimulatedRedis:
     """All Redis servers for KV of a fleet, taken as one. Loads share its rate, and none is faster than its replica's
-    link. Loads go first. Uploads use the time between them, in order, and are dropped when more of them would wait than
-    `backlog_s` of the rate. The session that was used longest ago leaves first. A call may be for an earlier time than
-    the previous call: a load then still waits for what was ordered before."""
+    link. Loads go first. Uploads use the time between loads, in order. An upload is dropped if those that wait would
+    exceed what Redis takes in `backlog_s` seconds. The session that was used longest ago leaves first. Calls need not
+    come in the order of their times: a load for an earlier time than the previous call's still waits for what was
+    ordered before it."""
 
     def __init__(
         self,

@@ -257,8 +257,8 @@ class FleetSimulation:
             self._left -= 1
 
     def _beat(self, phase: int) -> None:
-        """Send the beats of a share of the replicas to the gateways. A draining replica without turns leaves
-        instead."""
+        """Send the beats of every replica whose number modulo _BEAT_PHASES is `phase` to the gateways, so that beats
+        are spread over the period. A draining replica without turns leaves the fleet instead."""
         for number, replica in enumerate(self.replicas.values()):
             if number % _BEAT_PHASES == phase and replica.is_alive:
                 if replica.draining and not replica.server.unfinished():

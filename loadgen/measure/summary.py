@@ -145,8 +145,8 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Return, for equal intervals of the run, how many turns were due, finished, failed and ran, how many pieces of
-    text arrived per second, and the times to first token."""
+    """Count, for equal intervals of the run, the requests that were due, ended and failed, and the tokens that
+    arrived."""
     end_s = max((result.done_s for result in results), default=0.0)
     width_s = end_s / _INTERVALS
     if width_s <= 0:

@@ -67,8 +67,8 @@ class Host:
         return max(compute_s, tokens * (model.act_bytes + model.kv_bytes) / self.hbm_bytes_per_s)
 
     def forward_s(self, model: OffloadedModel, rows: int, context: float) -> float:
-        """Return the seconds of one token each of `rows` sequences through a layer whose weights are loaded. context:
-        tokens, of all."""
+        """Return the seconds that a layer whose weights are loaded takes in a decode step of `rows` sequences. context:
+        the sum of the sequences' lengths, in tokens."""
         products_s = max(2 * model.layer_parameters * rows / self.flops, model.weight_bytes / self.hbm_bytes_per_s)
         return products_s + context * model.kv_bytes / self.hbm_bytes_per_s
 

@@ -63,8 +63,9 @@ def plan_replicas(
     machine: Machine, *, rate: float, ttft_target_s: float, ttl_s: float, think_time: str, distribution: Distribution,
     seed: int, progress: Callable[[int], None],
 ) -> FleetPlan:  # fmt: skip
-    """Simulate growing fleets until one meets the target, or shrinking ones until one does not. rate: conversations
-    that begin a second. They end before they overflow the window. Raises ValueError."""
+    """Simulate fleets, beginning with as many replicas as the rate needs at least. While the fleet misses the target
+    the next one is larger; otherwise the next ones are smaller until one misses it. rate: conversations that begin a
+    second. Conversations end before they overflow the window. Raises ValueError."""
 
     def drawn(sessions: int, rate: float, seed: int) -> list[Conversation]:
         found = workload(

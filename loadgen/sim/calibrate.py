@@ -25,7 +25,8 @@ class ServedModel:
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """Parse metrics into metric -> value of its only label -> value; the label is "" if there is none."""
+    """Parse metrics into {metric: {label value: number}}, for metrics with at most one label; its value is "" if there
+    is none."""
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if (match := _LINE.match(line)) is not None:

@@ -19,8 +19,8 @@ _THINK = "lognormal:24,1.05"  # as in `reprise load`
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Parameters that the paper does not state for sessions in a backlog. `benchmarks.paper.fit` fits them to LRU and
-    FIFO."""
+    """Parameters of a load in which sessions always wait, which the AttentionStore paper does not state.
+    `benchmarks.paper.fit` fits them to the paper's results for LRU and FIFO."""
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer
@@ -179,7 +179,8 @@ def machine(
 def saturated(
     *, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0, shape: Saturation = FITTED
 ) -> list[Conversation]:
-    """Return conversations without think time: a session's next turn waits as soon as the answer has ended."""
+    """Return conversations without think time: a session's next turn is queued as soon as the answer has ended.
+    rate_per_s: conversations that begin a second."""
     rng = random.Random(seed)
     stated = Distribution()
 
@@ -201,7 +202,7 @@ def saturated(
 
 
 def _poisson(rng: random.Random, mean: float) -> int:
-    """Draw the number of arrivals within a time of `mean` at a rate of 1."""
+    """Draw from the Poisson distribution with this mean."""
     count, passed = 0, rng.expovariate(1.0)
     while passed < mean:
         count += 1

@@ -37,7 +37,8 @@ class RunningTurns:
         return steps * len(self._due)
 
     def take_due(self) -> list[LiveTurn]:
-        """Remove and return the turns that are due, all together, before one of them is computed beside the others."""
+        """Remove and return the turns whose answer or window ends now. All are taken out before the caller handles any
+        of them, because handling one may compute steps of the turns that still run."""
         due = []
         while self._due and self.steps_to_next <= 0:
             due.append(heapq.heappop(self._due)[2])

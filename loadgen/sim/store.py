@@ -81,7 +81,9 @@ class Tier:
         newcomer: str | None = None,
         spare_queued: bool = False,
     ) -> bool:
-        """Evict granules until `size` more fits; if that is impossible, change nothing and return False."""
+        """Evict granules (the units in which a simulated tier stores KV) until `size` more bytes fit; if that is
+        impossible, change nothing and return False. pinned: never evicted. newcomer: the session that needs the room,
+        or None; the policy may refuse it. spare_queued: evict nothing of sessions whose turns wait."""
         excess = self.used + size - self.capacity
         if excess <= 0:
             return True
@@ -182,8 +184,8 @@ class SimulatedStore:
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
-        """Return tier -> number of leading tokens found after the first `dropped`, at most `most`, counted for the
-        fastest tier."""
+        """Return tier -> number of leading tokens found there after the first `dropped`, at most `most` in all tiers.
+        Each token counts once, in the fastest tier that has it."""
         tokens = dict.fromkeys(self.tiers, 0)
         context = self._contexts.get(session)
         for granule in context.granules if context else ():

@@ -145,7 +145,8 @@ class VirtualTiers:
         self._push(span[-1], Loaded(move.job_id, failed))
 
     def _unreadable(self, blocks: Sequence[tuple[BlockKey, int | bytes | None]]) -> dict[BlockKey, str]:
-        """Return which blocks of one move fail, and why: those of extents that are gone, else by chance the first."""
+        """Return which blocks of one move fail: key -> "missing" if the block's extent is gone. If none is missing, the
+        first block fails with "checksum" by chance."""
         failed = {
             key: "missing"
             for key, extent in blocks

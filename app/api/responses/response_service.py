@@ -29,8 +29,9 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseTurn(AsyncIterator[Delta]):
-    """One response in progress: both the source and the frames of its stream. It is stored before its last event is
-    sent, so that a client that reads this event can continue from the response."""
+    """One response in progress. It is both the source of its event stream (an iterator over the generation's deltas)
+    and the frames of it (what encodes deltas as events). It is stored before its last event is sent, so that a client
+    that reads this event can continue from the response."""
 
     ping = PING
 
