@@ -1,5 +1,5 @@
-"""Starts the loads of the next waiting requests while others still run: CaR's prefetch timer, which fills
-AttentionStore's read buffer."""
+"""Starts the loads of the next waiting requests while others still run. When to start one is decided by the prefetch
+timer of the paper CaR; the pages loaded ahead are the read buffer of the paper AttentionStore."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads

@@ -126,7 +126,8 @@ class Scheduler:
 
     @property
     def predicted_tokens(self) -> Counter[str]:
-        """Sums of prediction errors and true lengths in tokens; see `Forecast.errors`."""
+        """Sums over ended answers, in tokens: "error", by how much predicted lengths were off, and "actual", the true
+        lengths."""
         return self._forecast.errors
 
     def has_work(self) -> bool:
@@ -212,8 +213,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
-        """Return the next step. It is empty while sequences run or wait only if they all wait for KV or room that is on
-        its way, provided that every single sequence fits into HBM; the engine checks that on arrival."""
+        """Return the next step. If sequences run or wait, an empty step means that all of them wait for KV or room that
+        is on its way. That holds only if every single sequence fits into HBM, which the engine checks on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False

@@ -21,8 +21,8 @@ def make_queue(
     predictor: LengthPredictor,
     window: int,
 ) -> WaitingQueue:
-    """Return a queue of the policy with this name, one of ORDERS. window: number of places in the window, for policies
-    with one."""
+    """Return a queue of the policy with this name, one of ORDERS. window: how many of the next requests the policies
+    "car" and "car-hidden" may reorder; other policies ignore it."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)
