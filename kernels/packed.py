@@ -87,7 +87,8 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs], with 8 subtracted if they have 4 bits and the weight has no lows."""
+    """Return the codes, int8 [outputs, inputs]. From 4-bit codes of a weight without lows (offsets added to scale *
+    code), 8 is subtracted, since 8 stands for zero."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:

@@ -28,7 +28,7 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica that a turn goes to, in the form for metrics and answers."""
+    """The replica that a turn goes to, and why, as the gateway counts it in metrics and tells it in its answers."""
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"

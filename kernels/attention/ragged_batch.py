@@ -81,7 +81,7 @@ class KvPages:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether compiled kernels for CPUs can read such rows."""
+        """Whether compiled kernels for CPUs can read these pages: K and V are bf16, or heads are packed."""
         return self.is_packed or self.k.dtype == self.v.dtype == torch.bfloat16
 
     @staticmethod

@@ -14,9 +14,9 @@ class Decodes(Protocol):
     """The device on which `raw` has to be. Segments are on it or on the CPU."""
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
-        rows: K of a block's 32, without position, then V. together: whether to use torch's team of threads, which must
-        belong to the calling thread and be numba's too."""
+        """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives
+        each block's 32 rows: first K before rotation, then V. together: whether to compute with all of torch's threads.
+        Only the thread to which they belong may ask for that, and numba has to use the same threads."""
         ...
 
 

@@ -162,8 +162,12 @@ def _quarters_of(variance: float) -> int:
 
 @compiled()
 def class_of(base: int, quarters: int) -> tuple[int, int]:
-    """Return the entropy coder's table for a component of class `base` whose step is `quarters` quarter octaves
-    coarser, or -1 if all its numbers are 0, and how many low bits of each number are stored as they are."""
+    """Return (table, low bits) by which the entropy coder codes a component's numbers. table: index of its table, or -1
+    if all numbers are 0. low bits: how many low bits of each number are stored as they are.
+
+    base: the component's standard deviation over its calibrated quantisation step, in quarter octaves (4 * log2).
+    quarters: by how many quarter octaves the step is coarser than calibrated.
+    """
     c = base - quarters
     if c < LEAST_CLASS:
         return -1, 0

@@ -145,7 +145,8 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Count, for equal intervals of the run, what was due, ended and arrived."""
+    """Return, for equal intervals of the run, how many turns were due, finished, failed and ran, how many pieces of
+    text arrived per second, and the times to first token."""
     end_s = max((result.done_s for result in results), default=0.0)
     width_s = end_s / _INTERVALS
     if width_s <= 0:

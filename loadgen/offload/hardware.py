@@ -44,7 +44,7 @@ def opt(name: str, num_layers: int, hidden: int) -> OffloadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A GPU, its link to the host, and the host's memory. Rates a second."""
+    """A GPU, its link to the host, and the host's memory. `flops` is per second."""
 
     flops: float
     hbm_bytes_per_s: float

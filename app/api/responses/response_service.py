@@ -191,7 +191,8 @@ class Responses:
         return body
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """Cancel a response in the background; a finished one stays as it is. Raises ApiError."""
+        """Cancel a response that runs in the background, and return its body. A response that has ended stays as it is.
+        Raises ApiError, also if the response was not created to run in the background."""
         running = self._running.get((tenant, response_id))
         if running is not None:
             await self._stop(*running)
