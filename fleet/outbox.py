@@ -83,6 +83,7 @@ class Outbox:
             return entries
         except sqlite3.Error as error:
             self._db.recover(error)
+            self._count()
             return []
 
     def remove(self, tenant: str, session_id: str, salt: str) -> None:
@@ -90,9 +91,11 @@ class Outbox:
         self._delete("name = ?", _name(tenant, session_id, salt))
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Remove the entries of a deleted session, with any salt."""
+        """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
+        entries that were removed before."""
         start = _name(tenant, session_id, "")
         self._delete("substr(name, 1, ?) = ?", len(start), start)
+        self._db.scrub()
 
     def close(self) -> None:
         self._db.close()
@@ -109,8 +112,8 @@ class Outbox:
         try:
             self.waiting = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
         except sqlite3.Error as error:
-            self._db.recover(error)
-            self.waiting = 0
+            if self._db.recover(error):
+                self.waiting = 0
 
 
 def _name(tenant: str, session_id: str, salt: str) -> bytes:

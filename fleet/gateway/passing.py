@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -78,8 +79,8 @@ class Passing:
         raise no_replica()
 
     async def ask_all(self, request: Request, groups: Iterable[Sequence[str]]) -> list[Any]:
-        """Ask one replica of each group, and return the JSON answers that have status 200. If none does, raises
-        ApiError with one of the answers."""
+        """Ask one replica of each group, and return the answers that have status 200 and are JSON. If there is none,
+        raises ApiError with one of the other answers."""
         free = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def ask(group: Sequence[str]) -> tuple[int, bytes] | None:
@@ -96,7 +97,7 @@ class Passing:
             return None
 
         answers = [answer for answer in await asyncio.gather(*map(ask, groups)) if answer is not None]
-        good = [msgspec.json.decode(body) for status, body in answers if status == 200]
+        good = [said for status, body in answers if status == 200 and (said := _said(body)) is not None]
         if good:
             return good
         if not answers:
@@ -176,10 +177,17 @@ def _unknown() -> ApiError:
     return ApiError(502, message, code="replica_lost")
 
 
+def _said(body: bytes) -> Any:
+    """Return a replica's JSON; None for an answer that is none."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(body)
+    return None
+
+
 def _told(status: int, body: bytes) -> ApiError:
     """Return an error answer of a replica as an ApiError."""
     try:
-        error = msgspec.json.decode(body)["error"]
+        error = _said(body)["error"]
         return ApiError(status, error["message"], code=error["code"], param=error.get("param"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return ApiError(502, "A server of the fleet gave an answer that is none.", code="bad_answer")

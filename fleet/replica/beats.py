@@ -70,11 +70,7 @@ class Beats:
                     self._readiness.joining = False
             except Exception:
                 log.exception("a beat failed")
-            if self._readiness.model is None:
-                with contextlib.suppress(TimeoutError, EngineFailed):
-                    await asyncio.wait_for(self._readiness.wait_loaded(), BEAT_S)
-            else:
-                await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
+            await self._pause()
 
     async def beat(self) -> None:
         """Report that this server lives, carry out deletions, and send the commits that wait. Raises
@@ -109,6 +105,17 @@ class Beats:
             sessions=self._held.num_claimed,
             tiers=tiers_of(stats, model) if stats is not None and model is not None else {},
         )
+
+    async def _pause(self) -> None:
+        """Wait for the time of the next beat: sooner if the model has come, or if this server still joins."""
+        readiness = self._readiness
+        if readiness.failure is not None:  # `wait_loaded` would not wait any more
+            await asyncio.sleep(BEAT_S)
+        elif readiness.model is None:
+            with contextlib.suppress(TimeoutError, EngineFailed):
+                await asyncio.wait_for(readiness.wait_loaded(), BEAT_S)
+        else:
+            await asyncio.sleep(JOIN_LOOK_S if readiness.joining else BEAT_S)
 
     async def _say_alive(self) -> Heard:
         try:
