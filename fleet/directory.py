@@ -186,8 +186,9 @@ class Directory:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
-        """Return the record of the session with the first of these chains that the directory knows; None if it knows
-        none. chains: digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
+        """Return the record of the session that one of these chains belongs to, the first chain that the directory
+        knows; None if it knows none. chains: digests of how the messages begin (`reprise.fleet.identify`), the longest
+        history first. Calls Redis twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
@@ -262,7 +263,8 @@ class Directory:
 
     async def commit(self, commit: Commit) -> Committed:
         """Record the end of a turn, or a newer head (the record by which another replica can take over the session).
-        The result says whether it was recorded, or that the directory was flushed."""
+        The result says whether it was recorded; it is not if another replica has claimed the session since, if the
+        session was deleted, or if the directory was flushed."""
         names = self._keys_of(commit.name, commit.fingerprint)
         chains = [self.keys.chain(commit.name.tenant, chain) for chain in commit.chains[:MAX_CHAINS]]
         head = self.keys.seal(commit.head, key=names.record) if 0 < len(commit.head) <= MAX_HEAD_BYTES else b""
@@ -293,8 +295,8 @@ class Directory:
         return {digest: row for digest, row in rows.items() if row}
 
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
-        """Give up the claim of a session, so that its next turn may go to any replica. Returns whether this replica had
-        the claim."""
+        """Give up the claim of a session, so that its next turn may go to any replica. epoch: that of the claim.
+        Returns whether this replica still had the claim."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
@@ -423,7 +425,8 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the `with` block."""
+    """Turn errors that a reply of an unexpected form causes in the `with` block, such as KeyError, into
+    DirectoryUnavailable."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -134,8 +134,8 @@ class Connection(asyncio.Protocol):
         return self.heard_s > self._asked_s
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the replica has sent nothing for longer than allowed. False while only the client delays the
-        answer."""
+        """Return whether the replica has sent nothing for longer than `silence_s` of `ask`. False while only the client
+        delays the answer."""
         return 0 < self.silence_s < now - self.heard_s and not self._is_paused
 
     def abort(self, problem: str) -> None:

@@ -165,7 +165,7 @@ class Replica:
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
-        """Note that a turn has ended without a token."""
+        """Note that a turn has ended without a token. Nothing is committed, and the session stays claimed."""
         held = self.held.of(name)
         held.running = max(0, held.running - 1)
 
