@@ -366,7 +366,8 @@ def _sums(
 
 @compiled()
 def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
-    """Do the same as `_finish` (add bias and residual, round and store), for fewer outputs than COLUMNS."""
+    """Add bias and residual to sums, round them and store them, like `_finish`, for `width` outputs (fewer than
+    COLUMNS) from output `first` on. group: index of the first of the rows."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]
@@ -444,7 +445,8 @@ def _gated(x: Bf16, pairs: int, gate: Words, up: Words, lanes: Constant, by_tile
 
 @compiled()
 def _pack(x: Bf16, group: int, to: Bf16) -> None:
-    """Pack one group of ROWS rows as `_packed` does, with zeros for missing rows as far as a tile is read."""
+    """Pack the rows from group * ROWS on in the layout of `_packed`. Rows that are missing at the end count as 0, as
+    far as the last tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
     for block in range(len(to)):
