@@ -88,9 +88,10 @@ class Directory:
         max_said_bytes: int = 1 << 30,
     ) -> None:
         """Set up; the first call connects. secret: the tenant secret, the same on every member. replica and boot: this
-        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of transcripts of
-        one tenant; what was used longest ago leaves the directory, which costs its next turn a load or a recompute.
-        Raises ValueError for an invalid address, ImportError without redis' client."""
+        replica's name and the id of this start. max_sessions and max_said_bytes: the most sessions, and bytes of
+        transcripts, that the directory keeps of one tenant. What was used longest ago is dropped, which costs a
+        session's next turn a load or a recompute. Raises ValueError for an invalid address, ImportError without redis'
+        client."""
         self.keys = Keys(secret)
         self.born = ""  # the `born` of the last answered beat
         self._replica, self._boot = replica, boot

@@ -50,10 +50,10 @@ LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 class Replica:
     """The parts of a replica together, as the app uses them. One per app, on its event loop. None of the methods that a
-    turn calls raises because of the fleet.
+    turn calls raises because of the fleet. Two of its parts:
 
-    beats        reports that this server lives, and does what the answers ask for
-    deletions    deletes here what has been deleted in the fleet
+        beats        reports that this server lives, and does what the directory's answers ask for
+        deletions    deletes here what has been deleted in the fleet
     """
 
     def __init__(
