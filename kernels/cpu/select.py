@@ -251,10 +251,9 @@ def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64
 
 @compiled()
 def _threshold(x: Fp32, vectors: int, most: int) -> np.float32:
-    """Return a number that at most `most` of x exceed. If more than `most` of x could exceed one, at least 31/32 of
-    `most` do, unless x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for rows
-    that are chosen in any case, which are at most `most`. A weight below 2^-64 counts as none. vectors: of 16 numbers
-    in x."""
+    """Return a number that at most `most` of x exceed. At least 31/32 of `most` exceed it, unless fewer have any weight
+    (2^-64 and more), or x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for
+    rows that are chosen in any case, which are at most `most`. vectors: of 16 numbers in x."""
     low, high = np.float32(-_RANGE), np.float32(1.0)
     if _count_above(x, vectors, low) <= most:
         return low

@@ -145,8 +145,8 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Count, for equal intervals of the run, the requests that were due, ended and failed, and the tokens that
-    arrived."""
+    """Count, for equal intervals of the run, the requests that were due, finished and failed, those that ran, and the
+    pieces of answers that arrived."""
     end_s = max((result.done_s for result in results), default=0.0)
     width_s = end_s / _INTERVALS
     if width_s <= 0:

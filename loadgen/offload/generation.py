@@ -34,9 +34,9 @@ class Generated:
 
 
 def pipeline_s(weights_s: float, loads_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """Return the seconds that a layer takes when layers follow each other. Its mini-batches are loaded in order, each
-    in loads_s, into a buffer that holds two, and are computed in order, each in computes_s. An equal part of the next
-    layer's weights, which take weights_s together, is loaded before each mini-batch."""
+    """Return the seconds that a layer takes when layers follow each other. Its mini-batches are loaded in order
+    (loads_s: seconds of each) into a buffer that holds two, and computed in order (computes_s: seconds of each). An
+    equal part of the next layer's weights, which take weights_s together, is loaded before each mini-batch."""
     link_s = done_s = ended_s = weights_there_s = 0.0
     computed: list[float] = []
     for _ in range(_LAYERS):
