@@ -373,7 +373,8 @@ class Directory:
     async def take(self, tenant: str, kind: str, *, per_minute: int, amount: int, need: int) -> Taken:
         """Take from a tenant's bucket of requests (kind "r") or tokens ("k"), shared by the fleet. It fills evenly and
         holds a minute's allowance. need: how much the bucket must contain, else nothing is taken; 0: it may be
-        overdrawn, for a cost that is known only afterwards.
+        overdrawn, for a cost that is known only afterwards. Returns what is left, and the seconds to wait if nothing
+        was taken.
 
         A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
         counts them, takes the tokens with need=0.

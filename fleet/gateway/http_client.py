@@ -103,8 +103,8 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the part of the body that has arrived, waiting for some; no bytes if the body has ended. Raises
-        ReplicaFailed."""
+        """Return the part of the body that has arrived and was not read yet; if there is none, wait until some arrives.
+        No bytes if the body has ended. Raises ReplicaFailed."""
         while not self._unread:
             if self._failure is not None:
                 raise ReplicaFailed(self._failure, was_asked=True)
