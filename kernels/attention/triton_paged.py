@@ -241,8 +241,8 @@ class _Launch:
 
 
 def _warps(rows: int, v_padded: int) -> int:
-    """Return how many warps a program of `_attend` has, so that a thread's part of the sums stays within its
-    registers."""
+    """Return how many warps a program of `_attend` has, so that the sums that a thread keeps fit into its registers.
+    The program's sums are fp32 [rows, v_padded]."""
     return 8 if rows * v_padded >= 8192 else 4
 
 

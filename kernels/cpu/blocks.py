@@ -233,7 +233,9 @@ def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
 
 @emitted
 def _unpack(e: Emit, bits: int, has_lows: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
-    """Write a block's codes as bf16 numbers, by group, pair and output."""
+    """Write a block's codes to `out` as bf16 numbers [quads, 4 pairs of inputs, 32 outputs, 2]. quads: sets of eight
+    inputs in the block. bits: of a code. has_lows: whether groups have lows; without them 8 is subtracted from 4-bit
+    codes."""
     size, zero = _QUAD_BYTES[bits], 0 if has_lows or bits != 4 else 8
     with cgutils.for_range(e.b, quads) as quad:
         here, there = e.at(codes, e.mul(quad.index, size)), e.at(out, e.mul(quad.index, _QUAD_BYTES[16]))

@@ -153,7 +153,8 @@ def _by_tiles(
 ) -> None:
     """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] with AMX, for `tiles` * 16 rows, `columns` * 16
     outputs and `blocks` * 32 inputs. x: in the layout of `_packed`; x_at, w_at: bytes to the first; w_pair: bytes from
-    a pair of weights to the next; out: fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
+    a pair of weights to the next; out: fp32 rows of COLUMNS. ahead: 1 to prefetch weights, else 0. Tiles 0 to 3 are
+    sums, 4 and 5 rows, 6 and 7 weights."""
     for tile in range(tiles * columns):
         e.tile("tilezero", tile)
     with cgutils.for_range(e.b, blocks) as loop:

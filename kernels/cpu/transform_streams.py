@@ -158,8 +158,9 @@ def _lanes(value: int) -> Any:
 
 
 def _run_streams(e: Emit, streams: Sequence[_Reader | _Writer], group: Any, step: int) -> Any:
-    """Code the groups, up or down, as long as all streams can. Returns the group at which they stopped, which is left
-    unchanged, or the one after the last."""
+    """Code one group after the other, from `group` on, as long as all streams can. step: 1 for ascending groups, as in
+    decoding, -1 for descending ones, as in encoding. Returns the group before which the streams stopped; GROUPS or -1
+    if none is left."""
     b, at = e.b, e.variable(group)
     ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
     b.branch(ahead)
