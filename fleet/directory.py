@@ -88,9 +88,10 @@ class Directory:
         max_said_bytes: int = 1 << 30,
     ) -> None:
         """Set up; the first call connects. secret: the tenant secret, the same on every member. replica and boot: this
-        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of transcripts of
-        one tenant; what was used longest ago leaves the directory, which costs its next turn a load or a recompute.
-        Raises ValueError for an invalid address, ImportError without redis' client."""
+        replica's name and the id of this start. max_sessions and max_said_bytes: the most sessions, and bytes of
+        transcripts, that the directory keeps of one tenant. What was used longest ago is dropped, which costs a
+        session's next turn a load or a recompute. Raises ValueError for an invalid address, ImportError without redis'
+        client."""
         self.keys = Keys(secret)
         self.born = ""  # the `born` of the last answered beat
         self._replica, self._boot = replica, boot
@@ -186,8 +187,9 @@ class Directory:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
-        """Return the record of the session with the first of these chains that the directory knows; None if it knows
-        none. chains: digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
+        """Return the record of the session that one of these chains belongs to, the first chain that the directory
+        knows; None if it knows none. chains: digests of how the messages begin (`reprise.fleet.identify`), the longest
+        history first. Calls Redis twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
@@ -262,7 +264,8 @@ class Directory:
 
     async def commit(self, commit: Commit) -> Committed:
         """Record the end of a turn, or a newer head (the record by which another replica can take over the session).
-        The result says whether it was recorded, or that the directory was flushed."""
+        The result says whether it was recorded; it is not if another replica has claimed the session since, if the
+        session was deleted, or if the directory was flushed."""
         names = self._keys_of(commit.name, commit.fingerprint)
         chains = [self.keys.chain(commit.name.tenant, chain) for chain in commit.chains[:MAX_CHAINS]]
         head = self.keys.seal(commit.head, key=names.record) if 0 < len(commit.head) <= MAX_HEAD_BYTES else b""
@@ -293,8 +296,8 @@ class Directory:
         return {digest: row for digest, row in rows.items() if row}
 
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
-        """Give up the claim of a session, so that its next turn may go to any replica. Returns whether this replica had
-        the claim."""
+        """Give up the claim of a session, so that its next turn may go to any replica. epoch: that of the claim.
+        Returns whether this replica still had the claim."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
@@ -370,7 +373,8 @@ class Directory:
     async def take(self, tenant: str, kind: str, *, per_minute: int, amount: int, need: int) -> Taken:
         """Take from a tenant's bucket of requests (kind "r") or tokens ("k"), shared by the fleet. It fills evenly and
         holds a minute's allowance. need: how much the bucket must contain, else nothing is taken; 0: it may be
-        overdrawn, for a cost that is known only afterwards.
+        overdrawn, for a cost that is known only afterwards. Returns what is left, and the seconds to wait if nothing
+        was taken.
 
         A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
         counts them, takes the tokens with need=0.
@@ -423,7 +427,8 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the `with` block."""
+    """Turn errors that a reply of an unexpected form causes in the `with` block, such as KeyError, into
+    DirectoryUnavailable."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -28,8 +28,8 @@ class DirectoryFull(DirectoryUnavailable):
 
 
 class DirectoryRedis:
-    """The connection of a Directory. One per process, on its event loop. Replies are bounded while they are read
-    (`reprise.app.conversations.redis_reply`)."""
+    """The connection of a Directory to Redis. One per process, on its event loop. Replies are bounded while they are
+    read (`reprise.app.conversations.redis_reply`)."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
         """Set up; the first call connects. Raises ValueError for an invalid address, ImportError without redis'

@@ -167,8 +167,8 @@ def _mark(replica: str) -> str:
 
 
 def link_answer(chain: bytes, text: str, calls: Iterable[Call] = ()) -> bytes:
-    """Return the digest of the conversation with this answer, by which the next request will find its session. chain:
-    digest of the present request's messages. text: the answer without its reasoning."""
+    """Return the digest of the conversation extended by this answer, by which the next request will find its session.
+    chain: digest of the present request's messages. text: the answer without its reasoning."""
     return _link(chain, "assistant", text.strip(), [(name, _arguments(given)) for name, given in calls])
 
 
@@ -256,7 +256,8 @@ def _arguments(given: Any) -> str:
 
 
 def _merged(messages: Iterable[_Said]) -> Iterator[_Said]:
-    """Join adjacent messages of one assistant turn: a response's text and calls are items of their own."""
+    """Join what adjacent messages of the assistant say into one: in a response, text and calls are items of their
+    own."""
     last: _Said | None = None
     for said in messages:
         if last is not None and last.role == said.role == "assistant":

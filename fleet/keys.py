@@ -117,7 +117,7 @@ class Keys:
 
 
 def places(tenant: str) -> str:
-    """Return the key of a tenant's running answers. tenant: its digest."""
+    """Return the Redis key of the leases that a tenant's running answers have. tenant: its digest."""
     return f"{PREFIX}p:{tenant}"
 
 

@@ -126,5 +126,6 @@ class Members:
 
 
 def _load(beat: Heartbeat) -> Beat | None:
-    """Return the part of a beat that routing uses; None for a replica that has never been ready or is gone."""
+    """Return the part of a replica's beat that routing uses; None for a replica that has never been ready or is
+    gone."""
     return beat.load if beat.state in ("ready", "draining") else None

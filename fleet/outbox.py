@@ -40,8 +40,8 @@ class Outbox:
     it works in memory or not at all; nothing raises."""
 
     def __init__(self, *, path: Path | None, max_bytes: int) -> None:
-        """Open the file. path: None keeps the queue in memory. max_bytes: of the file; the oldest entries leave when it
-        is full."""
+        """Open the file. path: None keeps the queue in memory. max_bytes: of the file; when it is full the oldest
+        entries are dropped, and the directory is never told of their turns."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)

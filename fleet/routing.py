@@ -98,7 +98,8 @@ class Cost:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time that the turn takes: its computation, and a part of its load."""
+        """Seconds of the replica's time that the turn takes: its computation, and the share of its load during which
+        nothing else is computed."""
         return self.compute_s + _OCCUPIES * self.load_s
 
 
@@ -161,7 +162,8 @@ class FleetView:
         return stale
 
     def assign(self, name: str, seconds: float, now: float) -> None:
-        """Count work that was given to a replica, until a beat made later includes it."""
+        """Count `seconds` of work that was given to a replica. It counts until a beat that was made later includes
+        it."""
         member = self._members[name]
         member.add(seconds, now)
         if member.assigned and int(member.assigned[-1][0] / _SLICE_S) == int(now / _SLICE_S):
@@ -296,8 +298,9 @@ class Router:
         return Choice(rendezvous(session, names), "fallback")
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
-        """Choose the cheapest of some replicas drawn at random. The bytes that it must load from Redis are taken from
-        the budget of moves, even if the budget has fewer."""
+        """Choose the cheapest of some replicas drawn at random. route, why: reasons to be reported. The bytes that the
+        replica must load from Redis are taken from the budget of moves (half of Redis' rate), even if the budget has
+        fewer."""
         found = self.cheapest_drawn(question, now, excluded)
         if found is None:
             raise NoReplica
@@ -337,7 +340,7 @@ class Router:
         return best
 
     def _draw(self, now: float, excluded: Container[str], home: str | None) -> list[str]:
-        """Draw at random `looks` replicas that take turns, or as many as there are."""
+        """Draw at random as many replicas that take turns as `looks` says, or as many as there are."""
 
         def is_candidate(name: str) -> bool:
             return name != home and name not in excluded and self.view.is_open(name, now)

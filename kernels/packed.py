@@ -1,5 +1,5 @@
-"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number of code 0),
-for each group of inputs.
+"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number that code 0
+stands for), for each group of inputs.
 
 A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
 in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.

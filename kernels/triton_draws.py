@@ -101,7 +101,8 @@ def _survey(
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Survey rows, as `reprise.kernels.draws.survey` does; logits must be contiguous."""
+    """Return for each row what drawing its token needs, the same as `reprise.kernels.draws.survey`. logits must be
+    contiguous."""
     rows, vocab = logits.shape
     levels = len(FLOORS)
     found = Survey(

@@ -47,7 +47,7 @@ def _norm(
     padded: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """Normalise one row, or the sum of two rows, which is then stored too."""
+    """Normalise one row. With `adds` the row at `added_ptr` is added to it first, and the sum is stored too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     mask = column < columns

@@ -212,8 +212,8 @@ def _version(answer: httpx.Response) -> str | None:
 
 
 def _shown(words: list[str]) -> list[str]:
-    """Remove secrets from a command line: keys, which are taken from the environment again, and passwords in
-    addresses."""
+    """Remove secrets from a command line: passwords in addresses, and keys, which a repeated run reads from the
+    environment."""
     words = [re.sub(r"(://)[^/@\s]*@", r"\1", word) for word in words]
     shown: list[str] = []
     skip = False

@@ -28,7 +28,8 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
 class Problem(Protocol):
-    """Why a record cannot be used: the part of `reprise.cache.storage.errors.Problem` used here."""
+    """The reason why a record cannot be used. A protocol, so that this module need not import
+    `reprise.cache.storage.errors.Problem`."""
 
     @property
     def reason(self) -> str: ...
@@ -105,8 +106,8 @@ class Directory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The records (files) of one fingerprint, that is, of one model, its precision and this format. The disk tier is
-    open while its store is in use."""
+    """The records (files) of one fingerprint, which names the model, its precision and the version of the file format.
+    The disk tier is open while its store is in use."""
 
     fingerprint: str  # hex
     tier: CheckedExtents
@@ -246,7 +247,8 @@ def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
 
 
 def _directory(context: typer.Context) -> Directory:
-    """Return the directory functions, passed in by `reprise.app.cli.program`, which alone imports the tiers."""
+    """Return the functions for the disk tier's directory. `reprise.app.cli.program` passes them in, the only module of
+    the program that may import the cache's storage."""
     directory: Directory = context.obj
     return directory
 

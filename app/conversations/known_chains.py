@@ -44,8 +44,8 @@ class RecentChains:
         return known.chain
 
     def add(self, messages: list[Message], chain: list[bytes], checked: int) -> None:
-        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: number of leading
-        messages that equal those of a chain returned by `take`."""
+        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: how many of the
+        leading messages `take` has found here, and need not be checked again."""
         if not all(isinstance(value, str) for message in messages[checked:] for value in message.values()):
             return
         key = _key(chain[0], messages, len(messages))

@@ -368,7 +368,8 @@ class RedisStore:
 
 
 def _named(row: object, key: str, size: int = 4) -> list[Any]:
-    """Return the fields of a record, after checking that the first names this record. Raises BadRecord."""
+    """Return the `size` fields of a record that Redis has returned. The first one must be the record's own `key`.
+    Raises BadRecord."""
     if not isinstance(row, list) or len(row) != size:
         raise BadRecord("a part of it is missing")
     if row[0] != key.encode():

@@ -146,7 +146,8 @@ class Transcripts:
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
-        all tenants if None. Sessions that continue it have copies. Returns the number of sessions."""
+        all tenants if None. Sessions that continued from it keep their own copies. Returns the number of deleted
+        sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
 

@@ -111,7 +111,8 @@ class Live(TurnObserver):
 
 @dataclass(slots=True)
 class _LatestSessions:
-    """The sessions that a tenant used last, as they were when `_activity` returned `activity`."""
+    """The sessions that a tenant used last. They need not be asked for again while `_activity(stats)` equals
+    `activity`."""
 
     sessions: list[SessionInfo] = field(default_factory=list)
     asked_s: float = -math.inf  # monotonic

@@ -103,7 +103,8 @@ class Message(Part):
 
 
 class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message with only a role and a text; may be used in place of a `Message`."""
+    """A message with only a role and a text. It stands for a `Message` in a request, because it is parsed much
+    faster."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -134,7 +135,8 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
 class Prediction(Part):
-    """The text that most of the answer is expected to repeat. It makes an answer faster, and changes none."""
+    """The text that most of the answer is expected to repeat. The engine tries its tokens as drafts, which makes the
+    answer faster without changing it."""
 
     type: Literal["content"]
     content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]

@@ -26,7 +26,7 @@ def unsupported(param: str, what: str) -> PydanticCustomError:
 
 
 class TextPart(BaseModel):
-    """A part of a content. Only for the API description: `joined_text` parses it."""
+    """A text in a message whose content is a list of parts. Only for the API description: `joined_text` parses it."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str

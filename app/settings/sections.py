@@ -320,7 +320,7 @@ class SelectorSettings(Section):
 
 
 class WeightSettings(Section):
-    """The place of the model's weights: for models that do not fit into HBM."""
+    """The memory in which the model's weights lie: HBM, or DRAM for models that do not fit into HBM."""
 
     offload: Literal["none", "dram"] = Field(
         "none",

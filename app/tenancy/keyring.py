@@ -25,7 +25,8 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The stored form of a key: enough to recognise it."""
+    """The stored form of a key: its digest, by which the server recognises the key without knowing it, and its
+    rights."""
 
     digest: bytes
     is_admin: bool = False

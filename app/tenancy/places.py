@@ -105,8 +105,8 @@ class Places:
         return bounded(max(1, self.taken - self._running) * self._gap_s)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """Return OpenAI's rate-limit headers: the requests left in the minute if they are limited, else the places
-        left, of which a request with n choices takes n."""
+        """Return OpenAI's rate-limit headers. "requests" are those left in the minute if the key limits them, else the
+        places left; a place is room for one choice, so a request with n choices takes n."""
         if (bucket := self._requests_of(tenant)) is not None:
             said = self._left("requests", bucket)
         else:

@@ -1,4 +1,5 @@
-"""Writes tools into a prompt and reads calls in an answer: in the form of the model's template, or else in our own."""
+"""Writes tools into a prompt and reads calls in an answer. Calls have the syntax of the model's template, or else one
+of our own."""
 
 import json
 from collections.abc import Sequence

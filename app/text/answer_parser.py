@@ -163,7 +163,8 @@ class AnswerParser:
         return True
 
     def _in_call(self, parts: AnswerParts, final: bool) -> bool:
-        """Read the text between a call's tag and its arguments."""
+        """Read the beginning of a call, up to its arguments: the function's name. Returns whether another step may take
+        more of the held text."""
         pattern = _BARE_HEAD if self._style == "bare" else _HEAD
         head = pattern.match(self._held)
         name = _name(head[1]) if head is not None else None
@@ -235,7 +236,8 @@ class AnswerParser:
         return len(self._held)
 
     def _in_closing(self, parts: AnswerParts, final: bool) -> bool:
-        """Read the text after the arguments."""
+        """Read the text after a call's arguments, up to the end of the call. Returns whether another step may take more
+        of the held text."""
         if self._style == "bare":
             rest = self._held.lstrip()
             if not rest:
@@ -250,7 +252,7 @@ class AnswerParser:
 
 
 def _possible(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
+    """Return how many characters at the end of `text` may be the beginning of `tag`, and must be held back."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
 
 

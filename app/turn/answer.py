@@ -77,7 +77,8 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens of thought, with the tags around it, once the answer is complete."""
+        """Number of tokens of the answer's reasoning, including the tags around it. Right only once the answer is
+        complete."""
         if not self._parser.thought_chars:
             return 0
         return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
@@ -161,7 +162,8 @@ class Answer:
         self._parser.flush()
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
-        """Record the log-probabilities of the prompt's tokens after the first."""
+        """Record the log-probabilities of the prompt's tokens. token_ids: all of the prompt. values: one for each token
+        after the first, which has none."""
         self.prompt_logprobs = [
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]

@@ -159,12 +159,14 @@ class Generation(AsyncIterator[Delta]):
             self.closed.set()
 
     async def hand_over(self) -> None:
-        """Stop generating. The next delta is an error, after which another server continues the answer."""
+        """Stop generating, so that another server of the fleet continues the answer. The next delta is an error that
+        tells the gateway to do so."""
         self.is_handed_over = True
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
-        """Return whether one of the answers so far begins with this content."""
+        """Return whether the text of one of the choices so far begins with `content`: then this may be the answer that
+        a client has interrupted and sent back."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:

@@ -149,7 +149,8 @@ class TurnHooks(Protocol):
 
     @property
     def can_move(self) -> bool:
-        """Whether another server continues the turn if this one gives it up."""
+        """Whether another server of the fleet would continue this turn if this server gave it up, as while it
+        drains."""
         ...
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:

@@ -244,8 +244,9 @@ def _nothing(choice: Answer) -> None:
 
 
 def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
-    """Return the client's name for its conversation; None if it gave none. Names count within a tenant, so this never
-    names another tenant's session. Raises ApiError."""
+    """Return the client's name for its conversation; None if it gave none. `session_id` of the body wins over the
+    header X-Session-ID, and that over `prompt_cache_key`. Names count within a tenant, so this never names another
+    tenant's session. Raises ApiError."""
     if request.session_id is not None:
         return request.session_id
     if header is not None:

@@ -112,8 +112,8 @@ class TurnService:
             await generation.aclose()
 
     async def _begin(self, request: GenerationRequest, caller: Caller, prepare: Prepare) -> Generation:
-        """Admit, prepare and submit a request. The generation frees its places at its end; after an error this method
-        does."""
+        """Admit, prepare and submit a request. prepare: called with the model and a session id, makes the prompt. The
+        generation frees the request's places at its end; after an error this method frees them."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         self._check(request, model, caller.tenant)

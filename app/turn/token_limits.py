@@ -9,8 +9,8 @@ from reprise.engine.messages import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """Limits in tokens. truncates: whether a full window drops the earliest history; else it refuses the prompt and
-    ends the answer."""
+    """The limits of prompts and answers, in tokens. truncates: whether a full window drops the earliest history; else
+    it refuses the prompt and ends the answer."""
 
     window: int  # the model's window
     truncates: bool

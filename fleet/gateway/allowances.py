@@ -56,8 +56,8 @@ class Allowances:
     def __init__(
         self, *, directory: Directory, places: Places, limits: Callable[[str], KeyLimits], metrics: Metrics
     ) -> None:
-        """Set up. places: counts the running answers of this gateway, and, while the directory does not answer, its
-        requests."""
+        """Set up. places: counts the running answers of this gateway. While the directory does not answer, it also
+        counts the requests that reach this gateway."""
         self._directory = directory
         self._places = places
         self._limits = limits

@@ -130,7 +130,8 @@ class Finder:
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:
-        """Return the live replica that is home of a session without a salt; None if it is not known."""
+        """Return the replica that is home of a session without a salt, that is, has claimed it last. None if it is not
+        known or takes no turns."""
         try:
             for fingerprint in self._fingerprints(""):
                 record = await self._directory.look(SessionName(tenant, session_id), fingerprint=fingerprint)
@@ -191,11 +192,13 @@ class Finder:
 
 
 def _pin(turn: Turn) -> str:
-    """Return a name for a turn's conversation that is the same for all its turns, on every gateway."""
+    """Return a name for a turn's conversation that is the same for all its turns, on every gateway. While the directory
+    does not answer, it decides the replica."""
     given = turn.session_id
     return _name_of(turn.tenant, turn.salt, turn.conversation.opening if given is None else given)
 
 
 def _name_of(tenant: str, salt: str, conversation: str | bytes) -> str:
-    """Return a name of constant length, because clients may name their conversations with megabytes."""
+    """Return a digest of tenant, salt and conversation. It has a constant length; clients may name their conversations
+    with megabytes."""
     return digest("pin", tenant, salt, conversation).hex()

@@ -39,9 +39,10 @@ class Passing:
     async def run(
         self, request: Request, body: bytes, send: Send, *, silence_s: float, is_counted: bool = False
     ) -> None:
-        """Relay a request, and its answer as it arrives. A request about a session goes to that session's home, one
-        about a response to where it runs. is_counted: whether the directory has counted the request. Raises ApiError
-        before the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
+        """Relay a request, and its answer as it arrives. A request about a session goes to that session's home (the
+        replica that has claimed it), one about a response to where it runs. is_counted: whether the directory has
+        counted the request against its key's limits. Raises ApiError before the client's first byte, ClientGone, or
+        ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         foreign = self._finder.cannot_serve(model) if (model := await _model_of(request, body)) else frozenset()
@@ -163,7 +164,8 @@ def headers_of(request: Request, body: bytes) -> Headers:
 
 
 def counted(fleet_key: bytes, *, path: str, request_id: str) -> Headers:
-    """Return the headers that tell a replica that a request has been counted against its key's limits."""
+    """Return the headers that tell a replica that a request has been counted against its key's limits. fleet_key: the
+    fleet's secret, which proves that a gateway sent them."""
     token = relay_token(fleet_key, path=path, request_id=request_id)
     return [(RELAY_HEADER.encode(), token.encode()), (COUNTED_HEADER.encode(), b"1")]
 

@@ -34,7 +34,8 @@ class Replicas:
         return replica
 
     def lost(self, name: str) -> None:
-        """Exclude a replica, which was found dead, until its next beat (its report to the directory)."""
+        """Exclude a replica until its next beat (its report to the directory), because a connection to it has
+        failed."""
         self._members.lost(name)
 
     def under_way(self, name: str) -> int:

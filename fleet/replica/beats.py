@@ -73,12 +73,12 @@ class Beats:
             await self._pause()
 
     async def beat(self) -> None:
-        """Report that this server lives, carry out deletions, and send the commits that wait. Raises
+        """Report that this server lives, carry out deletions, and send the commits (results of turns) that wait. Raises
         DirectoryUnavailable."""
         await self._follow(await self._say_alive())
 
     def stop(self) -> None:
-        """Cancel the work that the last answer has asked for."""
+        """Cancel the work that the directory's answer to the last beat has asked for."""
         for task in (self._deleting, self._following):
             if task is not None:
                 task.cancel()

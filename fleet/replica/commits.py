@@ -78,8 +78,8 @@ class Commits:
                         await self._send(name, held, ends_turn=False)
 
     def forget_directory(self) -> list[tuple[SessionName, HeldSession]]:
-        """Forget the claims and commits that the directory had, because it has lost its data. Returns the sessions of
-        which this replica was the home."""
+        """Forget which claims and commits the directory had, because it has lost its data. Returns the sessions of
+        which this replica was the home, which must be sent to it again."""
         owned = []
         for name, held in self._held.items():
             owned += [(name, held)] if held.epoch else []

@@ -51,8 +51,8 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies as soon as no request of the session runs, unless it was begun again after the deletion
-        that has this epoch."""
+        """Delete the copies as soon as no request of the session runs. Does nothing if the session was begun again
+        after the deletion with this epoch (a number that grows with every claim and deletion)."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)

@@ -37,8 +37,8 @@ class Copies(Protocol):
 
 
 class Deletions:
-    """A part that carries out deletions here, and stores on disk the epoch (the number of a deletion) up to which that
-    was done. One per replica, on its event loop."""
+    """A part that carries out the fleet's deletions here. It stores on disk the epoch (a number that grows with every
+    deletion) up to which they were carried out. One per replica, on its event loop."""
 
     def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
         self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out

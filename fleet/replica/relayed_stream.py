@@ -13,9 +13,9 @@ _OF_THIS_SERVER = ("draining", "engine_lost", "internal_error")  # errors that a
 
 
 class RelayedFrames:
-    """The frames in which one stream goes to a gateway: its events for the client, each with a note from which another
-    replica can continue the answer. A stream that resumes an answer has no opening, because the client has received
-    it."""
+    """The frames of one stream to a gateway. Each has events that the endpoint's own frames made for the client, and a
+    note from which another replica can continue the answer. A stream that resumes an answer has no opening, because the
+    client has received it."""
 
     def __init__(self, events: Frames, turns: Sequence[RunningTurn], *, is_resumed: bool) -> None:
         self._events = events

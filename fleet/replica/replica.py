@@ -50,10 +50,10 @@ LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 class Replica:
     """The parts of a replica together, as the app uses them. One per app, on its event loop. None of the methods that a
-    turn calls raises because of the fleet.
+    turn calls raises because of the fleet. Two of its parts:
 
-    beats        reports that this server lives, and does what the answers ask for
-    deletions    deletes here what has been deleted in the fleet
+        beats        reports that this server lives, and does what the directory's answers ask for
+        deletions    deletes here what has been deleted in the fleet
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Replica:
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
-        """Note that a turn has ended without a token."""
+        """Note that a turn has ended without a token. Nothing is committed, and the session stays claimed."""
         held = self.held.of(name)
         held.running = max(0, held.running - 1)
 

@@ -130,15 +130,16 @@ class ResumedTurn:
     deltas: Sequence[DeltaNote]  # every choice has one
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ApiError 409 for an answer that this server's model cannot continue."""
+        """Raise ApiError 409 if this server's model has another fingerprint or another `model.exact` than the one that
+        began the answer."""
         if self.fingerprint != model.fingerprint:
             raise cannot_resume("This answer was begun by another model.")
         if self.exact != model.exact:
             raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
 
     def submit(self, begun: Submit) -> Submit:
-        """Return the message with which the engine continues what another server has generated. begun: the message with
-        which it would begin the turn."""
+        """Return the message with which the engine continues what another server has generated: `begun`, with which it
+        would begin the turn, and the tokens of the other server."""
         if self.note.prompt != digest_of(begun.token_ids):
             # The text is the same, so the answer goes on validly, though not as it would have where it began.
             log.warning(
@@ -157,7 +158,8 @@ class ResumedTurn:
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return the tokens that the other server generated for each choice; None for one that has ended."""
+        """Return the tokens that the other server generated for each choice. None for a choice that has ended, which is
+        not continued."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)

@@ -46,8 +46,8 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Return whether a sequence with so many query rows and context rows is worth gathering its pages and the extra
-        calls."""
+        """Return whether a sequence with so many query rows and context rows is so long that gathering its pages
+        pays."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(
@@ -78,7 +78,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
 
 
 def prompt_attention() -> PromptAttention | None:
-    """Return a PromptAttention for this CUDA device, if its results equal those of the formula; otherwise None."""
+    """Return a PromptAttention for this CUDA device. None if there is no such device, or if a trial gives other results
+    than attention computed by its definition."""
     if not torch.cuda.is_available():
         return None
     generator = torch.Generator().manual_seed(0)

@@ -28,8 +28,8 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The context rows that some sequences with one query row attend to. All other sequences attend to all of theirs.
-    Used only for layers without window, softcap and sinks."""
+    """The context rows, for each kv head, that some sequences with one query row attend to. All other sequences attend
+    to all of their rows. Used only for layers without window, softcap and sinks."""
 
     sequences: tuple[int, ...]
     rows: Tensor  # [sequences, kv_heads, most] int32, ascending

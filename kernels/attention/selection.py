@@ -57,7 +57,7 @@ class LayerMoments:
 
 @dataclass(frozen=True, slots=True)
 class Selecting:
-    """A selector of context rows, and the rule for which contexts it is used."""
+    """A selector of context rows, and the length of the contexts from which on they are read in part."""
 
     selector: "KvSelector"
     min_context: int
@@ -118,7 +118,8 @@ class StepSelection:
 
 
 def most_rows(context: int, share: float) -> int:
-    """Return the most rows of a context that may be read."""
+    """Return the most rows of a context that may be read: `share` of them, but at least one more than both ends, which
+    are always read."""
     return min(context, max(2 * ALWAYS + 1, int(share * context)))
 
 

@@ -97,13 +97,13 @@ class TorchAttention:
 
 
 class ExactAttention(TorchAttention):
-    """A backend that computes each row from its own context alone, bit for bit. Every row, even a single one, goes
-    through the kernel for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this
-    backend works like `TorchAttention` and promises nothing."""
+    """A backend whose result for a row has the same bits whatever else is in the batch, and however its prompt is cut.
+    Every row, even a single one, goes through the kernel for many rows, whose blocks of keys begin at fixed positions.
+    Where that kernel cannot run, this backend works like `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """Set up. kind: a name for how the model's matrix products round on this processor. KV that was rounded in
-        different ways must not be mixed."""
+        """Set up. kind: a name for how the model's matrix products round on this processor. It becomes a part of the
+        backend's name, because KV that was rounded in different ways must not be mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
         self._flash = flash_kernels(exact=True)
@@ -307,8 +307,8 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
 
 
 def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_lse: Tensor, out: Tensor) -> None:
-    """Merge two partial attentions own, old [kv_heads, groups, rows, dim], each with a log-sum-exp per row, into out
-    [rows, kv_heads, groups, dim]."""
+    """Merge the attention of rows to the keys of their own chunk (own) and to earlier keys (old). Both are [kv_heads,
+    groups, rows, dim], each with a log-sum-exp per row; out [rows, kv_heads, groups, dim]."""
     parts = []
     for x in (own, own_lse, old, old_lse):
         parts += [as_stream(x), x.stride()[:3]]

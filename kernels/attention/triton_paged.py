@@ -241,8 +241,8 @@ class _Launch:
 
 
 def _warps(rows: int, v_padded: int) -> int:
-    """Return how many warps a program of `_attend` has, so that a thread's part of the sums stays within its
-    registers."""
+    """Return how many warps a program of `_attend` has, so that the sums that a thread keeps fit into its registers.
+    The program's sums are fp32 [rows, v_padded]."""
     return 8 if rows * v_padded >= 8192 else 4
 
 
@@ -370,7 +370,8 @@ def _plan(
     meta: AttentionMeta, group: int, window: int | None, device: torch.device, without: Sequence[int]
 ) -> list[_Launch]:
     """Make the work list of one step: one grid of small blocks for decoding sequences, another for prefilling ones.
-    without: sequences that another kernel computes."""
+    group: query heads per kv head. window: keys that a query sees; None: all. without: sequences that another kernel
+    computes."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = _decode_rows(group)
@@ -411,7 +412,8 @@ def _work(
     rows: int,
     split: int | None,
 ) -> _Work:
-    """Cut the queries of these sequences into blocks of at most `rows`, and their keys into ranges of `split`."""
+    """Cut the queries of some sequences into blocks of at most `rows`, and their keys into ranges of `split`; None: do
+    not cut the keys. sequences: indices into query_lens and context_lens."""
     step = rows // group
     blocks = -(-query_lens[sequences] // step)
     sequence = np.repeat(sequences, blocks)
@@ -448,7 +450,8 @@ class DecodePlan:
         self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
 
     def launch(self, device: torch.device) -> list[_Launch]:
-        """Return the empty tables that the kernels read; `fill` copies the host's tables to them."""
+        """Return tables on the device, still empty, from which the kernels read their work. `fill` copies the host's
+        tables to them."""
         items, merges = (torch.zeros_like(table, device=device) for table in (self._items, self._merges))
         items[:, 6] = -1  # a part would be written
         kind = self._group, self._window

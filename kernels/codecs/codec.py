@@ -21,8 +21,8 @@ class Decodes(Protocol):
 
 
 class Projection(Decodes, Protocol):
-    """A decoder that makes K and V from activations, which are the input of a layer's attention. A segment is 32 of
-    them, in the model's dtype."""
+    """A decoder that makes K and V from activations, which are the input of a layer's attention. A segment holds the
+    activations of 32 tokens, in the model's dtype."""
 
     widths: tuple[int, ...]
     """The elements of a token's activation, by layer."""

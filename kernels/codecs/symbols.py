@@ -33,7 +33,8 @@ _TOTAL = 1 << PROBABILITY_BITS
 
 
 def symbol_tables() -> Tables:
-    """Return the tables of the entropy coder, the same on every machine that rounds sums of doubles the same."""
+    """Return the tables of the entropy coder. They are equal on all machines that round sums of doubles alike, so
+    blocks can be decoded where they were not encoded."""
     classes = range(LEAST_CLASS, LARGEST_CLASS + 1)
     frequencies = np.stack([_frequencies(2 ** (c / 4)) for c in classes])
     starts = np.concatenate([np.zeros((len(classes), 1), np.int64), frequencies.cumsum(1)[:, :-1]], 1)
@@ -80,7 +81,8 @@ def _shares(deviation: float) -> Fp64:
 
 
 def _frequencies(deviation: float) -> Int64:
-    """Return the frequency of each symbol among 2^PROBABILITY_BITS. deviation: in units of the step."""
+    """Return the symbols' probabilities as whole numbers that add up to 2^PROBABILITY_BITS; 0 for symbols that are
+    escaped. deviation: the numbers' standard deviation, in rounding steps."""
     share = _shares(deviation)
     # Symbols rarer than one in 2^PROBABILITY_BITS are escaped, except 0 and its neighbours.
     kept = share * _TOTAL >= 0.5
@@ -91,7 +93,8 @@ def _frequencies(deviation: float) -> Int64:
 
 
 def _values(deviation: float) -> Fp64:
-    """Return the mean of the numbers that round to each symbol, in units of the step."""
+    """Return for each symbol the number that decoding gives for it: the mean of those that are rounded to it, in
+    rounding steps. deviation: the numbers' standard deviation, in rounding steps."""
     means = np.zeros(SYMBOLS)
     inside = (np.arange(64) + 0.5) / 64 - 0.5
     for symbol in range(1, REACH + 1):

@@ -62,7 +62,8 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """The part of a layer's calibration that does not depend on the steps in which numbers are rounded."""
+    """The part of a layer's calibration that does not depend on the rounding steps: means, the matrices between keys
+    and their components, and standard deviations."""
 
     k_mean: Fp64
     v_mean: Fp64
@@ -181,7 +182,7 @@ class TransformCodec:
         return raw.view(self._bits).numpy()
 
     def _room(self, layer: int) -> Scratch:
-        """Return the calling thread's scratch memory for a layer."""
+        """Return the scratch memory with which the calling thread codes blocks of a layer."""
         return Scratch(*(array[0] for array in self._rooms(layer, 1)))
 
     def _rooms(self, layer: int, count: int) -> Scratch:

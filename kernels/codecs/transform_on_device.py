@@ -54,7 +54,7 @@ class TransformOnDevice:
         raw[:, split:].view(values.shape).copy_(values)
 
     def _power(self, quarters: Tensor) -> Tensor:
-        """Return 2^(quarters / 4), in fp64, a number of quarter octaves as a factor."""
+        """Return 2^(quarters / 4), in fp64."""
         return self._powers[(quarters + len(POWERS) // 2).long()]
 
 

@@ -46,7 +46,8 @@ class Pool(NamedTuple):
 
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
-    """Split the attention of single query rows into tasks, each with a part of a row's context."""
+    """Split the attention of single query rows into tasks, each with a part of a row's context. contexts: length of
+    each row's context. window: only so many of the last rows of a context are read; None: all."""
     return AttentionTasks(*_plan(np.array(contexts, np.int64), _NO_WINDOW if window is None else window))
 
 
@@ -336,8 +337,10 @@ def attend_part(
     mixed: int,
     stats: int,
 ) -> None:
-    """Attend from one row's query heads of one kv head to a part of its context. q: address of fp32 [group, k_dim],
-    multiplied by scale * log2(e); table [pages]; mixed, stats: addresses of fp32 [group, v_dim] and [group, 2]."""
+    """Attend from one row's query heads of one kv head to `count` rows of its context, from row `first` on. q: address
+    of fp32 [group, k_dim], multiplied by scale * log2(e). table [pages]: the context's. mixed: address of fp32 [group,
+    v_dim]. stats: address of fp32 [group, 2], the greatest score and the sum of weights. group, k_lanes, v_lanes:
+    tuples whose lengths are the query heads and the vectors of 16 numbers."""
     padded = (count + LANES - 1) // LANES * LANES
     scores = np.empty((len(group), padded), np.float32)
     # Each run: page, row in it, number of rows; adjacent pages form one run. After the last run: where the next part
@@ -396,7 +399,7 @@ def _clear(e: Emit, where: ir.Value, vectors: ir.Value) -> None:
 @compiled()
 def merge_parts(mixed: Fp32, stats: Fp32, begin: int, end: int, head: int, out: Fp32) -> None:
     """Merge one head's attention to the parts `begin` to `end` - 1 of a context. mixed fp32 [parts, heads, dim]; stats
-    [parts, heads, 2]; out [dim]."""
+    [parts, heads, 2], the greatest score (to the base of 2) and the sum of weights; out [dim]."""
     top = np.float32(-np.inf)
     for part in range(begin, end):
         if stats[part, head, 0] > top:

@@ -210,8 +210,8 @@ def _by_sums(
 
 
 def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
-    """Load the 4-bit codes of four pairs of inputs for 16 outputs. Returns 8 vectors of numbers in fp32, one for each
-    input."""
+    """Load the 4-bit codes of four pairs of inputs for 16 outputs. is_centred: subtract 8, as for weights without lows.
+    Returns 8 vectors of numbers in fp32, one for each input."""
     words = e.load(pointer, VEC_I32)
     found = []
     for pair in range(4):
@@ -224,8 +224,8 @@ def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
-    """Load the 8-bit codes of a pair of inputs for 16 outputs. Returns two vectors of numbers in fp32, one for each
-    input."""
+    """Load the 8-bit codes of a pair of inputs for 16 outputs. lane: which half of the block's 32 outputs, 0 or 1.
+    Returns two vectors of numbers in fp32, one for each input."""
     words = e.b.sext(e.load(e.at(pointer, lane * 32), VEC_I16), VEC_I32)
     low = e.b.ashr(e.b.shl(words, e.words(24)), e.words(24))
     return [e.b.sitofp(low, VEC), e.b.sitofp(e.b.ashr(words, e.words(8)), VEC)]
@@ -233,7 +233,9 @@ def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
 
 @emitted
 def _unpack(e: Emit, bits: int, has_lows: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
-    """Write a block's codes as bf16 numbers, by group, pair and output."""
+    """Write a block's codes to `out` as bf16 numbers [quads, 4 pairs of inputs, 32 outputs, 2]. quads: sets of eight
+    inputs in the block. bits: of a code. has_lows: whether groups have lows; without them 8 is subtracted from 4-bit
+    codes."""
     size, zero = _QUAD_BYTES[bits], 0 if has_lows or bits != 4 else 8
     with cgutils.for_range(e.b, quads) as quad:
         here, there = e.at(codes, e.mul(quad.index, size)), e.at(out, e.mul(quad.index, _QUAD_BYTES[16]))
@@ -401,7 +403,7 @@ def _many(
     out_row: int,
     scratch: int,
 ) -> None:
-    """Compute the same as `_few` with dot products, but unpack the block once."""
+    """Do the same as `_few`, with dot products, for many rows: the block is unpacked only once, into `scratch`."""
     _unpack(bits, has_lows, codes, groups * len(quads), scratch)
     row = 0
     while row < rows:
@@ -494,8 +496,9 @@ among those of other products of the same inputs, and of packed weights the bits
 
 
 class Place(NamedTuple):
-    """The addresses and strides, in bytes, of the operands and the result of one block of a product: rows of inputs, in
-    bf16 if dot products are used, otherwise in fp32; fp32 sums of groups of inputs; fp32 outputs."""
+    """The operands and the result of one block of a product, as addresses and bytes from row to row. x: rows of inputs,
+    in bf16 if dot products are used, otherwise in fp32. sums: of each group of a row's inputs, fp32, for weights with
+    lows. out: fp32."""
 
     rows: int
     x: int
@@ -586,8 +589,8 @@ def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
 
 @functools.cache
 def words_kernel(columns: int, dots: bool) -> CFunc:
-    """Return a kernel that multiplies by one block of a weight in bf16, with blocks of `columns` vectors. Its `address`
-    is valid as long as it lives."""
+    """Return a kernel that multiplies by one block of a weight in bf16. A block has `columns` vectors of 16 outputs.
+    The result must be kept as long as its `address` is used."""
     dots_, columns_, size = (0,) * dots, (0,) * columns, columns * LANES
 
     def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]

@@ -154,8 +154,8 @@ def _multiply(x: Inputs, products: Int64, dots: Constant, residual: Bf16, out: B
 @compiled()
 def linear(x: Bf16, products: Int64, dots: Constant, residual: Bf16, out: Bf16) -> None:
     """Compute linear layers of the same rows: x bf16 [rows, inputs] -> out bf16 [rows, outputs of all layers]. products
-    int64 [layers, PRODUCT_FIELDS]; residual bf16, shaped like out, is added before rounding, or has no rows; dots as in
-    `reprise.kernels.cpu.layers.run`."""
+    int64 [layers, PRODUCT_FIELDS]: a description of each layer's weight. residual bf16, shaped like out, is added
+    before rounding; with no rows nothing is added. dots: of length 1 to use dot products of bf16 pairs, else 0."""
     _multiply(_inputs(x, products[0, INPUTS], dots), products, dots, residual, out)
 
 

@@ -47,7 +47,8 @@ _EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
 
 
 class _Emit:
-    """Emits vector code into a function that numba compiles. Offsets count 32-bit words, or bf16 numbers in a pool."""
+    """Emits vector code into a function that numba compiles. Offsets count elements of the pointer's type: 32-bit
+    words, or bf16 numbers in a pool."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -172,7 +173,8 @@ def _pack_queries(
 def _unpack(
     e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on (`packed_heads` has the format)."""
+    """Unpack rows of int8, in the format of `packed_heads`, to bf16 [rows, 32 * chunks] from w[to] on. at, step: the
+    first row in the pool and the distance of rows, in elements of two bytes."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
         bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
@@ -250,7 +252,8 @@ def _hide(
     window: ir.Value,
     lanes: int,
 ) -> None:
-    """Set scores to -inf where key `first` + t is not visible from a lane's position."""
+    """Set the scores of `keys` keys to -inf in the lanes that do not see them. first: index of the first key. A lane
+    sees keys up to its own position, at most `window` of them."""
     here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
     past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
     with cgutils.for_range(e.b, keys) as loop:
@@ -314,7 +317,8 @@ def _mix(
     to: ir.Value,
     lanes: int,
 ) -> None:
-    """Compute w[to + d, lane] = its old value * correction + the sum over keys of weight * value."""
+    """Add values to the running results: w[to + d, lane] = its old value * correction + the sum over keys of weight *
+    value. The correction, in w[stats], is the factor by which a new maximum of the scores rescales earlier sums."""
     step, width = 16 if lanes == 1 else 8, lanes * LANES
     corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
     with cgutils.for_range(e.b, e.b.sdiv(dims, _I64(step))) as loop:
@@ -531,9 +535,9 @@ def _attend(
 
 
 def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
-    """Return the tasks (blocks of query rows with a kv head) of one step's attention [tasks, 6]: sequence, its first
-    query row in the batch, that row's position, first and end of the task's query rows (row * group + head in the
-    group), kv head. Sequences of fewer rows than `least` get no tasks."""
+    """Return the tasks of one step's attention, int64 [tasks, 6]: sequence; index in the batch of its first token; that
+    token's position; first and end of the task's query rows, counted in the sequence as token * group + head in the
+    group; kv head. Sequences of fewer tokens than `least` get no tasks."""
     tasks = []
     query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
     # Long sequences first and the shortest last, so that threads end together; a head's tasks together, so that its

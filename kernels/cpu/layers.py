@@ -139,7 +139,7 @@ def _wait_for(counters: Int64, phase: int) -> None:
 
 @emitted
 def gate_in_place(e: Emit, gate: ir.Value, up: ir.Value, vectors: ir.Value) -> None:
-    """Compute silu(gate) * up in place of gate, both fp32."""
+    """Compute silu(gate) * up in place of gate, both fp32. vectors: how many vectors of 16 numbers."""
     with cgutils.for_range(e.b, vectors) as loop:
         here = e.at(gate, e.mul(loop.index, LANES * 4))
         e.store(e.b.fmul(e.swish(e.load(here)), e.load(e.at(up, e.mul(loop.index, LANES * 4)))), here)
@@ -163,8 +163,8 @@ def _sum(x: Fp32) -> np.float32:
 
 
 class Inputs(NamedTuple):
-    """The operands of matrix products: rows in fp32 (`wide`) and in bf16 (`narrow`), of which the products multiply
-    one, and the sum of each group of inputs."""
+    """The operands of matrix products: rows in fp32 (`wide`), rows in bf16 (`narrow`), and the sum of each group of
+    inputs. Products read `narrow` if the processor has dot products of bf16 pairs, else `wide`."""
 
     wide: Fp32
     narrow: Bf16
@@ -259,8 +259,8 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
 
 @compiled()
 def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
-    """Return the addresses of all rows of inputs and of the outputs. out fp32 [rows, outputs of a block], or a part of
-    its columns."""
+    """Return the addresses that a kernel for one block needs: of all rows of inputs, and of its outputs. out fp32
+    [rows, columns]: the array of all outputs, from the block's first column on."""
     sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
     if len(dots):
         return Place(len(out), x.narrow.ctypes.data, x.narrow.strides[0], sums, sums_row, out_at, out_row)
@@ -314,7 +314,8 @@ def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
 
 @compiled()
 def _settle_head(y: Fp32, norm: int, eps: float, out: Bf16) -> None:
-    """Settle one head of a row: normalise its numbers if the layer has a norm, and round them."""
+    """Normalise the numbers y of one head if the layer has a norm for it, and round them to bf16. norm: address of the
+    norm's weights, 0 if there is none."""
     scale = np.float32(1.0)
     if norm:
         scale = _inverse_rms(y, eps)
@@ -438,8 +439,8 @@ def _begins(part: int) -> int:
 
 @compiled()
 def _ends(part: int) -> int:
-    """Return the phase after the last one of a part of a layer. Heads are settled (normalised and rounded) at the end
-    of PROJECT."""
+    """Return the phase after the last one of a part of a layer (PROJECT, TURN, ATTEND or COMPLETE). Heads are
+    normalised and rounded in the last phase of PROJECT, in which TURN rotates them."""
     if part in (PROJECT, TURN):
         return _HEADS + 1
     return _MERGE + 1 if part == ATTEND else _PHASES
@@ -489,7 +490,8 @@ def _normalise(x: Inputs, row: int, hidden: Fp32, weight: int, eps: float, dots:
 
 @compiled()
 def _finish_row(scratch: Scratch, row: int) -> None:
-    """Compute a layer's result from its last product, rounded as between layers."""
+    """Compute a layer's result for a row from its last product, rounded to bf16 as between layers, into
+    scratch.hidden."""
     hidden, made, middle = scratch.hidden[row], scratch.made[row], scratch.middle[row]
     for i in range(len(hidden)):
         hidden[i] = widened(rounded(made[i] + middle[i]))

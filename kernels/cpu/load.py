@@ -113,7 +113,7 @@ _turn_many, _turn_one = _turning(LANES), _turning(1)
 
 @intrinsic
 def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types.Type) -> Any:
-    """Copy LANES numbers."""
+    """Copy LANES numbers from x[at] on to out[to]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, LANES)
@@ -126,8 +126,8 @@ def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types
 
 
 def _fetching(write: int) -> Any:
-    """Make code that prefetches the cache line of an element, which may lie beyond the end. This is needed because the
-    hardware's own prefetch stops at the end of a page."""
+    """Make code that prefetches the cache line of an element, which may lie beyond the end. write: 1 if the line will
+    be written, else 0. This is needed because the hardware's own prefetch stops at the end of a page."""
 
     def fetch(_: Any, x: types.Type, at: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -252,7 +252,7 @@ def _word(_: Any, x: types.Type, at: types.Type) -> Any:
 
 @intrinsic
 def _folded(_: Any, x: types.Type, y: types.Type) -> Any:
-    """Return the xor of both halves of the 128-bit product."""
+    """Return the xor of both halves of the 128-bit product of x and y."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)

@@ -134,9 +134,9 @@ def merge(
     old_lse_strides: tuple[int, int, int],
     out: Bf16,
 ) -> None:
-    """Merge the attention to two sets of keys into the attention to both, weighted by their log-sum-exps.
-    own, old bf16 and own_lse, old_lse fp32: memory as one stream, and strides (kv head, group, row) in elements; out
-    bf16 [rows, kv heads, groups, dim]."""
+    """Merge the attention of rows to the keys of their own chunk (own) and to earlier keys (old), weighted by their
+    log-sum-exps. own, old bf16 and own_lse, old_lse fp32: memory as flat arrays, and strides (kv head, group, row) in
+    elements; out bf16 [rows, kv heads, groups, dim]."""
     rows, kv_heads, groups, dim = out.shape
     for row in prange(rows):
         for head in range(kv_heads):

@@ -153,7 +153,8 @@ def _by_tiles(
 ) -> None:
     """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] with AMX, for `tiles` * 16 rows, `columns` * 16
     outputs and `blocks` * 32 inputs. x: in the layout of `_packed`; x_at, w_at: bytes to the first; w_pair: bytes from
-    a pair of weights to the next; out: fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
+    a pair of weights to the next; out: fp32 rows of COLUMNS. ahead: 1 to prefetch weights, else 0. Tiles 0 to 3 are
+    sums, 4 and 5 rows, 6 and 7 weights."""
     for tile in range(tiles * columns):
         e.tile("tilezero", tile)
     with cgutils.for_range(e.b, blocks) as loop:
@@ -366,7 +367,8 @@ def _sums(
 
 @compiled()
 def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
-    """Do the same as `_finish` (add bias and residual, round and store), for fewer outputs than COLUMNS."""
+    """Add bias and residual to sums, round them and store them, like `_finish`, for `width` outputs (fewer than
+    COLUMNS) from output `first` on. group: index of the first of the rows."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]
@@ -444,7 +446,8 @@ def _gated(x: Bf16, pairs: int, gate: Words, up: Words, lanes: Constant, by_tile
 
 @compiled()
 def _pack(x: Bf16, group: int, to: Bf16) -> None:
-    """Pack one group of ROWS rows as `_packed` does, with zeros for missing rows as far as a tile is read."""
+    """Pack the rows from group * ROWS on in the layout of `_packed`. Rows that are missing at the end count as 0, as
+    far as the last tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
     for block in range(len(to)):

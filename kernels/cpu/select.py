@@ -1,10 +1,10 @@
 """Computes attention of single query rows in bf16 to few rows of their contexts, compiled by numba for CPUs with
 AVX-512.
 
-An index holds some pairs of dimensions of every rotated key, 32 keys of a page side by side, so that scores are sums
-along lanes. `choose` brings the index up to date, scores all rows of a context by those pairs and finds the strongest;
-`attend` reads the keys and values of these alone. Sums are fp32. The choice and the result for a row depend on its own
-context alone, not on other rows of the batch or on the number of threads.
+An index holds partial keys: some pairs of dimensions of every rotated key, 32 keys of a page side by side, so that
+scores are sums along lanes. `choose` brings the index up to date, scores all rows of a context by their partial keys
+and finds the strongest rows; `attend` reads the keys and values of the chosen rows alone. Sums are fp32. The choice and
+the result for a row depend on its own context alone, not on other rows of the batch or on the number of threads.
 
 Import this through `reprise.kernels.cpu.available.select_kernels`.
 """
@@ -181,7 +181,7 @@ def _partial_scores(
 
 @_vectors
 def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
-    """Store the greatest number of some vectors."""
+    """Store in out[out_at] the greatest number of x from x[at] on. vectors: how many vectors of 16 numbers."""
     top = e.variable(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
         e.b.store(e.greater(e.load(e.at(x, at, e.times(loop.index, LANES))), e.b.load(top)), top)
@@ -192,7 +192,8 @@ def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Va
 def _strongest_head(
     e: _Emit, x: ir.Value, row: ir.Value, group: int, tops: ir.Value, vectors: ir.Value, out: ir.Value
 ) -> None:
-    """Compute out[t] = the greatest x[g, t] - tops[g]."""
+    """Compute out[t] = the greatest x[g, t] - tops[g] of all query heads g. row: elements of x from head to head. tops:
+    each head's greatest score. vectors: of 16 numbers in a row."""
     with cgutils.for_range(e.b, vectors) as loop:
         column = e.times(loop.index, LANES)
         best = None
@@ -236,7 +237,8 @@ def _places_above(
 
 @compiled()
 def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64, words: Words) -> None:
-    """Put context rows first .. last - 1 of one kv head into the index."""
+    """Put the keys of context rows first to last - 1 of one kv head into the index of partial keys. pages: the
+    context's. pairs: the pairs of dims that the index holds. words: the index."""
     page_size = k.shape[1]
     for at in range(first, last):
         page, row = np.int64(pages[at // page_size]), at % page_size
@@ -249,10 +251,9 @@ def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64
 
 @compiled()
 def _threshold(x: Fp32, vectors: int, most: int) -> np.float32:
-    """Return a number that at most `most` of x exceed. If more than `most` of x could exceed one, at least 31/32 of
-    `most` do, unless x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for rows
-    that are chosen in any case, which are at most `most`. A weight below 2^-64 counts as none. vectors: of 16 numbers
-    in x."""
+    """Return a number that at most `most` of x exceed. At least 31/32 of `most` exceed it, unless fewer have any weight
+    (2^-64 and more), or x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for
+    rows that are chosen in any case, which are at most `most`. vectors: of 16 numbers in x."""
     low, high = np.float32(-_RANGE), np.float32(1.0)
     if _count_above(x, vectors, low) <= most:
         return low
@@ -407,8 +408,8 @@ def _mix(
 
 @compiled()
 def _element(pool: Bf16, pages: Int32, chosen: Int32, head: int, out: Int64) -> None:
-    """Store where the rows of a context that `chosen` lists begin in a pool, in elements. After the last row, its place
-    is repeated."""
+    """Store where the rows of a context that `chosen` lists begin in a pool, in elements. The last row's place is
+    repeated after it, because the reader looks ahead."""
     page_size = pool.shape[1]
     page_step, row_step, first = pool.strides[0] // 2, pool.strides[1] // 2, head * (pool.strides[2] // 2)
     index, end, place = 0, page_size, first

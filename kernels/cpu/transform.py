@@ -160,7 +160,8 @@ def _quarters(coarser: int, is_v: bool) -> int:
 
 @compiled()
 def _quarters_of(variance: float) -> int:
-    """Return the deviation in quarter octaves, 4 * log2 of it, rounded. variance: finite and above zero."""
+    """Return the standard deviation in quarter octaves, 4 * log2(sqrt(variance)), rounded. variance: finite and above
+    zero."""
     part, exponent = math.frexp(variance)  # part is at least 1/2
     return int(2 * exponent - 2 + (part >= 2.0**-0.75) + (part >= 2.0**-0.25))
 
@@ -184,7 +185,8 @@ def class_of(base: int, quarters: int) -> tuple[int, int]:
 def decode(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, scratch: Scratch, raw: Bits
 ) -> None:
-    """Decode blocks. segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] receives the rows as bits."""
+    """Decode blocks. segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] receives the rows as bits, of
+    bf16 if shift is 16, of fp32 if it is 0. n and m: numbers of K and of V in a row."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     for row in range(0, len(segments), TOGETHER):
         count = min(TOGETHER, len(segments) - row)
@@ -281,7 +283,8 @@ def _decode_group(
     words: Bits, last: int, tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int
 ) -> None:
     """Decode one number of each lane of a side (one block's stream), one lane after the other, for groups that vectors
-    cannot decode."""
+    cannot decode. low: how many low bits of a number are stored as they are. c: the component. group: which LANES of
+    its numbers."""
     states, out = scratch.states[side], scratch.components[side, c]
     entries, values = tables.entries[table], tables.values[table]
     at = scratch.places[side]
@@ -407,8 +410,8 @@ def encode(
 def _spread(
     raw: Bits, first: int, step: int, count: int, shift: int, means: Fp32, scratch: Scratch, out: Fp32, at: int
 ) -> None:
-    """Store a block's rows minus their means as components, from out[at] on. A row's numbers begin `step` after those
-    of the row before."""
+    """Store a block's rows minus their means as components, from out[at] on. The rows begin at raw[first], `step`
+    elements from each other, and have `count` numbers."""
     for r in range(0, ROWS, 16):
         for i in range(0, count - count % 16, 16):
             spread_tile(raw, first + r * step + i, step, means, i, out, at + i * ROWS + r)
@@ -421,8 +424,8 @@ def _spread(
 
 @compiled()
 def _k_to_components(raw: Bits, shift: int, layer: Layer, scratch: Scratch, components: Fp32, n: int) -> bool:
-    """Convert a block's keys to components, and note how much each component deviates, in quarter octaves. Returns
-    whether all are finite."""
+    """Convert a block's keys to components. Notes in scratch.deviations how much each component deviates, in quarter
+    octaves. Returns whether all are finite."""
     rows, _ = TILE
     width = layer.into.shape[1]
     centred, into, out = scratch.product.reshape(-1), layer.into.reshape(-1), components.reshape(-1)
@@ -542,7 +545,8 @@ def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer,
 @compiled()
 def _encode_group(tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int) -> None:
     """Encode one number of each lane of a side (one block's stream), the last lane first, for groups that vectors
-    cannot encode."""
+    cannot encode. low: how many low bits of a number are stored as they are. c: the component. group: which LANES of
+    its numbers."""
     states, out, used = scratch.states[side], scratch.words[side], scratch.places[side]
     frequencies, starts = tables.frequencies[table], tables.starts[table]
     half, finer = 1 << low >> 1, scratch.finer[side]

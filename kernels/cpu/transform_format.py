@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's memory for the blocks that it codes at the same time, which are called sides."""
+    """A thread's memory for coding several blocks at the same time. Each of these blocks is called a side."""
 
     number: Fp32  # [1], one of those that fill no vector
     components: Fp32  # [TOGETHER, n + m, ROWS], in steps

@@ -78,7 +78,8 @@ class Emit:
         self.store(whole, pointer)
 
     def transposed(self, rows: Sequence[Any]) -> list[Any]:
-        """Exchange rows and lanes of 16 vectors, by squares whose size doubles each time."""
+        """Exchange rows and lanes of 16 vectors, by exchanging squares of 1, 2, 4 and then 8 lanes beside the
+        diagonal."""
         rows = list(rows)
         for side in (1, 2, 4, 8):
             upper = [lane - side + 16 if lane & side else lane for lane in range(16)]
@@ -107,7 +108,7 @@ class Emit:
 
 
 def _bytes(kind: Any) -> int:
-    """Return the size of an element of a vector."""
+    """Return the size in bytes of an element of a vector type."""
     return 4 if kind.element is F32 else int(kind.element.width) // 8
 
 
@@ -178,7 +179,8 @@ def store_k(
     raw: ir.Value,
     raw_at: ir.Value,
 ) -> None:
-    """Store mean + scale * product for the first numbers of a row, as far as they fill vectors."""
+    """Store means + scale * product as bits in `raw`, for the first numbers of a row: as many of `count` as fill
+    vectors of 16. The caller stores the rest."""
     factor = e.splat(scale)
     with cgutils.for_range(e.b, e.b.sdiv(count, I64(16))) as loop:
         j = e.times(loop.index, 16)

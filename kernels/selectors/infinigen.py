@@ -51,8 +51,8 @@ class InfinigenSelector:
 
 
 def skew(layer: LayerMoments) -> Tensor:
-    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: those eigenvectors of the queries'
-    moments along which queries and keys are largest."""
+    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: the eigenvectors of the queries'
+    moments for which the root mean squares of queries and of keys have the largest product."""
     _, directions = torch.linalg.eigh(layer.queries)
     along = [(directions * (moments @ directions)).sum(1) for moments in (layer.queries, layer.keys)]
     strength = along[0].clamp_min(0).sqrt() * along[1].clamp_min(0).sqrt()  # [kv_heads, k_dim]

@@ -51,10 +51,10 @@ class HitRate:
 
 
 class SessionFinder:
-    """A part that assigns requests to sessions from the past alone: a request continues the session whose last full
-    block (other than the first, which all may share) is in its prompt, the deepest such block winning. Only the end of
-    a session can be continued; a second branch from the same place is a new session. A server knows this from its
-    transcripts."""
+    """A part that assigns requests to sessions from the past alone. A request continues the session whose last full
+    block is in its prompt; of several such sessions the one whose block comes latest in the prompt. The first block,
+    which all may share, does not count. Only the end of a session can be continued; a second branch from the same place
+    is a new session. A server knows sessions from its transcripts."""
 
     def __init__(self) -> None:
         self._at_end: dict[int, int] = {}  # last full block -> session
@@ -113,8 +113,8 @@ def hit_blocks(
     returns: ReturnTimes | None = None,
     codec: CodedKV = RAW,
 ) -> list[int]:
-    """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known of when sessions
-    return; None: only what is learned during the replay."""
+    """Return how many of each request's blocks were hit. policy, capacity_tokens: as in `hit_rate`. returns: what is
+    known of when sessions return; None: only what is learned during the replay. codec: of the tier's blocks."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes() if returns is None else returns
     if uses is not None:

@@ -44,7 +44,7 @@ def opt(name: str, num_layers: int, hidden: int) -> OffloadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A GPU, its link to the host, and the host's memory. `flops` is per second."""
+    """A GPU, its link to the host, and the host's memory. Rates are per second."""
 
     flops: float
     hbm_bytes_per_s: float
@@ -55,7 +55,7 @@ class Host:
     reserved_bytes: float  # GPU memory for the runtime and intermediate results
 
     def weights_s(self, model: OffloadedModel, on_gpu: float) -> float:
-        """Return the seconds to load a layer's weights, except for the share that stays on the GPU."""
+        """Return the seconds to load a layer's weights. on_gpu: the share that stays on the GPU, 0 to 1."""
         return (1 - on_gpu) * model.weight_bytes / self.link_bytes_per_s
 
     def load_s(self, num_bytes: float) -> float:

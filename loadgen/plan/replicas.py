@@ -1,8 +1,8 @@
 """Plans a fleet: how many replicas a load needs so that few turns wait longer than they may, and what Redis it needs.
 
-Simulates a few replicas with the gateway's own routing, which stand for a fleet of several sizes. At the start as many
+Simulates a few replicas, with the gateway's own routing; they stand for fleets of several sizes. At the start as many
 conversations are under way as after a long time: a fleet that begins empty hardly waits for a while, however small it
-is. Redis is as fast as the replicas' links and holds everything, so that what they ask of it can be read.
+is. Redis is as fast as the replicas' links and holds everything, so the result shows how much of it the fleet needs.
 """
 
 import math

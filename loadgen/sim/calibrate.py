@@ -14,7 +14,7 @@ _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The parts of `/v1/models` that are used here."""
+    """The name and sizes of a served model, as `/v1/models` reports them."""
 
     name: str
     kv_bytes_per_token: int

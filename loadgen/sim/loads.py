@@ -104,7 +104,7 @@ class SimulatedLoads:
         return self._remote.wait_s(now) + self._remote.seconds(tokens) if tokens and self._remote is not None else 0.0
 
     def _starts_s(self, name: str, now: float) -> float:
-        """Return when the link is free and the session's current fetch, if any, has arrived."""
+        """Return when the link is free and the current fetch of the session `name`, if there is one, has arrived."""
         starts_s = max(now, self._link_s)
         if self._ahead.fetching is not None and self._ahead.fetching[1] == name:
             starts_s = max(starts_s, self._ahead.fetching[0])

@@ -134,7 +134,8 @@ def one_gpu(shape: DeployedModel) -> DeployedModel:
 
 
 def costs(shape: DeployedModel, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
-    """Return the seconds of a model's passes. layer_s, hbm_share: see `Saturation`."""
+    """Return the seconds of a model's passes. layer_s: seconds of a decode step per layer besides its reads. hbm_share:
+    share of the data sheet's bandwidth that reads reach."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * hbm_share * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth
     return Costs(
@@ -227,8 +228,8 @@ def documents(lengths: Sequence[int]) -> list[Conversation]:
 
 
 def smaller(whole: Machine, share: float) -> Machine:
-    """Return a share of a machine for the same share of its sessions. Tiers, batch and HBM bandwidth for KV shrink in
-    proportion, so that a step takes the same time; prefills and links stay as fast."""
+    """Return a share of a machine, to be simulated with the same share of its sessions. Tiers, batch and HBM bandwidth
+    for KV shrink in proportion, so that a step takes the same time; prefills and links stay as fast."""
     return replace(
         whole,
         max_seqs=max(1, round(whole.max_seqs * share)),

@@ -7,7 +7,8 @@ from reprise.loadgen.sim.turn import LiveTurn
 
 
 class RunningTurns:
-    """The turns of a SimulatedServer's batch, by the decode step at which each is due. Pure."""
+    """The turns of a SimulatedServer's batch, each with the decode step at which its answer ends or its window is full.
+    Pure."""
 
     def __init__(self) -> None:
         self.context_sum = 0  # tokens of all their contexts

@@ -351,7 +351,7 @@ class SimulatedServer:
                 self._end(turn)
 
     def _overflow(self, turn: LiveTurn) -> None:
-        """Handle a window that is full in the middle of an answer."""
+        """Drop history of a turn whose window is full in the middle of its answer, and let it go on."""
         session, record = turn.live, turn.record
         self.window.overflow(session, record, turn.left)
         if self.config.truncation == "coupled" or not self.config.reuse:

@@ -95,7 +95,7 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps. misjudged: factor on the true cost."""
+        """Return the cost of steps as the scheduler is to believe it. misjudged: factor on the true cost."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,

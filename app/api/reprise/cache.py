@@ -73,8 +73,8 @@ async def stats(request: Request) -> dict[str, Any]:
     "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
 )
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """List the sessions of all tenants that the cache holds, sorted by tenant, then id. `after`: the `cursor` of the
-    last session of the previous page. Where keys are configured only `server.admin_keys` may read it."""
+    """Return all tenants' sessions that the cache holds, ordered by tenant, then id. `after`: the `cursor` of the last
+    session of the previous page. Where keys are configured only `server.admin_keys` may read it."""
     require_admin(request)
     try:
         page = CachePage.model_validate(dict(request.query_params))

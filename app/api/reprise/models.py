@@ -18,8 +18,8 @@ router = APIRouter()
 
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the model under its name and each alias, with its default sampling, its capabilities and the results of the
-    checks at start, such as whether reused KV gives the same answers."""
+    """Return an entry for the model's name and each alias, with its default sampling, its capabilities and the results
+    of the checks at start. `exact` says whether answers were proven not to depend on which requests run together."""
     readiness, settings = readiness_of(request), settings_of(request)
     model = readiness.require_loaded()
     names, stats = dict.fromkeys((model.name, *settings.model.aliases)), engine_of(request).stats
