@@ -26,7 +26,8 @@ async def hang(asked: Asked) -> None:
 
 
 async def long(asked: Asked) -> None:
-    await asked.plain(b'{"object":"list","data":[' + b" " * 2000 + b'],"has_more":false}')
+    session = b'{"id":"s9","cache_salt":null,"last_used_at":1.0}'
+    await asked.plain(b'{"object":"list","data":[' + session + b" " * 2000 + b'],"has_more":false}')
 
 
 async def no_json(asked: Asked) -> None:
@@ -84,11 +85,11 @@ async def test_where_one_of_a_model_fails_another_one_of_it_is_asked():
     async def models(asked: Asked) -> None:
         await asked.plain(b'{"object":"list","data":[{"id":"m"}]}')
 
-    async with fleet(**dict.fromkeys("abc", cut), d=models) as whole:
-        whole.hear("d", fingerprint="aa")
+    async with fleet(**dict.fromkeys("abcd", cut), e=models) as whole:
+        whole.hear("e", fingerprint="aa")
         await whole.refresh()
         assert [one["id"] for one in (await whole.client.get("/v1/models")).json()["data"]] == ["m"]
-        assert sum(len(whole.replicas[name].asked) for name in "abc") == MAX_TRIES
+        assert sum(len(whole.replicas[name].asked) for name in "abcd") == MAX_TRIES
 
 
 async def test_a_request_is_tried_so_often():

@@ -41,6 +41,7 @@ class FakeRay:
     runs: list[Application] = field(default_factory=list)  # what Serve was given to run
     run_options: dict[str, Any] = field(default_factory=dict)
     applications: dict[str, Any] = field(default_factory=dict)  # what `serve.status` shows
+    looks: int = 0  # calls of `serve.status`
     is_initialized: bool = False
     on_init: Callable[[], None] = lambda: None
     on_start: Callable[[], None] = lambda: None
@@ -78,6 +79,10 @@ class FakeRay:
         self.run_options = options
         self.on_run()
 
+    def status(self) -> Any:
+        self.looks += 1
+        return SimpleNamespace(applications=self.applications)
+
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
         self.on_delete()
@@ -89,7 +94,7 @@ def _modules(ray: FakeRay) -> dict[str, ModuleType]:
 
     serve = {
         "start": ray.start, "run": ray.run, "delete": ray.delete, "deployment": deployment, "Application": Application,
-        "status": lambda: SimpleNamespace(applications=ray.applications),
+        "status": ray.status,
     }  # fmt: skip
     named: dict[str, dict[str, Any]] = {
         "ray": {
