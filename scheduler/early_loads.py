@@ -1,5 +1,6 @@
-"""Records early loads, which are loads for sequences that have pages in HBM but still wait, so that their KV arrives
-while others run (AttentionStore's read buffer, started by CaR's prefetch timer)."""
+"""Records early loads: loads for sequences that still wait but have pages in HBM already, so that their KV arrives
+while others run. The paper AttentionStore calls such pages a read buffer; the paper CaR starts such loads by a
+timer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ class _EarlyLoad:
 
 
 class EarlyLoads:
-    """The waiting sequences that have an early load (they have pages in HBM, and their KV is being loaded or is there),
-    in the order in which their turns come. Single-threaded, part of the Scheduler."""
+    """The waiting sequences that have an early load, in the order in which their turns come. Such a sequence has pages
+    in HBM, and its KV is being loaded into them or has arrived. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
@@ -56,8 +57,8 @@ class EarlyLoads:
         self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """Notice which early loads have ended. Return how many seconds those of the waiting sequences still take in
-        sum."""
+        """Notice which early loads (loads for sequences that still waited when they began) have ended. Return how many
+        seconds the unfinished loads of sequences that still wait will take in sum."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
         for sequence, load in [*self.overdue.items()]:
             if not self._look(sequence, load, now):
@@ -75,8 +76,8 @@ class EarlyLoads:
         return left_s
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Note that a sequence with an early load starts to run at `now`, which settles whether its load was early, on
-        time or late."""
+        """Note that a sequence whose load began while it waited starts to run at `now`. Whether the load ended before,
+        at or after this moment is counted in `outcomes`, now or when the load ends."""
         self.changes += 1
         load = self._loads.pop(sequence)
         load.turn_s = now
@@ -105,7 +106,7 @@ class EarlyLoads:
         self.overdue.pop(sequence, None)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Cancel a sequence's early load and give its pages back to the cache."""
+        """Cancel the load that was begun for a sequence that still waits, and give its pages back to the cache."""
         self._cache.withdraw(sequence.request_id)
         self.lose(sequence)
 
@@ -117,7 +118,8 @@ class EarlyLoads:
         self.outcomes["wasted"] += 1
 
     def withdraw_last(self) -> bool:
-        """Cancel the early load of the sequence whose turn comes last. Return False if there is none."""
+        """Cancel the early load of the sequence that is last in line among the waiting sequences that have one. Return
+        False if no waiting sequence has an early load."""
         if not self._loads:
             return False
         self.withdraw(next(reversed(self._loads)))

@@ -21,11 +21,15 @@ _JOIN_WEIGHT = 0.3  # weight of a newcomer in the mean tokens that a starting re
 
 class Forecast:
     """A forecast of when running sequences end: the tokens that each answer is predicted to need, times the recent
-    length of a step. How many ends must be expected before a place (one of the `max_seqs` in the batch) counts as free
-    (`sureness`) is learned from the loads that were started by the forecast. Single-threaded, part of the Scheduler.
+    length of a step. Single-threaded, part of the Scheduler.
 
-    CaR predicts the rest of a request as TPOT * len - (t - timer). If tokens take longer than TPOT, that reaches 0 long
-    before the end; so this class counts the tokens that are left instead of subtracting the time that has passed.
+    `sureness` is the expected number of ended sequences from which on one place in the batch counts as free. It is
+    learned from the loads that were started by the forecast: it rises when they end too early and falls when they end
+    too late.
+
+    The paper CaR predicts the rest of a request as TPOT * len - (t - timer). If tokens take longer than TPOT, the
+    paper's value reaches 0 long before the end. So this class counts the tokens that are left instead of subtracting
+    the time that has passed.
     """
 
     def __init__(self, *, predictor: LengthPredictor, pace: Pace) -> None:
@@ -39,8 +43,8 @@ class Forecast:
         lengths."""
 
     def started(self, sequence: Sequence) -> None:
-        """Predict the length of a sequence that starts for the first time. `errors` will judge this first
-        prediction."""
+        """Predict the length of the answer of a sequence that starts for the first time. When the sequence ends, this
+        prediction is compared with the true length, and the difference is added to `errors`."""
         self._predicted[sequence] = self._predictor.predict(sequence)
         self._joins_with += _JOIN_WEIGHT * (sequence.pending_tokens - self._joins_with)
 
@@ -57,11 +61,13 @@ class Forecast:
         self._expected.pop(sequence, None)
 
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
-        """Return when places in the batch are expected to be free, in seconds from the start of a step, ascending. A
-        place is taken to be free once the number of ends to be expected, the sum of all running sequences' chances to
-        have ended, reaches `sureness`, the next place at `sureness` + 1, and so on. With many sequences that is long
-        before any single one will probably end. No place counts as free before the prompts of the running sequences are
-        computed."""
+        """Return when places in the batch are expected to be free, in seconds from the start of a step, ascending.
+
+        The expected number of ends by a moment is the sum of all running sequences' chances to have ended by then. The
+        k-th place that is taken now counts as free when that number reaches `sureness` + k - 1. With many sequences the
+        first place so counts as free long before any single sequence will probably end. No place counts as free before
+        the prompts of the running sequences are computed.
+        """
         pace = self._pace
         if not pace.is_known:
             return [0.0] * (free_places + len(running))  # nothing is known: rather early than late
@@ -90,8 +96,8 @@ class Forecast:
         self.sureness = min(_SURE, max(_LEAST_SURE, self.sureness))
 
     def _steps(self, sequence: Sequence) -> list[float]:
-        """Return how many more steps, one for each token, the answer takes: for each chance in `_CHANCES`, the number
-        that suffices with that chance."""
+        """Return how many more steps, one for each token, the answer takes: for each probability p in `_CHANCES`, the
+        number of steps within which the answer ends with probability p."""
         said = sequence.output_tokens
         ask_at, lengths = self._expected.get(sequence, _UNASKED)
         if said >= ask_at:

@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-"""Starts the loads of the next requests in line while others run: the read buffer of AttentionStore."""
-=======
-"""Starts the loads of the next waiting requests while others still run: CaR's prefetch timer, which fills
-AttentionStore's read buffer."""
->>>>>>> main
+"""Starts the loads of the next waiting requests while others still run. The pages loaded ahead are the read buffer of
+the paper AttentionStore."""
 
 from reprise.scheduler import timer
 from reprise.scheduler.early_loads import EarlyLoads
@@ -20,14 +16,9 @@ _FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of
 
 
 class LoadAhead:
-<<<<<<< HEAD
-    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as their
-    pages fit. They give them back where running requests need the room. Single-threaded, part of the Scheduler."""
-=======
     """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
-    in the batch or all of the step, it gives pages in HBM to the next waiting requests, each as late as its KV can
-    still arrive in time. Single-threaded, part of the Scheduler."""
->>>>>>> main
+    in the batch or all of the step, it gives pages in HBM to the next waiting requests as soon as their pages fit. They
+    give them back where running requests need the room. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -53,11 +44,7 @@ class LoadAhead:
         return stalls_s
 
     def start_loads(self, now: float) -> None:
-<<<<<<< HEAD
-        """Begin loads, as far as HBM has room."""
-=======
-        """Start the loads that the prefetch timer says must start now, as far as HBM has room."""
->>>>>>> main
+        """Start the loads of the next waiting requests, as far as HBM has room."""
         if not self._waiting.count:
             return
         front = self._waiting.once_loaded(_FRONT)
@@ -73,12 +60,12 @@ class LoadAhead:
             self._early.begin(sequence, now, had_time=sequence in known)
 
     def _to_start(self, front: list[Sequence], now: float) -> list[Sequence]:
-        """Return the requests whose loads begin now, of those that are next in line, in order."""
+        """Return those requests of `front`, in order, whose loads begin now."""
         return [sequence for sequence, load_s in self._loads(front) if load_s is not None]
 
     def _loads(self, front: list[Sequence]) -> list[tuple[Sequence, float | None]]:
         """Return the requests before the first that waits for a sibling, each with the seconds that its load would take
-        alone; None: there is none to begin."""
+        alone, or None if it has none to begin."""
         found: list[tuple[Sequence, float | None]] = []
         for sequence in front:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
@@ -102,7 +89,7 @@ class LoadAhead:
 
 
 class TimedLoadAhead(LoadAhead):
-    """Begins each load as late as will do: CaR's prefetch timer."""
+    """A starter that begins each load as late as its KV can still arrive in time: CaR's prefetch timer."""
 
     def __init__(
         self,

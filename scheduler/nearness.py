@@ -7,9 +7,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class Nearness:
-    """A reporter of CaR's scores, by which the cache evicts: 1 for requests in the window (the queue's next few) and
-    preempted ones, 2 for running ones. It does nothing where the queue has no window. Single-threaded, part of the
-    Scheduler."""
+    """A reporter of how near each request is to needing its KV, by the scores of the paper CaR: 1 for requests in the
+    queue's window (its next few requests) and for preempted ones, 2 for running ones. The cache prefers to evict blocks
+    with low scores. It does nothing where the queue has no window. Single-threaded, part of the Scheduler."""
 
     def __init__(self, *, cache: CacheView, waiting: Waiting, batch: RunningBatch) -> None:
         self._cache = cache
@@ -22,7 +22,8 @@ class Nearness:
         )  # the sequences that were close, and how often the batch had changed
 
     def tell(self) -> None:
-        """Tell the cache the score of each request that is newly in the window or newly running."""
+        """Tell the cache the score (1: near, 2: running) of each request that has newly entered the queue's window (its
+        next few requests) or newly runs."""
         near = self._waiting.queue.near()
         if near is None:
             return
@@ -39,5 +40,6 @@ class Nearness:
         self._scores = scores
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the score of a sequence that has ended."""
+        """Forget the score that the cache was told of a sequence (how near it is to needing its KV), because it has
+        ended."""
         self._scores.pop(sequence, None)

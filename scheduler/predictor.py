@@ -22,7 +22,8 @@ class LengthPredictor(Protocol):
         ...
 
     def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
-        """Return a length for each share: with that chance the whole answer is at most so long. `shares` ascend."""
+        """Return, for each probability p in `shares` (ascending), the length in tokens that the whole answer does not
+        exceed with probability p."""
         ...
 
     def learn(self, sequence: Sequence) -> None:
@@ -63,11 +64,12 @@ class _Histogram:
 
 
 class QuantilePredictor:
-    """A predictor that returns the `quantile` of known answer lengths, among those longer than the answer is already.
+    """A predictor that returns the `quantile` of the lengths of ended answers, among those longer than the answer is
+    already.
 
-    It weighs the answers of the session most, then those of its tenant, then those of all tenants. While no answer is
-    known it predicts `max_tokens`. CaR asks the language model itself, as its reference [40] does, and pays a prefill
-    for it; this predictor costs microseconds.
+    It weighs the answers of the session most, then those of its tenant, then those of all tenants. Before any answer
+    has ended it predicts `max_tokens`. The paper CaR asks the language model itself for the length, which costs a
+    prefill; this predictor costs microseconds.
     """
 
     def __init__(self, *, quantile: float) -> None:
@@ -105,8 +107,9 @@ class QuantilePredictor:
             self._groups.popitem(last=False)
 
     def _evidence(self, sequence: Sequence, least: int) -> list[tuple[int, float, float]]:
-        """Return (bucket, weight, mean length) of the known answers in bucket `least` and above, in ascending order. A
-        bucket appears once for each of the sequence's groups that has it."""
+        """Return (bucket, weight, mean length in tokens) of the ended answers whose length is in bucket `least` or
+        above, in ascending order. A bucket appears once for each group (session, tenant, all tenants) that has answers
+        in it. weight: number of answers, less the older they are and the wider their group is."""
         evidence: list[tuple[int, float, float]] = []
         total = 0.0
         for group in reversed(_groups(sequence)):  # from all tenants to the session

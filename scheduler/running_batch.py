@@ -16,9 +16,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:
-    """The sequences that run. When HBM is full, waiting sequences that have pages already, for early loads, give them
-    back first; then the running sequence that arrived last is preempted and becomes the first of the waiting ones.
-    Single-threaded, part of the Scheduler."""
+    """The sequences that run. When HBM is full, the pages that waiting sequences hold for early loads are taken back
+    first. Then the running sequence that arrived last is preempted, and waits ahead of the queue. Single-threaded, part
+    of the Scheduler."""
 
     def __init__(
         self,
@@ -118,8 +118,9 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return the sequences with more than one token to compute or with an id in `loading` (those that wait for KV),
-        in order of admission. With `fair_places`, the sequences of tenants with the fewest sequences come first."""
+        """Return the running sequences that do not merely decode, in order of admission: those with more than one token
+        to compute, and those that wait for KV (their id is in `loading`). With `fair_places`, the sequences of tenants
+        with the fewest sequences come first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
@@ -166,8 +167,8 @@ class RunningBatch:
         draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
-        """Count in `loads` how the sequence's load went, as its first chunk runs in this step and waits `stall_s` for
-        it."""
+        """Count in `loads` how the sequence's load went, as its first chunk runs in this step and waits `stall_s`
+        seconds for it: "finished" before the step, "hidden" by the chunk's computation, or "exposed"."""
         if sequence not in self._loaders:
             return
         self._loaders.remove(sequence)

@@ -49,14 +49,9 @@ class Scheduler:
         scores: bool,
         timed_loads: bool,
     ) -> None:
-<<<<<<< HEAD
-        """Set up an empty scheduler. fair_places: whether tenants share the places fairly. scores: whether to tell the
-        cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early loads begin;
-        without it they begin as soon as their pages fit."""
-=======
         """Set up an empty scheduler. fair_places: whether tenants share the places in the batch fairly. scores: whether
-        to tell the cache which requests need their KV soon."""
->>>>>>> main
+        to tell the cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early
+        loads begin; without it they begin as soon as their pages fit."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
@@ -133,7 +128,8 @@ class Scheduler:
 
     @property
     def predicted_tokens(self) -> Counter[str]:
-        """Sums of prediction errors and true lengths in tokens; see `Forecast.errors`."""
+        """Sums over ended answers, in tokens: "error", by how much predicted lengths were off, and "actual", the true
+        lengths."""
         return self._forecast.errors
 
     def has_work(self) -> bool:
@@ -219,8 +215,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
-        """Return the next step. It is empty while sequences run or wait only if they all wait for KV or room that is on
-        its way, provided that every single sequence fits into HBM; the engine checks that on arrival."""
+        """Return the next step. If sequences run or wait, an empty step means that all of them wait for KV or room that
+        is on its way. That holds only if every single sequence fits into HBM, which the engine checks on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False

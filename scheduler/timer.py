@@ -7,21 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """A waiting request and how many seconds its load would take, SIZE / bandwidth in the paper; None: nothing to
-    load."""
+    """A waiting request and the seconds that its load would take (SIZE / bandwidth in the paper CaR); None: it has
+    nothing to load."""
 
     request_id: str
     load_s: float | None
 
 
 def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: Sequence[WaitingLoad]) -> list[str]:
-    """Return the ids of the requests whose loads have to start now, in order.
+    """Return the ids of the requests whose loads have to start now, in the order of `waiting`.
 
-    running_s: expected seconds until each running request ends. queued_s: seconds that the current loads still take.
-    waiting: the next requests, in the order in which they start. The paper starts the load of the next request once the
-    smallest of `running_s` is no longer than SIZE / bandwidth. This function compares the request after it with the
-    second smallest, and so on; loads follow one another, so the time of a load includes those ahead of it. Where a
-    place in the batch is free, its load starts at once.
+    running_s: expected seconds until each running request ends. free_places: places in the batch that are free now.
+    queued_s: seconds that the current loads still take. waiting: the next requests, in the order in which they start.
+
+    The paper CaR starts the load of the next request once the smallest of `running_s` is no longer than SIZE /
+    bandwidth. This function compares the request after it with the second smallest, and so on. Loads follow one
+    another, so the time of a load includes those ahead of it. While n places are free, the loads of the first n
+    requests start at once.
     """
     opens_s = [0.0] * max(0, free_places) + sorted(running_s)
     found = []

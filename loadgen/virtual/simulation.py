@@ -96,7 +96,7 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps. misjudged: factor on the true cost."""
+        """Return the cost of steps as the scheduler is to believe it. misjudged: factor on the true cost."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,
@@ -251,7 +251,8 @@ class Simulation:
         self.scheduler.ran(seconds + waited_s, waited_s)
 
     def _attention(self, sequence: Sequence) -> list[float]:
-        """Return the attention to each block, as if later text attended to a block by its first token."""
+        """Return an invented share of attention for each block of a sequence, which sums to 1: it grows with the id of
+        the block's first token."""
         tokens = self.cache.requests.context(sequence.request_id).token_ids[::BLOCK_TOKENS]
         return [(token + 1) / (sum(tokens) + len(tokens)) for token in tokens]
 

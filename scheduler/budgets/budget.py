@@ -67,8 +67,8 @@ class StepWork(NamedTuple):
 
 
 class _Evidence:
-    """A least-squares sum over the steps of one kind (of prompts, of decodes, or of both), in which older steps count
-    exponentially less."""
+    """The running sums of a least-squares fit over steps of one kind (steps that compute prompts, that decode, or that
+    do both). Older steps count exponentially less."""
 
     __slots__ = ("products", "squares")
 
@@ -91,10 +91,10 @@ class StepCost:
 
     The terms are fitted to the latest steps by least squares of the relative error, so that a step that something else
     held up hardly counts. Older steps count exponentially less, separately for each kind of step (prompts, decodes,
-    both): an hour of decoding does not make the model forget what prompts cost. Steps with both count most, since
-    predictions are made for them; a token costs less in long steps without decodes. Where the latest steps do not tell
-    two terms apart, a prior decides: the machine's usual proportions, scaled to the measured level. No term is
-    negative.
+    both): an hour of decoding does not make the model forget what prompts cost. Steps that do both count most:
+    predictions are made for such steps, and a prompt token costs less in a long step without decodes. Where the latest
+    steps do not tell two terms apart, a prior decides: the machine's usual proportions of the terms, times the factor
+    at which they fit the measured steps best. No term is negative.
     """
 
     def __init__(
@@ -139,8 +139,9 @@ class StepCost:
         return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
 
     def current(self) -> tuple[float, ...]:
-        """Return the fitted terms in seconds: (fixed, per prefill token, per thousand attended pairs, per decode row,
-        per thousand read pairs)."""
+        """Return the fitted terms in seconds: (fixed per step, per prefill token, per thousand pairs of a prefill token
+        and a token that it attends to, per decoding sequence, per thousand context tokens that decoding sequences
+        read)."""
         if self._stale:
             self.terms = self._solve()
             self._stale = False
@@ -199,8 +200,8 @@ class StepCost:
 
 
 class Pace:
-    """The recent times from the start of a step with decodes to the start of the next step, which are what a decoding
-    sequence waits for a token."""
+    """Running means over recent steps with decodes, of the seconds from the start of a step to the start of the next.
+    That is how long a decoding sequence waits between two tokens."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -266,8 +267,8 @@ class TokenBudget:
 
 class TimeBudget:
     """A budget of tokens that also keeps the predicted time of the step within a target. The target is divided by how
-    far recent predictions were off, so that 99 of 100 steps meet it; while the budget is marked urgent, as for a
-    starved tenant's prompt, a chunk may use all of it."""
+    far recent predictions were off, so that 99 of 100 steps meet it. While the budget is marked urgent, as for a
+    starved tenant's prompt, a chunk may use the whole, undivided target."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost

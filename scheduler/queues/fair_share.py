@@ -34,18 +34,18 @@ class _Tenant:
 
 class FairShare:
     """A start-time fair queue over tenants. Each tenant has a virtual clock, which counts the tokens that it was
-    served. The common clock is at the start of the request that went last; how far a tenant's clock is ahead of it is
-    the tenant's deficit.
+    served. The common clock stands at the virtual start of the request that went last. How far a tenant's clock is
+    ahead of the common clock is the tenant's deficit.
 
-    A tenant's clock advances by cost / weight of each of its requests that starts. The request with the earliest
-    virtual start goes first, so tenants with work get equal shares in tokens, and the request of a tenant that comes
-    seldom is next. A tenant's clock that shows less than the common one is set to it, so that no tenant saves up. The
-    cost is first charged as expected, corrected at the end of the request, and given back if the request never started.
-    Within a tenant, requests of different weights share in the same way.
+    When a request starts, its tenant's clock advances by cost / weight of the request. The request with the earliest
+    virtual start goes first. So tenants with work get equal shares in tokens, and the request of a tenant that comes
+    seldom is next. A tenant's clock that shows less than the common clock is set to the common clock, so that a tenant
+    gains no claim while it has no requests. The cost is first charged as expected, corrected at the end of the request,
+    and given back if the request never started. Within a tenant, requests of different weights share in the same way.
 
-    An arrival or a departure costs work for one tenant's requests alone; the order over all tenants is merged when it
-    is asked for after a change. In a long line, the merge after a request has ended waits a few steps: the choice of
-    the next request does not use the merged order.
+    An arrival or a departure costs work for one tenant's requests alone. The order over all tenants is merged anew when
+    it is asked for after a change. In a long line, the merged order may be a few steps old after a request has ended;
+    the choice of the next request does not use it.
     """
 
     def __init__(self, *, cost: Cost) -> None:
@@ -155,7 +155,8 @@ class FairShare:
         return self._is_current and len(self._entries) >= _PER_STEP
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
-        """Return the virtual start time of each waiting request of a tenant."""
+        """Return (virtual start, arrival number, request) of each waiting request of a tenant. The virtual start, in
+        weighted tokens, is the tenant's clock plus the costs of the tenant's requests ahead of it."""
         if tenant.starts is None:
             begin, tenant.starts = tenant.served, []
             for _, number, entry in tenant.waiting:
@@ -168,7 +169,8 @@ class FairShare:
         del waiting[bisect_left(waiting, (entry.tag, entry.number))]
 
     def _settle(self, name: str, cost: float) -> None:
-        """Advance a tenant's clock by `cost`, which may be negative, and mark the order over all tenants as changed."""
+        """Advance a tenant's virtual clock (the weighted tokens it was charged) by `cost`, which may be negative, and
+        mark the order over all tenants as changed."""
         if not (self._entries or self._charged):
             self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant has a deficit
             return

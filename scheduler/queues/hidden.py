@@ -13,18 +13,21 @@ from reprise.scheduler.sequence import Sequence
 
 
 def standing_if_exposed(residency: Residency) -> Standing:
-    """Return the request's standing (class, bytes to load), in which a load counts only if it has not begun and would
-    delay its step noticeably."""
+    """Return the request's sort key (its TransferClass, bytes to load). A load counts only if it has not begun and
+    would delay the request's step noticeably, which means that computation cannot hide it."""
     if residency.is_loading or residency.exposed_s <= STALL_BUDGET_S:
         return without_load(residency)
     return standing(residency)
 
 
 class HiddenWindow(ShuffledWindow):
-    """A shuffled window in which a hidden load, one that delays no step, counts as nothing to load. While all places in
-    the batch are taken, the load of a member is hidden if it will have ended by the member's turn, with all members
-    starting in order of arrival: letting another member pass would save nothing. For a place that is free now, only KV
-    that is in HBM counts."""
+    """A window (the queue's next few requests, its members, which start in order of TransferClass and bytes to load) in
+    which a hidden load, one that delays no step, counts as nothing to load.
+
+    While all places in the batch are taken, a member's load is hidden if it will have ended by the member's turn,
+    supposing that all members start in order of arrival. Another member that passes this one would then save no time.
+    For a place in the batch that is free now, only KV that is in HBM counts.
+    """
 
     policy = "car-hidden"
 
@@ -47,8 +50,9 @@ class HiddenWindow(ShuffledWindow):
             self._changed()
 
     def once_loaded(self) -> tuple[Sequence, ...]:
-        """Return the same order as `front`: hidden loads change nothing when they end, and a request with another load
-        stands where it will start."""
+        """Return the order of the window's requests once their loads have ended, which is that of `front`. A hidden
+        load does not affect the order, so its end changes nothing. A request whose load is not hidden starts where it
+        stands now."""
         return self.front()
 
     def _standing(self, sequence: Sequence) -> Standing:

@@ -24,8 +24,8 @@ def make_queue(
     window: int,
     patience: float,
 ) -> WaitingQueue:
-    """Return a queue of the policy with this name, one of ORDERS. window: number of places in the window, for policies
-    with one. patience: see `DueQueue`."""
+    """Return a queue of the policy with this name, one of ORDERS. window: how many of the next requests the policies
+    "car" and "car-hidden" may reorder; other policies ignore it. patience: see `DueQueue`."""
     if policy not in ORDERS:
         raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)

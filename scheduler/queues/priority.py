@@ -28,8 +28,8 @@ Standing = tuple[TransferClass, int]
 
 
 def standing(residency: Residency) -> Standing:
-    """Return the request's standing (class, bytes to load) by the paper's rule: a load counts until it has ended, even
-    if computation would hide it."""
+    """Return the request's sort key (its TransferClass, bytes to load) by the rule of the paper CaR: a load counts
+    until it has ended, even if computation would hide it."""
     if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
     return without_load(residency)
@@ -49,8 +49,8 @@ class _Known(NamedTuple):
 
 
 class Standings:
-    """A table of the standings, (class, bytes to load), by which waiting requests are ordered. The requests take turns
-    in being looked up again in the cache, since each step has time for a bounded number of tokens of context."""
+    """A table of the sort keys (TransferClass, bytes to load) of waiting requests, called standings. Each step looks up
+    only some requests in the cache again, in rotation: as many as together have a bounded number of context tokens."""
 
     def __init__(self, *, cache: CacheView, standing: Callable[[Residency], Standing]) -> None:
         self._cache = cache
@@ -61,7 +61,7 @@ class Standings:
         return self._known[sequence].now
 
     def without_load(self, sequence: Sequence) -> Standing:
-        """Return the standing that the request will have once its load has ended."""
+        """Return the sort key (TransferClass, bytes to load) that the request will have once its load has ended."""
         return self._known[sequence].without_load
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -84,8 +84,9 @@ class Standings:
         del self._known[sequence]
 
     def refresh(self, num_tokens: int = _REFRESH_TOKENS) -> list[tuple[Sequence, Standing]]:
-        """Look up again in the cache the requests that were looked up longest ago, until `num_tokens` tokens of context
-        are reached; at least one. Return those whose standing has changed, each with its earlier standing."""
+        """Look up in the cache again the requests that were looked up longest ago: at least one request, and more until
+        they have `num_tokens` tokens of context together. Return the requests whose sort key (TransferClass, bytes to
+        load) has changed, each with its earlier sort key."""
         changed = []
         left = num_tokens
         for sequence in list(self._known):
@@ -100,8 +101,9 @@ class Standings:
 
 
 class PriorityQueue:
-    """A queue ordered by class, bytes to load and arrival: the baseline with which CaR's window is compared. A request
-    of the third class may wait for ever. While the first request finds no room in HBM, no later request starts."""
+    """A queue ordered by TransferClass, bytes to load and arrival, the baseline with which the window of the paper CaR
+    is compared. A request that has KV to load may wait for ever, while others come that have less to load or none.
+    While the first request finds no room in HBM, no later request starts."""
 
     policy = "priority"
 
@@ -131,12 +133,12 @@ class PriorityQueue:
         return False
 
     def waited_for(self) -> None:
-        """Return None: any number of requests may pass another."""
+        """Return None: this order sets no bound on how often a request is passed, so no request is ever waited for."""
 
     dispatch = remove
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: the order depends on where KV is now."""
+        """Ignore the forecast of free places: this order depends only on where KV is now."""
 
     def refresh(self) -> None:
         for sequence, before in self._standings.refresh():
@@ -147,7 +149,7 @@ class PriorityQueue:
         return next((sequence for _, _, sequence in self._order if sequence not in skipped), None)
 
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: this order keeps no shares of tenants."""
+        """Do nothing: this order charges tenants nothing, so nothing has to be corrected when a request ends."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple([sequence for _, _, sequence in self._order[:FRONT]])

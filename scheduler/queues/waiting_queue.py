@@ -64,8 +64,8 @@ class WaitingQueue(Protocol):
         ...
 
     def front(self) -> tuple[Sequence, ...]:
-        """Return the sequences that start before all others, next first: those in the window, or the first few if the
-        policy has no window."""
+        """Return the sequences that start before all others, next first. They are those in the queue's window (the next
+        few requests, which may be reordered), or the first few requests if the policy has no window."""
         ...
 
     def once_loaded(self) -> tuple[Sequence, ...]:
@@ -79,8 +79,8 @@ class WaitingQueue(Protocol):
         ...
 
     def upcoming(self) -> Line[Sequence]:
-        """Return all waiting requests, next first: those of `once_loaded`, then the others in the order in which they
-        would follow these. Costs nothing while nothing has changed."""
+        """Return all waiting requests, next first: those of `once_loaded`, in its order, and then the rest of the queue
+        in the order in which it would start. Costs nothing while nothing has changed."""
         ...
 
 
@@ -119,12 +119,12 @@ class FcfsQueue:
         return False
 
     def waited_for(self) -> None:
-        """Return None: requests start in order of arrival anyway."""
+        """Return None: requests start in order of arrival, so no request is ever passed or has to be waited for."""
 
     dispatch = remove
 
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: this order keeps no shares of tenants."""
+        """Do nothing: this order charges tenants nothing, so nothing has to be corrected when a request ends."""
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple(islice(self._waiting, FRONT))

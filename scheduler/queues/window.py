@@ -23,19 +23,22 @@ class Member:
 
 
 class ShuffledWindow:
-    """A window of `size` requests at the front of the queue. No request outside it starts before those inside.
+    """A window of `size` requests, its members, at the front of the queue. No request outside it starts before those
+    inside.
 
     A request that starts is replaced by the next of the queue; the last free place in the window is kept for a tenant
-    that has no request inside. Inside, requests (members) start in the order of class, bytes to load, arrival. Each
-    member counts the requests that entered later and started before it, for whatever reason. When it has counted
-    size - 1 of them, no later one may pass it any more: the window waits for it. So between its entry and its start at
-    most 2 * (size - 1) others start: those it found inside, and as many later ones.
+    that has no request inside. Members start in the order of TransferClass (some own KV in HBM, nothing to load, KV to
+    load), bytes to load, arrival. Each member counts the requests that entered later and started before it, for
+    whatever reason. When it has counted size - 1 of them, no later one may pass it any more: the window waits for it.
+    So between its entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later
+    ones.
 
-    A member that still has KV to load stands after those without, until its KV is in HBM. Its load is started so as to
-    end when its turn comes by the order that it will have then (`once_loaded`), while the others are computed.
+    A member that still has KV to load stands after the members that have none, until its KV is in HBM. Its load is
+    started so as to end when its turn comes by the order that it will have then (`once_loaded`), while the others are
+    computed.
 
-    CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; the counting is
-    our reading of it.
+    The paper CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; the
+    counting is our reading of it.
     """
 
     policy = "car"
@@ -109,7 +112,8 @@ class ShuffledWindow:
         self._entry.finished(sequence)
 
     def front(self) -> tuple[Sequence, ...]:
-        """Return the members in the order in which they will start if nothing else happens."""
+        """Return the requests in the window (the queue's next few) in the order in which they will start if nothing
+        else happens."""
         if self._order is None:
             self._order = self._in_order(self._rank)
         return self._order
@@ -131,16 +135,16 @@ class ShuffledWindow:
 
     @property
     def inside(self) -> Mapping[Sequence, Member]:
-        """The members in order of entry. Read only."""
+        """The requests in the window, in the order in which they entered it. Read only."""
         return self._members
 
     def class_of(self, sequence: Sequence) -> TransferClass:
-        """Return the class, by what it has to load, of a member of the window."""
+        """Return whether a request in the window has own KV in HBM, nothing to load, or KV to load."""
         return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
-        """Return the highest entry number that may start now: later entries may not pass a member that was passed often
-        enough."""
+        """Return the highest entry number (requests are numbered as they enter the window) that may start now. A
+        request with a later number may not pass one that was passed often enough."""
         spent = self.waited_for()
         return self._entries if spent is None else self._members[spent].entered
 

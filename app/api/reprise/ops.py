@@ -46,9 +46,10 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
-    """The class, place in the order and KV locations of each waiting request, and what the prefetch timer did, as of
-    the engine's last heartbeat, at most a second ago. It lists all tenants' requests, so where keys are configured only
-    `server.admin_keys` may read it."""
+    """Return the state of the queue. `front` are the requests that start next: for each the class of its transfer
+    (CaR's 1, 2 or 3), how often others have overtaken it, and where its KV lies. `timer` counts the loads that were
+    started ahead of their request. The state is that of the engine's last heartbeat, at most a second ago. All tenants'
+    requests are listed, so where keys are configured only `server.admin_keys` may read it."""
     require_admin(request)
     readiness_of(request).require()
     stats = engine_of(request).stats
