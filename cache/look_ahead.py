@@ -16,6 +16,7 @@ from reprise.cache.tiers.hierarchy import Hierarchy
 
 _RETRY_AFTER_S = 0.05  # time after which a session that found no room is tried again
 _PIECE_S = 0.25  # most time of a fetch for an announced turn, which other fetches may have to wait for
+_FIRST_PIECE_BLOCKS = 8  # before a disk was read it may be a hundred times slower than it is taken for
 _LOOKED_UP_TOKENS = 4096  # most tokens of contexts looked up per step: well below a tenth of a millisecond
 
 
@@ -113,6 +114,7 @@ class LookAhead:
         self._next = 0  # place in line that was looked at again last
         self._try_regulars_s = self._try_successor_s = self._try_announced_s = -math.inf
         self._regular, self._successor, self._visitor = _Errand(), _Errand(), _Errand()
+        self._most_in_piece = _FIRST_PIECE_BLOCKS  # blocks, whatever the rates say
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
 
     def has_news(self, line: WaitingLine) -> bool:
@@ -255,10 +257,12 @@ class LookAhead:
         if self._fetches.in_flight or self._is_reading():
             return
         slowest = min(self._rates.bytes_per_s(f"{tier}_to_dram") for tier in self._tiers_below())
-        most = max(1, int(_PIECE_S * slowest) // self._dram.rows.slot_bytes)
+        most = max(1, min(self._most_in_piece, int(_PIECE_S * slowest) // self._dram.rows.slot_bytes))
         if self._running.of(name) or self._run_errand(self._visitor, name, most):
             self._tiers.announced.served(name)
-        elif not self._fetches.in_flight:
+        elif self._fetches.in_flight > 0:
+            self._most_in_piece = 2 * most  # the next piece is ordered after this one was measured
+        else:
             self._try_announced_s = now + _RETRY_AFTER_S
 
     def _tiers_below(self) -> list[str]:

@@ -202,6 +202,17 @@ def test_a_burst_of_announcements_keeps_no_turn_waiting(monkeypatch):
     assert len(queue.fetched) == len(set(queue.fetched)) == 55
 
 
+def test_the_pieces_of_an_announced_session_grow_with_what_is_known_of_the_disk():
+    queue = Queue(dram=100, staging=20, sessions=1, blocks=30, pages=31)
+    leave_memory(queue)
+    announce(queue, 0)
+    pieces = []
+    for _ in range(4):
+        pieces.append(queue.plan([]))
+        queue.transfer()
+    assert pieces == [8, 16, 6, 0]
+
+
 def test_announced_sessions_stay_in_dram_for_a_minute_but_never_instead_of_one_that_waits():
     queue = Queue(dram=12, staging=40, sessions=4, blocks=5)  # DRAM keeps two of them
     leave_memory(queue)
