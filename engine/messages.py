@@ -14,7 +14,7 @@ from reprise.cache.stats import TokensBySource as TokensBySource
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
@@ -45,6 +45,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
+    target_s: float | None = None  # its first token is wanted within so many seconds of its arrival in the engine
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say

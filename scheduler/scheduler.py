@@ -239,7 +239,7 @@ class Scheduler:
     def _decode(self, now: float) -> StepDraft:
         """Begin a step: add one token of each decoding sequence."""
         if self._waiting.count or self._early.overdue:
-            self.queue.refresh()
+            self.queue.refresh(now)
             loading = self._load_ahead.begin_step(now)
         else:
             loading = self._cache.stalls_s() if self._batch.has_loads else {}

@@ -49,6 +49,13 @@ NAMES = {
     "tpot": "TPOT",
     "itl": "ITL",
 }
+SHOWN = {
+    "ttft": ("mean", "p50", "p95", "max"),
+    "first": ("mean", "p95"),
+    "returning": ("mean", "p95"),
+    "tpot": ("p50",),
+    "itl": ("p99",),
+}
 HBM_SHARE = 4  # KV on disk: HBM holds one part of so many
 TIMEOUT_S = 300.0
 
@@ -159,7 +166,10 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for row in result["rows"]:
         where = f"KV in {row['kv']}, {row['share']:.0%} of {row['carried']} turns/s"
         for title, arms in (("ms", row["arms"]), *((f"over {other}", found) for other, found in row["over"].items())):
-            values = {arm: {f"{name} {f}": v[name][f] for name in NAMES for f in FIGURES} for arm, v in arms.items()}
+            values = {
+                arm: {name: " / ".join(f"{v[name][f]:.4g}" for f in figures) for name, figures in SHOWN.items()}
+                for arm, v in arms.items()
+            }
             show_rows(console, f"{where}: {title}",
                       {arm: v | {"tokens/s": arms[arm]["tokens_per_s"]} for arm, v in values.items()})  # fmt: skip
 

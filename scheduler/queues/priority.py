@@ -140,7 +140,7 @@ class PriorityQueue:
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
         """Ignore the forecast of free places: this order depends only on where KV is now."""
 
-    def refresh(self) -> None:
+    def refresh(self, now: float) -> None:
         for sequence, before in self._standings.refresh():
             self._take_out(sequence, before)
             self._put_in(sequence)

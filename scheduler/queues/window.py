@@ -76,7 +76,7 @@ class ShuffledWindow:
         else:
             self._entry.remove(sequence)
 
-    def refresh(self) -> None:
+    def refresh(self, now: float) -> None:
         self._entry.refresh()
         if self._standings.refresh(_REFRESH_TOKENS):
             self._changed()

@@ -37,13 +37,23 @@ def test_a_seed_is_replayed_to_the_last_token():
     assert len({random_case(seed).digest for seed in range(5)}) == 1, "nothing was scheduled yet"
 
 
-@pytest.mark.parametrize("policy", ["car", "car-hidden", "priority", "fcfs"])
+@pytest.mark.parametrize("policy", ["due", "car", "car-hidden", "priority", "fcfs"])
 def test_every_turn_is_answered(policy):
     simulation = run(policy)
     assert len(simulation.records) > 60
     assert all(record.done_s is not None for record in simulation.records)
     cached = sum(record.cached_tokens for record in simulation.records)
     assert cached > 0.5 * sum(record.prompt_tokens for record in simulation.records), "histories are reused"
+
+
+def test_more_turns_begin_within_a_target_that_the_order_knows():
+    """Eight conversations a second are more than it can answer: half a second is .70 of the turns, and .88."""
+
+    def within(target_s: float | None) -> float:
+        records = [record for seed in range(3) for record in run("due", seed=seed, rate=8.0, target_s=target_s).records]
+        return sum(record.ttft_s <= 0.5 for record in records) / len(records)
+
+    assert within(0.5) > within(None) + 0.1
 
 
 def test_a_lone_turn_takes_what_its_steps_take():

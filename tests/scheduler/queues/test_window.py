@@ -149,10 +149,10 @@ def test_class_3_becomes_class_1_when_its_load_has_ended_and_not_before():
     far = add(window, where, "far", LOADS, size=100)
     add(window, where, "new", NOTHING)
     where.loading = {"far"}  # its pages are given
-    window.refresh()
+    window.refresh(0.0)
     assert (window.class_of(far), names(window.front())) == (LOADS, ["new", "far"])
     where.classes["far"] = IN_HBM
-    window.refresh()
+    window.refresh(0.0)
     assert (window.class_of(far), names(window.front())) == (IN_HBM, ["far", "new"])
 
 
@@ -281,7 +281,7 @@ def test_one_that_entered_earlier_may_still_pass():
     assert window.inside[late].overtaken == 2
     assert names(window.front()) == ["early", "late"]
     where.classes["early"] = NOTHING
-    window.refresh()
+    window.refresh(0.0)
     assert drain(window) == ["early", "late"]
 
 
@@ -316,7 +316,7 @@ def test_what_has_arrived_meanwhile_counts():
     add(window, where, "new", NOTHING)
     assert names(window.front()) == ["new", "far"]
     where.classes["far"] = IN_HBM
-    window.refresh()
+    window.refresh(0.0)
     assert names(window.front()) == ["far", "new"]
 
 
@@ -361,7 +361,7 @@ def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, pol
         elif action == "move" and waiting:
             name = waiting[who % len(waiting)].request_id
             where.classes[name], where.bytes[name] = what, 100 * weight
-            window.refresh()
+            window.refresh(0.0)
         elif action == "foresee":
             window.foresee(sorted(what), who)
         elif action == "cancel" and waiting:
