@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
+from reprise.app.http.content_encoding import decoder_of
 from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
@@ -66,21 +67,27 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
-    """Read a body of any type. Raises ApiError or ClientGone."""
+    """Read a body of any type, and decompress it. max_bytes: bounds it as sent and decompressed. Raises ApiError or
+    ClientGone."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
-    body = bytearray()
+    decoder = decoder_of(request.headers.get("content-encoding", ""))
+    body, num_read = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:  # counted while reading, because a chunked body declares no length
+                num_read += len(chunk)
+                body += chunk if decoder is None else decoder.push(chunk, max_bytes + 1 - len(body))
+                # Counted while reading, because a chunked body declares no length, nor a compressed one its own.
+                if max(num_read, len(body)) > max_bytes:
                     raise _too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"No complete request body within {BODY_TIMEOUT_S:g} s.", code="request_timeout") from None
     except ClientDisconnect:
         raise ClientGone from None
+    if decoder is not None:
+        decoder.finish()
     return bytes(body)
 
 

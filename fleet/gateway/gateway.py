@@ -147,6 +147,8 @@ class Gateway:
         limits = self.parts.settings.limits
         declared = request.headers.get("content-length")
         size = int(declared) if declared is not None and declared.isdecimal() and len(declared) < 15 else None
+        if "content-encoding" in request.headers:
+            size = None  # decompressed it may be longer
         reserved = limits.body_bytes if size is None else min(size, limits.body_bytes)
         if not lease.grow(reserved):
             raise overloaded(1.0, message="The gateway has no memory left for another request; try again shortly.")

@@ -24,6 +24,7 @@ _NOT_FORWARDED = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
         *(b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"host", b"content-length", b"x-request-id"),
+        b"content-encoding",  # the gateway has decompressed the body
     }
 )
 _NOT_RETURNED = frozenset(
