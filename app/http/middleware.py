@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprise.app.errors import ApiError, ClientGone, internal_error
 from reprise.app.http.host_names import is_ours
+from reprise.app.http.paths import make_plain
 from reprise.app.observe import logs, tracing
 from reprise.app.tenancy.keyring import Keyring
 
@@ -25,7 +26,7 @@ access_log = logging.getLogger("reprise.access")
 
 
 class RequestContext:
-    """The outermost layer. Calls `on_done(scope, status)` once for every request."""
+    """The outermost layer. Gives the request a plain path. Calls `on_done(scope, status)` once for every request."""
 
     def __init__(self, app: ASGIApp, *, on_done: Callable[[Scope, int], None], log_access: bool) -> None:
         self._app = app
@@ -37,6 +38,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         arrived_s = time.monotonic()
+        make_plain(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -160,7 +160,7 @@ class CacheOptions(Part):
 class GenerationRequest(Part):
     """The fields that chat and text completions share. An explicit null means the default."""
 
-    model: str = Field(min_length=1, max_length=512)
+    model: str | None = Field(None, min_length=1, max_length=512, description="default: the model that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
@@ -262,8 +262,6 @@ class GenerationRequest(Part):
 
     @model_validator(mode="after")
     def _check_generation(self) -> "GenerationRequest":
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("combination", "'stream_options' is only allowed when 'stream' is true")
         if self.min_tokens is not None and self.answer_tokens is not None and self.min_tokens > self.answer_tokens:
             raise PydanticCustomError("combination", "'min_tokens' is greater than the token limit of the answer")
         return self

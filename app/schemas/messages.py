@@ -121,7 +121,7 @@ class CountTokensRequest(Part):
     # `context_management` is accepted: what it would have cleared stays in the context.
     refused = frozenset({"mcp_servers", "container"})
 
-    model: str = Field(min_length=1, max_length=512)
+    model: str | None = Field(None, min_length=1, max_length=512)
     messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextBlocks | None = None
     tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)

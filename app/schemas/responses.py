@@ -160,7 +160,7 @@ class TextOptions(Part):
 
 class ReasoningOptions(Part):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 class ConversationRef(Part):
@@ -176,7 +176,7 @@ class ResponseRequest(Part):
 
     refused = frozenset({"prompt"})
 
-    model: str = Field(min_length=1, max_length=512)
+    model: str | None = Field(None, min_length=1, max_length=512)
     input: Items | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None

@@ -110,9 +110,10 @@ class Readiness:
         """Return the model, even while no requests are taken. Raises ApiError 503 until it has been loaded once."""
         return self.model if self.model is not None else self.require()[0]
 
-    def find_model(self, name: str) -> ModelInfo:
-        """Return the model by its name or an alias. Raises ApiError 404, or 503 until it has been loaded once."""
+    def find_model(self, name: str | None) -> ModelInfo:
+        """Return the model by its name or an alias; without a name, the one that there is. Raises ApiError 404, or 503
+        until it has been loaded once."""
         model = self.require_loaded()
-        if name != model.name and name not in self._aliases:
+        if name is not None and name != model.name and name not in self._aliases:
             raise model_not_found(name)
         return model

@@ -64,7 +64,7 @@ class Endpoints:
             ("GET", "/v1/fleet/targets"): self.targets,
             ("POST", "/v1/fleet/drain"): self.drain,
             ("POST", "/v1/fleet/move"): self.move,
-            **{("GET", path): page.file for path in page.PATHS},
+            **{(method, path): page.file for path in page.PATHS for method in ("GET", "HEAD")},
         }
 
     def find(self, method: str, path: str) -> Handler | None:

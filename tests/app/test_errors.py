@@ -26,7 +26,8 @@ def envelope(response: httpx.Response) -> dict:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nowhere", 404, "unknown_url"),
-        ("GET", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", "/v1/nowhere/", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions/", 405, "method_not_allowed"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other", 404, "model_not_found"),

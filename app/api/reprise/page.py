@@ -54,9 +54,9 @@ PATHS = {
 }
 
 
-@router.get("/")
-@router.get("/docs")
-@router.get("/page/{name}")
+@router.api_route("/", methods=["GET", "HEAD"])
+@router.api_route("/docs", methods=["GET", "HEAD"])
+@router.api_route("/page/{name}", methods=["GET", "HEAD"])
 async def file(request: Request) -> Response:
     """Answers with a file of the page. A gateway of a fleet serves these files too."""
     found = PATHS.get(request.scope["path"])

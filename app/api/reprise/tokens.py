@@ -24,8 +24,8 @@ async def tokenize(request: Request) -> Response:
     with."""
     body, headers = await body_of(request, TokenizeRequest)
     service, readiness = service_of(request), readiness_of(request)
-    loaded, tokenizer = readiness.require()
-    model = readiness.find_model(body.model or loaded.name)
+    _, tokenizer = readiness.require()
+    model = readiness.find_model(body.model)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         (ids,) = await service.text_tokens([body.prompt], caller_of(request), add_special_tokens=special)
@@ -47,8 +47,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     body, headers = await body_of(request, DetokenizeRequest)
     readiness = readiness_of(request)
-    loaded, tokenizer = readiness.require()
-    model = readiness.find_model(body.model or loaded.name)
+    _, tokenizer = readiness.require()
+    model = readiness.find_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise invalid(f"Invalid 'tokens': the vocabulary has {model.vocab_size} tokens.", "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)

@@ -69,7 +69,6 @@ BAD = [
     {"stop_token_ids": [-1]},
     {"stop_token_ids": [True]},
     {"min_tokens": 5, "max_tokens": 4},
-    {"stream_options": {"include_usage": True}},
     {"user": "x" * 1025},
     {"metadata": {"k": 1}},
     {"metadata": {str(n): "" for n in range(17)}},

@@ -304,3 +304,10 @@ async def test_request_ids_come_back(running: Running):
     assert given.headers["x-request-id"] == "abc.1-2_3"
     made = await running.http.get("/version", headers={"x-request-id": "not ok"})
     assert made.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_request_without_a_model_is_served_by_the_one_that_is_there(running: Running, path):
+    said = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+    answer = await running.http.post(path, json={**said, "stream_options": {"include_usage": True}})
+    assert (answer.status_code, answer.json()["model"]) == (200, "test-model")

@@ -254,6 +254,11 @@ async def test_what_cannot_be_done_is_refused(running: Running, fields, param):
     assert running.engine.submitted == []
 
 
+async def test_a_request_without_a_model_is_served_by_the_one_that_is_there(running: Running):
+    answer = await running.http.post("/v1/responses", json={"input": "Hello", "reasoning": {"summary": "none"}})
+    assert (answer.status_code, answer.json()["model"]) == (200, "test-model")
+
+
 async def test_tokens_are_counted(running: Running):
     counted = await running.http.post("/v1/responses/input_tokens", json={"model": "test-model", "input": "Hello"})
     await respond(running)
