@@ -42,10 +42,14 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic_message: str = "",
     ) -> None:
+        """Set up. anthropic_message: the message for Anthropic's clients, where theirs look for other words; else it is
+        `message`."""
         super().__init__(message)
         self.status = status
         self.message = message
+        self.anthropic_message = anthropic_message
         self.type = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.code = code
         self.param = param
@@ -57,7 +61,8 @@ class ApiError(Exception):
 
     def anthropic_body(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+        message = self.anthropic_message or self.message
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def response(self, path: str = "") -> Response:
         """Return the error in the shape that the clients of `path` know."""
@@ -85,27 +90,36 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
 
 
+# The errors of prompts that are too long say so in the words of OpenAI and Anthropic. Agents look for these words in
+# the text of an error, and shorten the conversation when they find them.
+
+
 def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
     """Return the error for a prompt that exceeds the window. prompt_tokens: None if too many to be counted. param: the
     request field that holds the prompt."""
-    return ApiError(
-        400,
-        f"This model's context window is {window} tokens, of which at least one is the answer's; "
-        f"your {_THEY.get(param, param)} make {prompt_tokens or 'many more'} tokens. Please shorten them.",
-        code="context_length_exceeded",
-        param=param,
-    )
+    given = f"your {_THEY.get(param, param)} have {prompt_tokens or 'many more'} tokens"
+    return _too_long(window, given, "Please shorten them.", prompt_tokens, param)
 
 
 def cannot_be_shortened(window: int, what: str) -> ApiError:
     """Return the error for a part of the request, `what`, that may not be dropped and does not fit the window."""
+    given = f"the earliest history would be dropped to make room, but {what} too long for it"
+    return _too_long(window, given, "Please shorten that.", None, "messages")
+
+
+def _too_long(window: int, given: str, advice: str, prompt_tokens: int | None, param: str) -> ApiError:
+    code = "context_length_exceeded"
     return ApiError(
         400,
-        f"This model's context window is {window} tokens. The earliest history would be dropped to make room, but "
-        f"{what} too long for it. Please shorten that.",
-        code="context_length_exceeded",
-        param="messages",
+        f"This model's maximum context length is {window} tokens; {given} ({code}). {advice}",
+        code=code,
+        param=param,
+        anthropic_message=_prompt_is_too_long(window, prompt_tokens),
     )
+
+
+def _prompt_is_too_long(limit: int, prompt_tokens: int | None) -> str:
+    return f"prompt is too long: {prompt_tokens or f'more than {limit}'} tokens > {limit} maximum"
 
 
 def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
@@ -159,12 +173,14 @@ def request_timeout(timeout_s: float) -> ApiError:
 def prompt_too_long(limit: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
     """Return the error for a prompt of `limit` tokens or more, which is refused although truncation could shorten
     it."""
+    code = "context_length_exceeded"
     return ApiError(
         400,
-        f"This server takes less than {limit} tokens; your {_THEY.get(param, param)} make "
-        f"{prompt_tokens or 'many more'} tokens.",
-        code="context_length_exceeded",
+        f"This server's maximum context length is {limit} tokens; your {_THEY.get(param, param)} have "
+        f"{prompt_tokens or 'many more'} tokens ({code}). Please shorten them.",
+        code=code,
         param=param,
+        anthropic_message=_prompt_is_too_long(limit, prompt_tokens),
     )
 
 

@@ -243,6 +243,11 @@ class ChatCompletionRequest(GenerationRequest):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the request is an agent's: it offers tools, or its history holds results of some."""
+        return bool(self.tools) or any(message.role == "tool" for message in self.messages)
+
+    @property
     def may_have_form(self) -> bool:
         """Whether the request has `tools`, `response_format`, `structured_outputs` or a `guided_` field, any of which
         may constrain the text of the answer."""

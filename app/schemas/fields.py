@@ -248,7 +248,7 @@ class GenerationRequest(Part):
     truncation: Literal["auto", "disabled"] | None = Field(
         None,
         description="a full window: `auto` drops the earliest history, `disabled` answers 400; default: "
-        "`cache.truncation`",
+        "`cache.truncation`, which is `disabled` for requests with tools unless it is set",
     )
     keep_first_tokens: int | None = Field(
         None, ge=0, le=1 << 24, description="leading tokens that a truncation keeps; default: the system prompt"

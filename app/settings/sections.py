@@ -96,8 +96,10 @@ class CacheSettings(Section):
         description="numbers of KV in HBM on CPU; auto: as they are computed; int8: half the bytes, lossy within "
         "codec_budget",
     )
-    truncation: Literal["auto", "disabled"] = Field(
-        "auto", description="a full window: drop the earliest history, or answer 400"
+    truncation: Literal["chats", "auto", "disabled"] = Field(
+        "chats",
+        description="a full window: auto drops the earliest history, disabled answers 400, chats drops it except in "
+        "requests with tools: an agent would lose its task, and shortens its history itself after a 400",
     )
     block_scorer: Literal["oldest", "attended"] = Field(
         "oldest",

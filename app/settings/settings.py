@@ -98,6 +98,7 @@ class Settings(Section, BaseSettings):
                 disk_bytes=_bytes(cache.disk_gib),
                 disk_dir=str(self.state_dir.absolute()),
                 disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
+                truncation="disabled" if cache.truncation == "disabled" else "auto",  # the app knows what has tools
                 redis_urls=tuple(filter(None, cache.redis_url.split(","))),
                 redis_bytes=_bytes(cache.redis_gib),
             ),

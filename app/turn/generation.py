@@ -15,6 +15,7 @@ from reprise.app.errors import (
     stopping,
     with_target,
 )
+from reprise.app.schemas.fields import GenerationRequest
 from reprise.app.tenancy.places import Ticket
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.deadline import Deadline
@@ -110,6 +111,10 @@ class Generation(AsyncIterator[Delta]):
     @property
     def session_id(self) -> str:
         return self.prompt.session_id
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self._prepared.request
 
     @property
     def generations(self) -> Sequence["Generation"]:

@@ -65,7 +65,7 @@ class TurnService:
 
     async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
         """Submit a chat. Returns its generation, which must be iterated to its end or closed."""
-        request = narrowed(request, caller)
+        request = self._settled(narrowed(request, caller))
         return await self._begin(request, caller, partial(self._prepare_chat, request, caller.tenant))
 
     async def complete(self, request: CompletionRequest, prompt: Prompt, caller: Caller) -> Generation:
@@ -200,7 +200,13 @@ class TurnService:
         return prepared
 
     def _truncates(self, request: GenerationRequest) -> bool:
-        return (request.truncation or self._settings.cache.truncation) == "auto"
+        return (request.truncation or self._settings.cache.truncation) != "disabled"
+
+    def _settled(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
+        """Return the request with its truncation, if it gives none, where the setting depends on its tools."""
+        if request.truncation is None and self._settings.cache.truncation == "chats" and request.has_tools:
+            return request.model_copy(update={"truncation": "disabled"})
+        return request
 
     async def _submit(self, prepared: Prepared, admitted: Admitted) -> Generation:
         _, tokenizer = self._readiness.require()  # a drain may have begun meanwhile

@@ -1,6 +1,7 @@
 """Tests that every error, whatever its origin, has OpenAI's envelope."""
 
 import asyncio
+import re
 
 import httpx
 import pytest
@@ -74,8 +75,32 @@ async def test_a_prompt_longer_than_the_window_is_refused_with_the_counts(runnin
     response = await running.chat("fox " * 500, truncation="disabled")
     error = envelope(response)
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "256 tokens" in error["message"]
+    assert "maximum context length is 256 tokens; your messages have " in error["message"]
+    assert "(context_length_exceeded)" in error["message"]
     assert running.engine.submitted == []
+
+
+@pytest.mark.parametrize("length", [500, 70_000])
+@pytest.mark.parametrize("limited", [False, True])
+async def test_agents_find_the_words_by_which_they_shorten_a_conversation(engine, tmp_path, length, limited):
+    """pi, opencode, Qwen Code and others look for these in the text of an error; Anthropic's clients in theirs."""
+    limits = {"limits": {"prompt_tokens": 200}} if limited else {"cache": {"truncation": "disabled"}}
+    messages = [{"role": "user", "content": "fox " * length}]
+    async with in_process(engine, make_settings(tmp_path, **limits)) as running:
+        chat = await running.http.post("/v1/chat/completions", json={"messages": messages})
+        response = await running.http.post("/v1/responses", json={"input": messages})
+        message = await running.http.post("/v1/messages", json={"messages": messages, "max_tokens": 5})
+    for answer in (chat, response):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert re.search(r"maximum context length is (\d+) tokens", error["message"])
+        assert "context_length_exceeded" in error["message"]
+    assert (message.status_code, message.json()["error"]["type"]) == (400, "invalid_request_error")
+    told = re.fullmatch(
+        r"prompt is too long: (?:more than )?(\d+) tokens > (\d+) maximum", message.json()["error"]["message"]
+    )
+    assert told is not None
+    assert int(told[1]) >= int(told[2])
 
 
 async def test_a_prompt_far_too_long_is_not_even_tokenized(running: Running, monkeypatch):

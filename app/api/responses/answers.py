@@ -58,7 +58,7 @@ class ResponseBuilder:
             "tools": [_tool(tool.model_dump()) for tool in request.tools or ()],
             "top_p": generation.sampling.top_p if request.top_p is None else request.top_p,
             "top_logprobs": request.top_logprobs or 0,
-            "truncation": request.truncation or "auto",
+            "truncation": generation.request.truncation or "auto",
             "usage": None if self.status == "in_progress" else self._usage(),
             "user": request.user,
             "metadata": request.metadata or {},

@@ -89,6 +89,7 @@ def _tool_choice(value: Any) -> Any:
 
 def renamed(error: ApiError) -> ApiError:
     """Rewrite an error about the chat request with the field names of the Responses API."""
+    error.message = error.message.replace("your messages have", "your input has")
     for chat_name, name in _NAMES.items():
         if error.param is not None and error.param.startswith(chat_name):
             error.message = error.message.replace(chat_name, name)

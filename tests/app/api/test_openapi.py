@@ -1,6 +1,8 @@
 import importlib
 import json
 import pkgutil
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import reprise.app.api
 from reprise.app.api.openapi import OPERATIONS, describe
 from reprise.app.schemas import answers
 from reprise.app.schemas.chat import ChatCompletionRequest
-from tests.app.fakes import Running, session_info
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info
 
 HELLO = [{"role": "user", "content": "Hello"}]
 BASE = {"model": "test-model"}
@@ -17,6 +19,13 @@ CHAT = {**BASE, "messages": HELLO}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 UNDESCRIBED = {"/", "/docs", "/page/{name}", "/page/{name:path}", "/v1/events", "/openapi.json"}
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
+    """The app with a window that drops history, because a prompt with tools is longer than it is in these tests."""
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        yield running
 
 
 def references(value: Any) -> list[str]:

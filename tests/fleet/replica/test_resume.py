@@ -67,7 +67,8 @@ async def replica(directory: Path, engine: Any, **sections: Any) -> AsyncIterato
 async def replicas(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[Running, Running]]:
     """Two servers whose engines say what the test tells them to."""
     one, other = FakeEngine(directory=model_dir), FakeEngine(directory=model_dir)
-    async with replica(tmp_path / "a", one) as first, replica(tmp_path / "b", other) as second:
+    cut = {"cache": {"truncation": "auto"}}  # a prompt with tools is longer than the window of these tests
+    async with replica(tmp_path / "a", one, **cut) as first, replica(tmp_path / "b", other, **cut) as second:
         yield first, second
 
 

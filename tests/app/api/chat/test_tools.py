@@ -1,14 +1,23 @@
 """Tests tools, answer formats and continued messages, from the request to what the engine receives and back."""
 
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from tests.app.fakes import Running
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
+    """The app with a window that drops history, because a prompt with tools is longer than it is in these tests."""
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        yield running
 
 
 def chunks(text: str) -> list[dict]:

@@ -96,6 +96,43 @@ async def test_a_server_that_does_not_truncate_lets_a_request_ask_for_it(engine:
         assert (await running.chat("fox " * 500, truncation="auto")).status_code == 200
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "truncates"),
+    [(None, None, False), (None, "auto", True), ("auto", None, True), ("disabled", None, False)],
+)
+@pytest.mark.parametrize(
+    "of_agent", [{"tools": TOOLS}, {"messages": [QUESTION, CALLED, {"role": "tool", "content": "1"}]}]
+)
+async def test_an_agents_history_is_dropped_only_where_somebody_says_so(
+    engine: FakeEngine, tmp_path, setting, asked, truncates, of_agent
+):
+    cache = {} if setting is None else {"truncation": setting}
+    async with in_process(engine, make_settings(tmp_path, cache=cache)) as running:
+        messages = [{"role": "user", "content": "fox " * 400}, ANSWER, *of_agent.get("messages", [QUESTION])]
+        body = {"messages": messages, "tools": of_agent.get("tools"), "truncation": asked}
+        answer = await running.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == (200 if truncates else 400)
+        if truncates:
+            assert engine.submitted[0].truncation == (asked or "")
+        else:
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        short = await running.http.post("/v1/chat/completions", json={**body, "messages": messages[2:]})
+        assert short.status_code == 200 or of_agent.get("tools")  # the tools alone fill this window
+        plain = {"messages": [{"role": "user", "content": "fox " * 400}, ANSWER, QUESTION]}
+        told = await running.http.post("/v1/chat/completions", json=plain)
+        assert told.status_code == (400 if setting == "disabled" else 200)
+        counted = await running.http.post("/v1/chat/completions/input_tokens", json=body)
+        assert counted.status_code == 200  # an agent asks for it to see that it has to shorten
+
+
 async def test_the_longest_prompt_is_bounded(engine: FakeEngine, tmp_path):
     async with in_process(engine, make_settings(tmp_path, limits={"prompt_tokens": 300})) as running:
         refused = await running.chat("fox " * 500)
@@ -127,7 +164,7 @@ async def test_a_newest_message_that_cannot_fit_is_refused_before_it_is_tokenize
     tokenizer._encode_batch = lambda texts: tokenized.extend(map(len, texts)) or encode(texts)
     refused = await running.chat("fox " * 50_000)  # far less than the longest history
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "context window is 256 tokens" in refused.json()["error"]["message"]
+    assert "maximum context length is 256 tokens" in refused.json()["error"]["message"]
     assert "your newest message alone is too long" in refused.json()["error"]["message"]
     assert sum(tokenized) < 100_000
     assert running.engine.submitted == []

@@ -1,4 +1,6 @@
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +12,13 @@ ANSWER = "Hello there, how are you today?"
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
+    """The app with a window that drops history, because a prompt with tools is longer than it is in these tests."""
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        yield running
 
 
 async def ask(running: Running, messages: Any = HELLO, **fields: Any) -> httpx.Response:

@@ -23,7 +23,8 @@ async def test_texts_become_ids_and_back(running: Running, version):
 async def test_messages_make_the_ids_that_a_chat_would_send(running: Running):
     first = (await running.chat("Hello")).json()["choices"][0]["message"]
     conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": first["content"]}, *HELLO]
-    body = {"messages": conversation, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": conversation, "tools": tools, "truncation": "auto"}
     for fields in ({"messages": conversation}, body):
         answer = (await running.http.post("/tokenize", json=fields)).json()
         counted = await running.http.post("/v1/chat/completions/input_tokens", json={"model": "test-model", **fields})

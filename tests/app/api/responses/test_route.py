@@ -1,4 +1,6 @@
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +11,13 @@ from tests.app.fakes import FakeEngine, Running, in_process, make_settings, unti
 ANSWER = "Hello there, how are you today?"
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Running]:
+    """The app with a window that drops history, because a prompt with tools is longer than it is in these tests."""
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        yield running
 
 
 async def respond(running: Running, given: Any = "Hello", **fields: Any) -> httpx.Response:
