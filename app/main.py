@@ -23,6 +23,7 @@ from reprise.app.http.middleware import Authentication, RequestContext
 from reprise.app.observe.answer_log import AnswerLog
 from reprise.app.observe.live import MAX_WATCHERS, Live
 from reprise.app.observe.logs import EngineOutput
+from reprise.app.observe.loss_log import LossLog
 from reprise.app.observe.metrics import Metrics, RedisCollector
 from reprise.app.observe.tracing import OtelTracer, make_tracer
 from reprise.app.settings.settings import Settings
@@ -66,6 +67,7 @@ class Parts:
     responses: Responses
     metrics: Metrics
     live: Live
+    losses: LossLog
     tracer: OtelTracer | None  # None: no traces are wanted
 
 
@@ -147,6 +149,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         responses=Responses(service, store, hooks),
         metrics=metrics,
         live=live,
+        losses=LossLog(),
         tracer=tracer,
     )
 

@@ -22,6 +22,8 @@ import msgspec
 
 from reprise.app.conversations.digests import canonical, digest
 from reprise.app.schemas.fields import SESSION_ID
+from reprise.app.schemas.offered import flat_name
+from reprise.app.schemas.tools import CUSTOM_ARGUMENT
 from reprise.engine.messages import salt_of
 
 CHAIN_HEADER = "x-reprise-chain"  # digest of the request's messages, in hex
@@ -210,7 +212,7 @@ def _said(message: Any) -> Iterator[_Said]:
     blocks = content if isinstance(content, list) else [content]
     calls = [_call(block) for block in blocks if isinstance(block, dict) and _word(block, "type") in _CALLS]
     if isinstance(given := message.get("tool_calls"), list):
-        calls += [_call(call.get("function")) for call in given if isinstance(call, dict)]
+        calls += [_call(call.get("function", call.get("custom"))) for call in given if isinstance(call, dict)]
     if content is None and "output" in message:
         blocks = [message["output"]]
     yield _Said(role or kind, list(_texts(blocks)), calls)
@@ -236,8 +238,11 @@ def _texts(content: Any) -> Iterator[str]:
 def _call(call: Any) -> Call:
     if not isinstance(call, dict):
         return "", ""
+    name, namespace = _word(call, "name"), _word(call, "namespace")
     given = call.get("arguments", call.get("input"))
-    return _word(call, "name"), _arguments(given)
+    if "arguments" not in call and isinstance(given, str):
+        given = {CUSTOM_ARGUMENT: given}  # a custom tool, which the model calls as a function
+    return flat_name(name, namespace or None), _arguments(given)
 
 
 def _word(value: dict[str, Any], field: str) -> str:

@@ -6,8 +6,9 @@ from typing import TypeVar
 from fastapi import Request
 
 from reprise.app.errors import ApiError
-from reprise.app.http.body import RequestModel, parse_data, read_body
+from reprise.app.http.body import RequestModel, parse_data, plain_name, read_body, warning_header
 from reprise.app.http.event_stream import EventStream
+from reprise.app.observe.loss_log import LossLog
 from reprise.app.settings.settings import Settings
 from reprise.app.turn.deadline import HEADER as TIMEOUT_HEADER
 from reprise.app.turn.ports import ArrivedRequest, Deltas, EnginePort, Frames, ServerHooks
@@ -72,14 +73,19 @@ def arrive(request: Request) -> ArrivedRequest:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return (parsed body, rate-limit headers for the answer). Raises ApiError. 503 while the engine takes no requests
-    and 429 for too many requests a minute come before the body is read, so that a client told to retry does not upload
-    first."""
+    """Return (parsed body, headers for the answer, which name what had no effect). Raises ApiError. 503 while the
+    engine takes no requests and 429 for too many requests a minute come before the body is read, so that a client told
+    to retry does not upload first."""
     readiness_of(request).require()
     limits, arrival = settings_of(request).limits, arrive(request)
     max_bytes = limits.body_bytes + arrival.added_bytes
     data = await read_body(request, max_bytes=max_bytes)
-    return parse_data(arrival.open_body(data), model)
+    body, lost = parse_data(arrival.open_body(data), model)
+    if lost:
+        losses: LossLog = request.app.state.losses
+        client = request.headers.get("user-agent", "").partition("/")[0]
+        losses.note(plain_name(client), [plain_name(name) for name in lost])
+    return body, warning_header(lost)
 
 
 def caller_of(request: Request, place: int = 0) -> Caller:

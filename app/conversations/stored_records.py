@@ -35,6 +35,21 @@ class _Call(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class _CustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class _CustomOutput(msgspec.Struct, tag_field="type", tag="custom_tool_call_output"):
+    id: str
+    call_id: str
+    output: Any
 
 
 class _CallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
@@ -43,7 +58,7 @@ class _CallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
     output: Any
 
 
-_Item = _Message | _Reasoning | _Call | _CallOutput
+_Item = _Message | _Reasoning | _Call | _CallOutput | _CustomCall | _CustomOutput
 
 
 class _Response(msgspec.Struct):

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -15,11 +15,12 @@ from reprise.app.http.content_encoding import decoder_of
 from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
+MAX_NAME_CHARS = 40  # shown of a name in the warning header
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
 MAX_LEVELS = 64  # deepest nesting of a body
-MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema in a body
-MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 128
+MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema of an answer
+MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 1024
 MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
 """Maps a field to the largest number allowed in it."""
 MAX_ITEMS = {
@@ -35,27 +36,28 @@ class RequestModel(Protocol):
     def model_validate(cls, obj: object) -> Self: ...
 
     @classmethod
-    def ignored(cls, body: dict[str, object]) -> list[str]: ...
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]: ...
 
 
 T = TypeVar("T", bound=RequestModel)
 
 
-async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
-    """Return the parsed request and the headers that its answer must carry. Raises ApiError or ClientGone."""
+async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, list[str]]:
+    """Return the parsed request and the names of what it holds without effect. Raises ApiError or ClientGone."""
     return parse_data(await read_body(request, max_bytes=limits.body_bytes), model)
 
 
-def parse_data(data: bytes, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return the parsed request and the headers of its answer, from a body that has been read. Raises ApiError."""
+def parse_data(data: bytes, model: type[T]) -> tuple[T, list[str]]:
+    """Return the parsed request and the names of what it holds without effect, from a body that has been read. Raises
+    ApiError."""
     body = parse_json(data)
     check_body(body)
+    body, lost = model.settled(body)
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
-    ignored = model.ignored(body)
-    return parsed, {"warning": _warning(ignored)} if ignored else {}
+    return parsed, lost
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
@@ -133,18 +135,14 @@ def _too_much(param: str, allowed: str) -> ApiError:
 
 
 def _schemas(body: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the JSON schemas in a body, each with the name of the field that holds it."""
+    """Yield the JSON schemas of answers in a body, each with the name of the field that holds it. Those of tools are
+    bounded by the body alone, because agents bring long ones."""
     found: list[tuple[str, object]] = [
         ("response_format", _at(body, "response_format", "json_schema", "schema")),
         ("structured_outputs", _at(body, "structured_outputs", "json")),
         ("guided_json", body.get("guided_json")),
         ("text", _at(body, "text", "format", "schema")),
     ]
-    tools = body.get("tools")
-    for tool in tools if isinstance(tools, list) else ():
-        found += [
-            ("tools", _at(tool, *path)) for path in (("function", "parameters"), ("parameters",), ("input_schema",))
-        ]
     yield from ((name, schema) for name, schema in found if isinstance(schema, dict))
 
 
@@ -169,7 +167,15 @@ def _is_deeper(value: object, levels: int) -> bool:
     return bool(layer)
 
 
-def _warning(names: list[str]) -> str:
-    shown = ", ".join(re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:40]) for name in names[:MAX_NAMED_FIELDS])
+def warning_header(names: list[str]) -> dict[str, str]:
+    """Return the header that tells a client what had no effect; none if `names` is empty."""
+    if not names:
+        return {}
+    shown = ", ".join(plain_name(name) for name in names[:MAX_NAMED_FIELDS])
     more = f", and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
-    return f'299 - "ignored request fields: {shown}{more}"'
+    return {"warning": f'299 - "ignored request fields: {shown}{more}"'}
+
+
+def plain_name(name: str) -> str:
+    """Return a client's word in a form that headers and logs can hold."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:MAX_NAME_CHARS])

@@ -124,10 +124,16 @@ class AnsweredFunction(_Answer):
     arguments: str
 
 
+class AnsweredCustom(_Answer):
+    name: str
+    input: str
+
+
 class AnsweredCall(_Answer):
     id: str
-    type: Literal["function"]
-    function: AnsweredFunction
+    type: Literal["function", "custom"]
+    function: AnsweredFunction | None = None
+    custom: AnsweredCustom | None = None
 
 
 class AssistantMessage(_Answer):
@@ -163,11 +169,17 @@ class FunctionDelta(_Answer):
     arguments: str
 
 
+class CustomDelta(_Answer):
+    name: str | None = None
+    input: str
+
+
 class ToolCallDelta(_Answer):
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    type: Literal["function", "custom"] | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
 
 
 class ChatDelta(_Answer):
@@ -237,7 +249,14 @@ class ResponseUsage(_Answer):
 
 class OutputItem(_Answer):
     id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ]
 
 
 class ResponseError(_Answer):

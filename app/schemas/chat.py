@@ -14,9 +14,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.fields import GenerationRequest, Part, TextPart, is_finite, joined_text, unsupported
+from reprise.app.schemas.fields import (
+    GenerationRequest,
+    Part,
+    TextPart,
+    is_finite,
+    joined_text,
+    unsupported,
+)
+from reprise.app.schemas.offered import settled_tools
+from reprise.app.schemas.past.chat import chat_messages
+from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.tools import (
     MAX_TOOLS,
+    TOOL_KINDS,
+    CallId,
     Choices,
     GivenSchema,
     LarkGrammar,
@@ -61,7 +73,7 @@ class Message(Part):
     name: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = Field(None, max_length=128)
+    tool_call_id: CallId | None = None
     x_cache: CacheMark | None = Field(
         None, description="what the cache is to know about the message; the model does not see it"
     )
@@ -134,6 +146,15 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
+def settled_chat(body: dict[str, Any], ignored: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return a body with `messages` and `tools` in the form that the fields take, and the names of what was left out.
+    ignored: names known already."""
+    losses = Losses(ignored)
+    if "messages" in body:
+        body = {**body, "messages": chat_messages(body["messages"], losses)}
+    return settled_tools(body, losses, TOOL_KINDS), losses.names
+
+
 class Prediction(Part):
     """The text that most of the answer is expected to repeat. The engine tries its tokens as drafts, which makes the
     answer faster without changing it."""
@@ -178,6 +199,10 @@ class ChatCompletionRequest(GenerationRequest):
         None, description="serve a history that the client shortened from saved KV; default: `cache.client_shift`"
     )
 
+    @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return settled_chat(body, cls.ignored(body))
+
     @model_validator(mode="after")
     def _check_together(self) -> "ChatCompletionRequest":
         if self.function_call not in (None, "none"):
@@ -209,10 +234,11 @@ class ChatCompletionRequest(GenerationRequest):
             raise PydanticCustomError("tools", "Two tools have the same name", {"param": "tools"})
         if self.tool_choice is None or self.tool_choice.type == "none":
             return
+        if not names and not self.tool_choice.must_call:
+            return  # "auto", which without tools means nothing; Codex sends it when it compacts a conversation
         if not names:
-            raise PydanticCustomError(
-                "combination", "'tool_choice' is only allowed with 'tools'", {"param": "tool_choice"}
-            )
+            problem = "'tool_choice' requires a call, but 'tools' has none that this server can offer"
+            raise PydanticCustomError("combination", problem, {"param": "tool_choice"})
         if unknown := set(self.tool_choice.names or ()).difference(names):
             problem = "'tool_choice' names {name}, which is not in 'tools'"
             raise PydanticCustomError("combination", problem, {"name": min(unknown), "param": "tool_choice"})
@@ -241,6 +267,11 @@ class ChatCompletionRequest(GenerationRequest):
     def answer_tokens(self) -> int | None:
         """The longest answer requested; the newer field takes precedence."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
 
     @property
     def has_tools(self) -> bool:

@@ -127,6 +127,12 @@ class Part(BaseModel):
         return value
 
     @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the body in a form that the fields take, with a readable history (`reprise.app.schemas.past`), and the
+        names of all that has no effect here."""
+        return body, cls.ignored(body)
+
+    @classmethod
     def ignored(cls, body: dict[str, Any]) -> list[str]:
         """Return the names in `body` that are accepted without effect here, in the order sent: unknown fields, and
         hints that change no answer (`verbosity` ...). Null values are not reported."""

@@ -6,10 +6,21 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from reprise.app.schemas.fields import MAX_TIMEOUT_S, MAX_TTFT_MS, JsonSchema, Part, SessionId, unsupported
-from reprise.app.schemas.tools import MAX_TOOLS, ToolName
+from reprise.app.schemas.fields import (
+    MAX_TIMEOUT_S,
+    MAX_TTFT_MS,
+    Part,
+    SessionId,
+    unsupported,
+)
+from reprise.app.schemas.offered import settled_tools
+from reprise.app.schemas.past.blocks import blocks
+from reprise.app.schemas.past.parts import Losses
+from reprise.app.schemas.tools import MAX_TOOLS, CalledName, ToolName, ToolSchema
 
 MAX_BLOCKS = 1024
+_TOOL_KINDS = frozenset({"custom"})  # tools that the client runs; most have no type
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextBlock(Part):
@@ -31,8 +42,8 @@ class RedactedThinkingBlock(Part):
 
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
-    id: str = Field(min_length=1, max_length=128)
-    name: ToolName
+    id: CallId
+    name: CalledName
     input: dict[str, Any]
 
 
@@ -50,7 +61,7 @@ TextBlocks = Annotated[
 
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
-    tool_use_id: str = Field(min_length=1, max_length=128)
+    tool_use_id: CallId
     content: TextBlocks | None = None
     is_error: bool | None = None
 
@@ -101,8 +112,8 @@ class MessageParam(Part):
 class ToolParam(Part):
     name: ToolName
     type: Literal["custom"] | None = None
-    description: str | None = Field(None, max_length=16_384)
-    input_schema: JsonSchema
+    description: str | None = None
+    input_schema: ToolSchema
 
 
 class ToolChoiceParam(Part):
@@ -131,6 +142,13 @@ class CountTokensRequest(Part):
     cache_salt: str | None = Field(None, max_length=256)
     kv_quality: Literal["exact", "default"] | None = None
     chat_template_kwargs: TemplateArgs | None = None
+
+    @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        losses = Losses(cls.ignored(body))
+        if "messages" in body:
+            body = {**body, "messages": blocks(body["messages"], losses)}
+        return settled_tools(body, losses, _TOOL_KINDS), losses.names
 
 
 class MessagesRequest(CountTokensRequest):

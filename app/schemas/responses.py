@@ -18,11 +18,27 @@ from reprise.app.schemas.fields import (
     joined_text,
     unsupported,
 )
-from reprise.app.schemas.tools import MAX_ARGUMENT_CHARS, MAX_TOOLS, ToolName
+from reprise.app.schemas.offered import flat_name, settled_tools
+from reprise.app.schemas.past.items import input_items
+from reprise.app.schemas.past.parts import Losses
+from reprise.app.schemas.tools import (
+    MAX_ARGUMENT_CHARS,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    TOOL_KINDS,
+    Arguments,
+    CustomFormat,
+    ToolName,
+    ToolSchema,
+)
 
 MAX_ITEMS = MAX_MESSAGES
 _TEXT_KINDS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 ResponseId = Annotated[str, Field(pattern=r"^resp_[A-Za-z0-9]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+ItemId = Annotated[str, Field(max_length=256)]
+ItemName = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Namespace = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 ConversationId = Annotated[str, Field(pattern=r"^conv_[A-Za-z0-9]{1,64}$")]
 
 
@@ -35,7 +51,7 @@ Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[T
 
 class MessageItem(Part):
     type: Literal["message"] = "message"
-    id: str | None = Field(None, max_length=128)
+    id: ItemId | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
@@ -48,30 +64,45 @@ class MessageItem(Part):
 
 class FunctionCallItem(Part):
     type: Literal["function_call"]
-    id: str | None = Field(None, max_length=128)
-    call_id: str = Field(min_length=1, max_length=128)
-    name: ToolName
-    arguments: str = Field(max_length=MAX_ARGUMENT_CHARS)
+    id: ItemId | None = None
+    call_id: CallId
+    name: ItemName
+    namespace: Namespace | None = None
+    arguments: Arguments
 
     def as_stored(self) -> dict[str, Any]:
         fields = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": "function_call", "status": "completed", **fields}
+        return {"type": "function_call", "status": "completed", **fields, **_namespace(self.namespace)}
+
+
+class CustomCallItem(Part):
+    """A call of a custom tool, whose input is one text."""
+
+    type: Literal["custom_tool_call"]
+    id: ItemId | None = None
+    call_id: CallId
+    name: ItemName
+    namespace: Namespace | None = None
+    input: str = Field(max_length=MAX_ARGUMENT_CHARS)
+
+    def as_stored(self) -> dict[str, Any]:
+        fields = {"call_id": self.call_id, "name": self.name, "input": self.input}
+        return {"type": "custom_tool_call", "status": "completed", **fields, **_namespace(self.namespace)}
 
 
 class FunctionOutputItem(Part):
-    type: Literal["function_call_output"]
-    id: str | None = Field(None, max_length=128)
-    call_id: str = Field(min_length=1, max_length=128)
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    id: ItemId | None = None
+    call_id: CallId
     output: Text
 
     def as_stored(self) -> dict[str, Any]:
-        fields = {"call_id": self.call_id, "output": self.output}
-        return {"type": "function_call_output", "status": "completed", **fields}
+        return {"type": self.type, "status": "completed", "call_id": self.call_id, "output": self.output}
 
 
 class ReasoningItem(Part):
     type: Literal["reasoning"]
-    id: str | None = Field(None, max_length=128)
+    id: ItemId | None = None
     content: Text | None = None
     summary: Text | None = None
 
@@ -80,12 +111,29 @@ class ReasoningItem(Part):
         return {"type": "reasoning", "summary": [], "content": content}
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+class ReferenceItem(Part):
+    """An item of an earlier response, which the server has stored."""
+
+    type: Literal["item_reference"]
+    id: ItemId
+
+    def as_stored(self) -> dict[str, Any]:
+        return {"type": "item_reference", "id": self.id}
+
+
+def _namespace(name: str | None) -> dict[str, Any]:
+    return {} if name is None else {"namespace": name}
+
+
+Item = MessageItem | FunctionCallItem | CustomCallItem | FunctionOutputItem | ReasoningItem | ReferenceItem
 _ITEMS: dict[str, type[Item]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": FunctionOutputItem,
     "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
 }
 
 
@@ -114,29 +162,60 @@ Items = Annotated[
 class FunctionTool(Part):
     type: Literal["function"]
     name: ToolName
-    description: str | None = Field(None, max_length=16_384)
-    parameters: JsonSchema | None = None
+    namespace: Namespace | None = None
+    description: str | None = None
+    parameters: ToolSchema | None = None
     strict: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, value: object) -> object:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-            raise unsupported("type", f"A tool of type {kind[:40]!r} is")
+    def as_chat(self) -> dict[str, Any]:
+        """Return the tool of the equivalent chat request."""
+        function = self.model_dump(exclude_none=True, exclude={"type", "namespace"})
+        return {"type": "function", "function": {**function, "name": self.flat_name}}
+
+    @property
+    def flat_name(self) -> str:
+        """The name under which the model sees the tool."""
+        return flat_name(self.name, self.namespace)
+
+
+class CustomTool(Part):
+    type: Literal["custom"]
+    name: ToolName
+    namespace: Namespace | None = None
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the tool of the equivalent chat request."""
+        form = None if self.format is None else self.format.model_dump(exclude_none=True)
+        return {
+            "type": "custom",
+            "custom": {"name": self.flat_name, "description": self.description, "format": form},
+        }
+
+    @property
+    def flat_name(self) -> str:
+        """The name under which the model sees the tool."""
+        return flat_name(self.name, self.namespace)
+
+
+_TOOLS: dict[str, type[FunctionTool | CustomTool]] = {"function": FunctionTool, "custom": CustomTool}
+_TOOL_KINDS = TOOL_KINDS | {"namespace"}
+
+
+def _tool(value: object) -> object:
+    """Parse a tool by its type."""
+    if not isinstance(value, dict):
         return value
+    kind = value.get("type", "function")  # whose schema says that the type is missing
+    if not isinstance(kind, str) or kind not in _TOOLS:
+        raise unsupported("type", f"A tool of type {str(kind)[:40]!r} is")
+    return _TOOLS[kind].model_validate(value)
 
 
-def _is_hosted(tool: object) -> bool:
-    """Return whether a tool is anything but a function, such as one that OpenAI's own servers provide."""
-    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
-
-
-def _functions(value: object) -> object:
-    """Keep only functions. Coding agents send hosted tools of their provider along with their own functions. If there
-    are no functions, keep the others, so that they are refused."""
-    if not isinstance(value, list):
-        return value
-    return [tool for tool in value if not _is_hosted(tool)] or value
+ResponseTool = Annotated[
+    FunctionTool | CustomTool, BeforeValidator(_tool, json_schema_input_type=FunctionTool | CustomTool)
+]
 
 
 class TextFormat(Part):
@@ -192,7 +271,7 @@ class ResponseRequest(Part):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Annotated[str, Field(max_length=128)]] | None = Field(None, max_length=16)
-    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_functions)] = Field(None, max_length=MAX_TOOLS)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -229,10 +308,13 @@ class ResponseRequest(Part):
         return self
 
     @classmethod
-    def ignored(cls, body: dict[str, Any]) -> list[str]:
-        tools = body.get("tools")
-        hosted = [tool["type"] for tool in tools if _is_hosted(tool)] if isinstance(tools, list) else []
-        return [*super().ignored(body), *(f"tools.{kind}" for kind in dict.fromkeys(hosted))]
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        losses = Losses(cls.ignored(body))
+        return settled_tools(_with_items(body, "input", losses), losses, _TOOL_KINDS), losses.names
+
+
+def _with_items(body: dict[str, Any], field: str, losses: Losses) -> dict[str, Any]:
+    return {**body, field: input_items(body[field], losses)} if isinstance(body.get(field), list) else body
 
 
 class ConversationRequest(Part):
@@ -241,6 +323,16 @@ class ConversationRequest(Part):
     items: Items | None = None
     metadata: Metadata | None = None
 
+    @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        losses = Losses(cls.ignored(body))
+        return _with_items(body, "items", losses), losses.names
+
 
 class ItemsRequest(Part):
     items: Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_ITEMS)]
+
+    @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        losses = Losses(cls.ignored(body))
+        return _with_items(body, "items", losses), losses.names

@@ -1,11 +1,11 @@
 """The bodies of vLLM's /tokenize and /detokenize."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.chat import Messages, TemplateArgs
+from reprise.app.schemas.chat import Messages, TemplateArgs, settled_chat
 from reprise.app.schemas.completions import MAX_PROMPT_IDS
 from reprise.app.schemas.fields import Part, TokenId
 from reprise.app.schemas.tools import MAX_TOOLS, Tool
@@ -23,6 +23,10 @@ class TokenizeRequest(Part):
     chat_template_kwargs: TemplateArgs | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: bool | None = None
+
+    @classmethod
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return settled_chat(body, cls.ignored(body))
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> "TokenizeRequest":

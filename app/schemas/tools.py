@@ -3,33 +3,115 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.fields import JsonSchema, Part, unsupported
+from reprise.app.schemas.fields import JsonSchema, Part, is_finite, unsupported
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+MAX_NAME_CHARS = 256
 MAX_ARGUMENT_CHARS = 1 << 20
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+CUSTOM_ARGUMENT = "input"  # the one argument of the function that stands for a custom tool
+TOOL_KINDS = frozenset({"function", "custom"})  # types of the tools that a chat can offer
+
+
+def _tool_name(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("tool_name", "A tool's name consists of printable characters")
+    return value
+
+
+def _tool_schema(value: dict[str, Any]) -> dict[str, Any]:
+    if not is_finite(value):
+        raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
+    return value
+
+
+def _arguments(value: object) -> object:
+    """Convert arguments that are an object to its JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and is_finite(value) else value
+
+
+ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS), AfterValidator(_tool_name)]
+# In a history a name may be one that the model made up, and be joined with that of a namespace.
+CalledName = Annotated[str, Field(max_length=2 * MAX_NAME_CHARS + 2)]
+CallId = Annotated[str, Field(max_length=256)]
+Arguments = Annotated[
+    str,
+    BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any]),
+    Field(max_length=MAX_ARGUMENT_CHARS),
+]
+# Descriptions and schemas of tools are bounded by the body alone: those of a coding agent are long.
+ToolSchema = Annotated[dict[str, Any], AfterValidator(_tool_schema)]
 
 
 class Function(Part):
     name: ToolName
-    description: str | None = Field(None, max_length=16_384)
-    parameters: JsonSchema | None = None
+    description: str | None = None
+    parameters: ToolSchema | None = None
     strict: bool | None = None
 
 
+class CustomFormat(Part):
+    """The form of a custom tool's input: any text, or one that follows a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_shape(cls, value: object) -> object:
+        """A chat nests the grammar, a response does not."""
+        inner = value.get("grammar") if isinstance(value, dict) else None
+        return {**value, **inner} if isinstance(value, dict) and isinstance(inner, dict) else value
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> "CustomFormat":
+        if self.type == "grammar" and (self.syntax is None or self.definition is None):
+            raise PydanticCustomError("missing", "A grammar has a 'syntax' and a 'definition'")
+        return self
+
+
+class Custom(Part):
+    """A tool whose input is one text. The model sees a function with one argument, `input`."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        given: dict[str, Any] = {"type": "string"}
+        said = [self.description] if self.description else []
+        if self.format is not None and self.format.definition is not None:
+            said.append(f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}")
+            if self.format.syntax == "regex":
+                given["pattern"] = f"^(?:{self.format.definition})$"
+        parameters = {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: given},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        }
+        return {"name": self.name, "description": "\n\n".join(said) or None, "parameters": parameters}
+
+
 class Tool(Part):
-    type: Literal["function"]
+    """A tool that the model may call. A custom tool has its function beside itself."""
+
+    type: Literal["function", "custom"]
     function: Function
+    custom: Custom | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_kind(cls, value: object) -> object:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+        if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str) or kind == "function":
+            return value
+        if kind != "custom":
             raise unsupported("type", f"A tool of type {kind[:40]!r} is")
-        return value
+        custom = Custom.model_validate(value.get("custom"))
+        return {"type": kind, "custom": custom, "function": custom.as_function()}
 
     def as_rendered(self) -> dict[str, Any]:
         """Return the tool for a chat template: only the fields that were given."""
@@ -41,9 +123,21 @@ class NamedFunction(Part):
     name: ToolName
 
 
+def _as_function_choice(value: object) -> object:
+    """Convert the choice of a custom tool to that of the function by which the model sees it."""
+    if not isinstance(value, dict) or value.get("type") != "custom":
+        return value
+    return {"type": "function", "function": value.get("custom")}
+
+
 class AllowedTool(Part):
     type: Literal["function"]
     function: NamedFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, value: object) -> object:
+        return _as_function_choice(value)
 
 
 class AllowedTools(Part):
@@ -57,6 +151,11 @@ class ChosenTools(Part):
     type: Literal["none", "auto", "required", "function", "allowed_tools"]
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, value: object) -> object:
+        return _as_function_choice(value)
 
     @model_validator(mode="after")
     def _check_names(self) -> "ChosenTools":
@@ -92,14 +191,14 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Part):
-    name: ToolName
-    arguments: str = Field(max_length=MAX_ARGUMENT_CHARS)
+    name: CalledName
+    arguments: Arguments
 
 
 class ToolCall(Part):
     """A call in an assistant's message, as an answer returned it."""
 
-    id: str = Field(max_length=128)
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 

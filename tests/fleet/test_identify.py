@@ -80,6 +80,19 @@ def test_items_of_a_response_are_one_answer():
     assert asked.chain == responses({"role": "user", "content": "Which day?"}).chain
 
 
+def test_calls_of_custom_tools_and_of_namespaces_are_known_again():
+    kept = link_answer(chat(USER).chain, "", [("patch", '{"input": "+a"}'), ("hub__day", "{}")])
+    custom = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "+a"}}
+    other = {"id": "d", "type": "function", "function": {"name": "hub__day", "arguments": "{}"}}
+    assert chat(USER, {"role": "assistant", "content": None, "tool_calls": [custom, other]}).answers == (kept,)
+    again = responses(
+        USER,
+        {"type": "custom_tool_call", "name": "patch", "input": "+a", "call_id": "c"},
+        {"type": "function_call", "name": "day", "namespace": "hub", "arguments": "{}", "call_id": "d"},
+    )
+    assert again.answers == (kept,)
+
+
 def test_a_previous_response_is_the_answer_itself():
     body = read_body(b'{"input": "And tomorrow?", "previous_response_id": "resp_1"}')
     assert body is not None

@@ -1,24 +1,27 @@
 """Builds OpenAI's chat answers from generations, with Reprise's own fields `x_cache` and `timings`."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
+from reprise.app.api.custom_input import CustomInput, input_of
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import DONE, PING, event
-from reprise.app.text.answer_parser import AnswerParts
+from reprise.app.text.answer_parser import AnswerParts, Call
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 from reprise.app.turn.kv_sources import SOURCES, source_fields, tokens_by_source
 from reprise.engine.messages import TokensBySource
 
 
-def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+def completion(
+    generation: Generation, logprobs: dict[int, list[dict[str, Any]]], *, custom: Container[str]
+) -> dict[str, Any]:
     """Return the plain answer of a finished generation. `logprobs` maps choice to entries; empty when none were asked
-    for."""
+    for. custom: names of the custom tools."""
     choices = [
         {
             "index": choice.index,
-            "message": _message(choice),
+            "message": _message(choice, custom),
             "logprobs": {"content": logprobs[choice.index], "refusal": None} if choice.index in logprobs else None,
             "finish_reason": choice.finish_reason,
         }
@@ -27,17 +30,20 @@ def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]
     return {**head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
 
 
-def _message(choice: Answer) -> dict[str, Any]:
+def _message(choice: Answer, custom: Container[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.calls:
         message["content"] = choice.content or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.calls
-        ]
+        message["tool_calls"] = [_call(call, custom) for call in choice.calls]
     return message
+
+
+def _call(call: Call, custom: Container[str]) -> dict[str, Any]:
+    if call.name in custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class Chunks:
@@ -46,8 +52,11 @@ class Chunks:
 
     ping = PING
 
-    def __init__(self, generation: Generation, *, include_usage: bool) -> None:
+    def __init__(self, generation: Generation, *, include_usage: bool, custom: Container[str]) -> None:
+        """Set up. custom: names of the custom tools."""
         self._generation = generation
+        self._custom = custom
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # decoders, by choice and call
         self._include_usage = include_usage
         self._head = head(generation, "chat.completion.chunk")
         if include_usage:
@@ -61,7 +70,9 @@ class Chunks:
     def delta(self, delta: Delta) -> bytes:
         """Return the chunk for a delta. The chunk with the last finish_reason also carries `x_cache` and `timings`,
         unless a usage chunk will."""
-        chunk = self._chunk(delta.choice, _said(delta.parts), delta.logprobs, delta.finish_reason)
+        is_last = delta.finish_reason is not None
+        said = self._said(delta.choice, delta.parts, is_last=is_last)
+        chunk = self._chunk(delta.choice, said, delta.logprobs, delta.finish_reason)
         if delta.finish_reason is not None:
             self._unfinished -= 1
             if self._unfinished == 0 and not self._include_usage:
@@ -79,30 +90,45 @@ class Chunks:
         knows that the answer is incomplete."""
         return b"data: " + error.body() + b"\n\n"
 
+    def _said(self, choice: int, parts: AnswerParts, *, is_last: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.content:
+            delta["content"] = parts.content
+        calls: dict[int, dict[str, Any]] = {}  # one entry per call: clients take the first chunk's list as it is
+        for index, call, arguments in parts.calls:
+            if call is not None:
+                calls[index] = self._begun(choice, index, call)
+            if (decoder := self._inputs.get((choice, index))) is not None:
+                entry = calls.setdefault(index, {"index": index, "custom": {"input": ""}})
+                entry["custom"]["input"] += decoder.push(arguments)
+            else:
+                entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                entry["function"]["arguments"] += arguments
+        for (of_choice, index), decoder in self._inputs.items():
+            if is_last and of_choice == choice and (rest := decoder.flush()):
+                entry = calls.setdefault(index, {"index": index, "custom": {"input": ""}})
+                entry["custom"]["input"] += rest
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
+
+    def _begun(self, choice: int, index: int, call: Call) -> dict[str, Any]:
+        """Return the first entry of a call."""
+        if call.name in self._custom:
+            self._inputs[choice, index] = CustomInput()
+            custom = {"name": call.name, "input": ""}
+            return {"index": index, "id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": ""}
+        return {"index": index, "id": call.id, "type": "function", "function": function}
+
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         content = None if logprobs is None else {"content": logprobs, "refusal": None}
         choice = {"index": index, "delta": delta, "logprobs": content, "finish_reason": finish_reason}
         return {**self._head, "choices": [choice]}
-
-
-def _said(parts: AnswerParts) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    if parts.reasoning:
-        delta["reasoning_content"] = parts.reasoning
-    if parts.content:
-        delta["content"] = parts.content
-    if parts.calls:
-        calls: dict[int, dict[str, Any]] = {}  # one entry per call: clients take the first chunk's list as it is
-        for index, call, arguments in parts.calls:
-            if call is not None:
-                function = {"name": call.name, "arguments": ""}
-                calls[index] = {"index": index, "id": call.id, "type": "function", "function": function}
-            entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            entry["function"]["arguments"] += arguments
-        delta["tool_calls"] = list(calls.values())
-    return delta
 
 
 def head(generation: Generation, kind: str) -> dict[str, Any]:

@@ -28,16 +28,17 @@ async def chat_completions(request: Request) -> Response:
     generation = await service_of(request).generate(body, caller_of(request))
     headers |= {**generation.limit_headers, "x-session-id": generation.session_id}
     if body.stream:
-        return stream(request, generation, Chunks(generation, include_usage=body.include_usage), headers)
-    answer = await until_disconnect(request.receive, _complete(generation))
+        chunks = Chunks(generation, include_usage=body.include_usage, custom=body.custom_names)
+        return stream(request, generation, chunks, headers)
+    answer = await until_disconnect(request.receive, _complete(generation, body.custom_names))
     headers |= cache_header([generation])
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-async def _complete(generation: Generation) -> dict[str, Any]:
+async def _complete(generation: Generation, custom: frozenset[str]) -> dict[str, Any]:
     logprobs: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(generation):
         async for delta in generation:
             if delta.logprobs is not None:
                 logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
-        return completion(generation, logprobs)
+        return completion(generation, logprobs, custom=custom)

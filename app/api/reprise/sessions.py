@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from reprise.app.api.calls import arrive, sessions_of, settings_of
 from reprise.app.api.operation import described
 from reprise.app.errors import from_validation, session_not_found
-from reprise.app.http.body import parse_body
+from reprise.app.http.body import parse_body, warning_header
 from reprise.app.schemas import answers
 from reprise.app.schemas.fields import SESSION_ID
 from reprise.app.turn.sessions import Question
@@ -46,8 +46,9 @@ class SessionPatch(BaseModel):
         return self
 
     @classmethod
-    def ignored(cls, body: dict[str, object]) -> list[str]:
-        return [name for name, value in body.items() if value is not None and name not in cls.model_fields]
+    def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the body, and the names of its fields that have no effect."""
+        return body, [name for name, value in body.items() if value is not None and name not in cls.model_fields]
 
 
 @router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=Page))
@@ -82,13 +83,13 @@ async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
     sessions a second where more expire together."""
     arrive(request)
-    patch, headers = await parse_body(request, SessionPatch, settings_of(request).limits)
+    patch, lost = await parse_body(request, SessionPatch, settings_of(request).limits)
     _check(session_id)
     reply = await sessions_of(request).patch(
         session_id, tenant=request.state.tenant, pinned=patch.pinned, ttl_s=patch.ttl_s
     )
     body = msgspec.json.encode(_only(session_id, reply))
-    return Response(body, headers=headers, media_type="application/json")
+    return Response(body, headers=warning_header(lost), media_type="application/json")
 
 
 @router.delete(

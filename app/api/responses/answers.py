@@ -3,9 +3,11 @@
 from typing import Any
 
 from reprise.app.api.chat.answers import cached_tokens, ours
-from reprise.app.api.responses.as_chat import id_within, wants_logprobs
+from reprise.app.api.custom_input import CustomInput
+from reprise.app.api.responses.as_chat import item_id, wants_logprobs
 from reprise.app.errors import ApiError
-from reprise.app.schemas.responses import ResponseRequest
+from reprise.app.schemas.responses import CustomTool, FunctionTool, ResponseRequest
+from reprise.app.text.answer_parser import Call
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
 
@@ -25,6 +27,8 @@ class ResponseBuilder:
         self._generation = generation
         self._wants_logprobs = wants_logprobs(request)
         self._open: dict[str, Any] | None = None  # the last item, while it grows
+        self._tools = {tool.flat_name: tool for tool in request.tools or ()}
+        self._custom = CustomInput()  # decodes the input of the open item, if that calls a custom tool
         self._sequence = 0
 
     def body(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class ResponseBuilder:
             "temperature": generation.sampling.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-            "tools": [_tool(tool.model_dump()) for tool in request.tools or ()],
+            "tools": [_shown(tool) for tool in request.tools or ()],
             "top_p": generation.sampling.top_p if request.top_p is None else request.top_p,
             "top_logprobs": request.top_logprobs or 0,
             "truncation": generation.request.truncation or "auto",
@@ -103,12 +107,34 @@ class ResponseBuilder:
         for _, call, arguments in delta.parts.calls:
             if call is not None:
                 self._close(events)
-                fields = {"call_id": call.id, "name": call.name, "arguments": ""}
-                self._begin_item({"type": "function_call", "id": self._new_id("fc"), **fields}, events)
+                self._begin_item(self._call_item(call), events)
             if arguments and self._open is not None:
-                self._open["arguments"] += arguments
-                events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+                self._add_arguments(self._open, arguments, events)
         return events
+
+    def _call_item(self, call: Call) -> dict[str, Any]:
+        """Return the item of a call as the client knows the tool: in its namespace, and as what it is."""
+        tool = self._tools.get(call.name)
+        name = call.name if tool is None else tool.name
+        within = {} if tool is None or tool.namespace is None else {"namespace": tool.namespace}
+        if isinstance(tool, CustomTool):
+            self._custom = CustomInput()
+            fields = {"call_id": call.id, "name": name, "input": "", **within}
+            return {"type": "custom_tool_call", "id": self._new_id("ctc"), **fields}
+        fields = {"call_id": call.id, "name": name, "arguments": "", **within}
+        return {"type": "function_call", "id": self._new_id("fc"), **fields}
+
+    def _add_arguments(self, item: dict[str, Any], arguments: str, events: list[Event]) -> None:
+        if item["type"] == "custom_tool_call":
+            self._add_input(item, self._custom.push(arguments), events)
+            return
+        item["arguments"] += arguments
+        events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+
+    def _add_input(self, item: dict[str, Any], text: str, events: list[Event]) -> None:
+        if text:
+            item["input"] += text
+            events.append(self._item_event("response.custom_tool_call_input.delta", delta=text))
 
     def end(self, finish_reason: str | None) -> list[Event]:
         """End the response and return the last events. finish_reason: that of the only choice."""
@@ -145,7 +171,7 @@ class ResponseBuilder:
         return item
 
     def _new_id(self, kind: str) -> str:
-        return id_within(self._generation.request_id, kind, len(self.output))
+        return item_id(self.id, kind, len(self.output))
 
     def _begin_item(self, item: dict[str, Any], events: list[Event]) -> None:
         item["status"] = "in_progress"
@@ -159,7 +185,10 @@ class ResponseBuilder:
         if item is None:
             return
         item["status"] = status
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            self._add_input(item, self._custom.flush(), events)
+            events.append(self._item_event("response.custom_tool_call_input.done", input=item["input"]))
+        elif item["type"] == "function_call":
             said = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._item_event("response.function_call_arguments.done", **said))
         else:
@@ -183,8 +212,12 @@ class ResponseBuilder:
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {**tool, "strict": bool(tool["strict"]), "parameters": tool["parameters"] or {}}
+def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    """Return a tool as a response tells it."""
+    shown = tool.model_dump(exclude={"namespace"} if tool.namespace is None else None)
+    if isinstance(tool, CustomTool):
+        return shown
+    return {**shown, "strict": bool(tool.strict), "parameters": tool.parameters or {}}
 
 
 def _logprob(entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Converts a request for a response into the equivalent chat request."""
 
 import hashlib
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from reprise.app.errors import ApiError, from_validation
 from reprise.app.schemas.chat import ChatCompletionRequest
-from reprise.app.schemas.responses import Item as InputItem
+from reprise.app.schemas.offered import flat_name
+from reprise.app.schemas.past.chat import custom_arguments
 from reprise.app.schemas.responses import ResponseRequest
 
 Item = dict[str, Any]
@@ -19,6 +21,15 @@ _SAME = (
     *("safety_identifier", "service_tier", "priority", "prompt_cache_key", "prompt_cache_retention", "session_id"),
     *("prompt_cache_options", "cache_salt", "kv_quality", "timeout", "ttft_ms", "chat_template_kwargs"),
 )
+_ITEM_ID = re.compile(r"[a-z]+_([A-Za-z0-9]{1,64})([0-9a-f]{4}|i[0-9a-f]{3})")
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
 
 
@@ -26,18 +37,30 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(24)}"
 
 
-def id_within(request_id: str, kind: str, place: int = 0) -> str:
-    """Return the id of the answer to a request, or of the item at index `place` of the answer. kind: how the id begins,
-    such as "resp". A server that continues another server's answer gives the same ids."""
-    digest = hashlib.blake2b(f"{request_id}/{kind}/{place}".encode(), digest_size=24)
-    return f"{kind}_{digest.hexdigest()}"
+def response_id_of(request_id: str) -> str:
+    """Return the id of the response to a request. A server that continues another server's answer gives the same
+    id."""
+    digest = hashlib.blake2b(f"{request_id}/resp/0".encode(), digest_size=24)
+    return f"resp_{digest.hexdigest()}"
 
 
-def items_with_ids(items: Sequence[InputItem]) -> list[Item]:
-    """Return items in the form in which they are stored and listed, with ids."""
-    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    stored = [item.as_stored() for item in items]
-    return [{"id": new_id(prefixes[item["type"]]), **item} for item in stored]
+def item_id(response_id: str, kind: str, place: int, *, is_input: bool = False) -> str:
+    """Return the id of an item of a response, which names the response that has it. place: index of the item in the
+    response's output, or in its input."""
+    return f"{kind}_{response_id.removeprefix('resp_')}{f'i{place:03x}' if is_input else f'{place:04x}'}"
+
+
+def response_of(item_id: str) -> tuple[str, bool] | None:
+    """Return the id of the response that has an item, and whether it is in the input; None for an id of another
+    form."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else (f"resp_{found[1]}", found[2].startswith("i"))
+
+
+def with_ids(items: Sequence[Item], make: Callable[[str, int], str]) -> list[Item]:
+    """Return items with ids. make: returns an id for the beginning of an id and an index. Items that have an id keep
+    it."""
+    return [{"id": make(_PREFIXES[item["type"]], place), **item} for place, item in enumerate(items)]
 
 
 def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
@@ -51,10 +74,7 @@ def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionR
     if request.max_output_tokens is not None:
         body["max_completion_tokens"] = request.max_output_tokens
     if request.tools:
-        body["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-            for tool in request.tools
-        ]
+        body["tools"] = [tool.as_chat() for tool in request.tools]
     if request.tool_choice is not None:
         body["tool_choice"] = _tool_choice(request.tool_choice)
     if request.text is not None and (form := request.text.format) is not None:
@@ -79,8 +99,10 @@ def wants_logprobs(request: ResponseRequest) -> bool:
 def _tool_choice(value: Any) -> Any:
     """Convert a tool choice. Here a function's name is a field of the choice; in a chat request it is a field of a
     nested object."""
-    if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
-        return {"type": "function", "function": {"name": value["name"]}}
+    if isinstance(value, dict) and value.get("type") in ("function", "custom") and isinstance(value.get("name"), str):
+        namespace = value.get("namespace")
+        name = flat_name(value["name"], namespace if isinstance(namespace, str) else None)
+        return {"type": "function", "function": {"name": name}}
     if isinstance(value, dict) and value.get("type") == "allowed_tools" and isinstance(value.get("tools"), list):
         tools = [_tool_choice(tool) for tool in value["tools"]]
         return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
@@ -103,7 +125,7 @@ def messages_of(items: list[Item]) -> list[dict[str, Any]]:
     open_answer: dict[str, Any] | None = None
     for item in items:
         kind = item["type"]
-        if kind == "function_call_output":
+        if kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
             open_answer = None
             continue
@@ -122,7 +144,8 @@ def messages_of(items: list[Item]) -> list[dict[str, Any]]:
             if text := _text(item["content"]):
                 open_answer["reasoning_content"] = text
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            arguments = custom_arguments(item["input"]) if kind == "custom_tool_call" else item["arguments"]
+            function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": arguments}
             call = {"id": item["call_id"], "type": "function", "function": function}
             open_answer.setdefault("tool_calls", []).append(call)
     return messages

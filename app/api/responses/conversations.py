@@ -1,5 +1,6 @@
 """/v1/conversations: stored items that later responses continue. Each conversation is a session too."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 
 from reprise.app.api.calls import body_of
 from reprise.app.api.operation import described
-from reprise.app.api.responses.as_chat import items_with_ids, new_id
+from reprise.app.api.responses.as_chat import new_id, with_ids
 from reprise.app.api.responses.response_service import not_found
 from reprise.app.api.responses.route import ItemPage, listed, page_of, responses_of
 from reprise.app.conversations.response_store import NotStored, StoredConversation, TooLong
 from reprise.app.errors import ApiError, invalid
 from reprise.app.schemas import answers
-from reprise.app.schemas.responses import ConversationRequest, ItemsRequest
+from reprise.app.schemas.responses import ConversationRequest, Item, ItemsRequest
 
 router = APIRouter()
 
@@ -24,7 +25,7 @@ router = APIRouter()
 async def create_conversation(request: Request) -> Response:
     """A conversation is also a session of the same name."""
     body, headers = await body_of(request, ConversationRequest)
-    items = items_with_ids(body.items or [])
+    items = await _new_items(request, body.items or [])
     store = responses_of(request).store
     try:
         made = await store.create(request.state.tenant, new_id("conv"), body.metadata or {}, items)
@@ -80,7 +81,7 @@ async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
 )
 async def add_items(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ItemsRequest)
-    items = items_with_ids(body.items)
+    items = await _new_items(request, body.items)
     try:
         await responses_of(request).store.append(request.state.tenant, conversation_id, items)
     except NotStored:
@@ -109,6 +110,12 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> d
         return _describe(await responses_of(request).store.delete_item(request.state.tenant, conversation_id, item_id))
     except NotStored:
         raise not_found("item", item_id) from None
+
+
+async def _new_items(request: Request, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return items in the form in which they are stored. Raises ApiError 404."""
+    stored = await responses_of(request).stored(request.state.tenant, items, [])
+    return with_ids(stored, lambda kind, _: new_id(kind))
 
 
 async def _items(request: Request, conversation_id: str) -> list[dict[str, Any]]:

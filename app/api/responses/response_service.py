@@ -9,11 +9,20 @@ from contextlib import aclosing
 from typing import Any
 
 from reprise.app.api.responses.answers import Event, ResponseBuilder
-from reprise.app.api.responses.as_chat import Item, chat_request, id_within, items_with_ids, renamed
+from reprise.app.api.responses.as_chat import (
+    Item,
+    chat_request,
+    item_id,
+    renamed,
+    response_id_of,
+    response_of,
+    with_ids,
+)
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong
 from reprise.app.errors import ApiError, invalid
 from reprise.app.http.event_stream import PING, event
+from reprise.app.schemas.responses import Item as InputItem
 from reprise.app.schemas.responses import ResponseRequest
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
@@ -44,10 +53,11 @@ class ResponseTurn(AsyncIterator[Delta]):
         generation: Generation,
     ) -> None:
         self.generation = generation
-        self.items = items  # this request's items, without the history
-        response_id = id_within(generation.request_id, "resp")
+        response_id = response_id_of(generation.request_id)
         if request.background:
             response_id = responses.hooks.background_id(response_id)
+        # This request's items, without the history.
+        self.items = with_ids(items, lambda kind, place: item_id(response_id, kind, place, is_input=True))
         if request.store is not False:
             generation.response_ids.append(response_id)
         self.builder = ResponseBuilder(request, generation, response_id=response_id)
@@ -112,8 +122,8 @@ class Responses:
 
     async def begin(self, request: ResponseRequest, caller: Caller) -> ResponseTurn:
         """Start generating. Raises ApiError."""
-        items = items_with_ids(request.input or [])
         history = await self._history(request, caller.tenant)
+        items = await self.stored(caller.tenant, request.input or [], history)
         chat = chat_request(request, [*history, *items])
         if request.conversation is not None and chat.session_id is None and caller.session_header is None:
             chat = chat.model_copy(update={"session_id": request.conversation.id})
@@ -126,8 +136,39 @@ class Responses:
     async def tokens(self, request: ResponseRequest, caller: Caller) -> int:
         """Count the tokens of the prompt that `begin` would submit. Raises ApiError."""
         history = await self._history(request, caller.tenant)
-        chat = chat_request(request, [*history, *items_with_ids(request.input or [])])
+        chat = chat_request(request, [*history, *await self.stored(caller.tenant, request.input or [], history)])
         return len(await self._service.chat_tokens(chat, caller))
+
+    async def stored(self, tenant: str, items: Sequence[InputItem], history: Sequence[Item]) -> list[Item]:
+        """Return items in the form in which they are stored, with the items that references name in the references'
+        place. Only items that were stored before have ids. history: items that may be meant, besides those of stored
+        responses. Raises ApiError 404."""
+        known = {item["id"]: item for item in history}
+        looked: set[tuple[str, bool]] = set()
+        found: list[Item] = []
+        for item in items:
+            one = item.as_stored()
+            if one["type"] != "item_reference":
+                found.append(one)
+                continue
+            place = response_of(one["id"])
+            if one["id"] not in known and place is not None and place not in looked:
+                looked.add(place)
+                known |= {other["id"]: other for other in await self._items_of(tenant, *place)}
+            if one["id"] not in known:
+                message = f"Item with id '{one['id'][:200]}' not found."
+                raise ApiError(404, message, code="item_not_found", param="input")
+            found.append(known[one["id"]])
+        return found
+
+    async def _items_of(self, tenant: str, response_id: str, is_input: bool) -> list[Item]:
+        try:
+            if is_input:
+                return await self.store.input_items(tenant, response_id)
+            output: list[Item] = (await self.store.get(tenant, response_id))["output"]
+        except (NotStored, TooLong):
+            return []
+        return output
 
     async def _history(self, request: ResponseRequest, tenant: str) -> list[Item]:
         try:

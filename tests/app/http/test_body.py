@@ -52,13 +52,6 @@ def formatted(schema: object) -> dict:
             "structured_outputs",
         ),
         ({"text": {"format": {"schema": nested(4)}}}, {"text": {"format": {"schema": nested(5)}}}, "text"),
-        ({"tools": [{"parameters": nested(4)}]}, {"tools": [{"parameters": nested(5)}]}, "tools"),
-        ({"tools": [{"input_schema": nested(4)}]}, {"tools": [{"input_schema": nested(5)}]}, "tools"),
-        (
-            {"tools": [{"function": {"parameters": nested(4)}}]},
-            {"tools": [{"function": {"parameters": nested(5)}}]},
-            "tools",
-        ),
     ],
 )
 def test_a_limit_is_the_last_thing_that_passes(allowed, refused, param):
@@ -66,6 +59,11 @@ def test_a_limit_is_the_last_thing_that_passes(allowed, refused, param):
     with pytest.raises(ApiError) as error:
         check_body(refused)
     assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_schemas_of_tools_are_bounded_by_the_body_alone():
+    for tool in ({"parameters": nested(9)}, {"function": {"parameters": {"a": "x" * 1000}}}):
+        check_body({"tools": [tool]})
 
 
 JSON = st.recursive(

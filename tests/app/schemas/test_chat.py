@@ -103,16 +103,20 @@ BAD = [
     {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
     {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
     {"messages": [{**ASSISTANT, "tool_calls": [{"id": "1"}]}]},
-    {"messages": [{**ASSISTANT, "tool_calls": [CALL] * 129}]},
-    {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}]},
+    {"messages": [{**ASSISTANT, "tool_calls": [CALL] * 1025}]},
     {"tools": [{"type": "function"}]},
-    {"tools": [{"type": "function", "function": {"name": "no good"}}]},
+    {"tools": [{"type": "function", "function": {"name": "no\ngood"}}]},
+    {"tools": [{"type": "function", "function": {"name": ""}}]},
+    {"tools": [{"type": "function", "function": {"name": "x" * 257}}]},
+    {"tools": [{**TOOL, "function": {"name": "f", "parameters": {"maximum": 10**400}}}]},
+    {"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "syntax": "lark"}}}]},
+    {"tools": [{"type": "custom"}]},
     {"tools": [TOOL, TOOL]},
-    {"tools": [TOOL] * 129},
+    {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1025)]},
     {"tools": [{**TOOL, "function": {"name": "f", "parameters": "x"}}]},
-    {"tools": [{**TOOL, "function": {"name": "f", "parameters": nested(40)}}]},
-    {"tools": [{**TOOL, "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}]},
-    {"tool_choice": "auto"},
+    {"tool_choice": "required"},
+    {"tool_choice": "required", "tools": []},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"tool_choice": "sometimes", "tools": [TOOL]},
     {"tool_choice": {"type": "function"}, "tools": [TOOL]},
     {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
@@ -134,7 +138,6 @@ BAD = [
     {"prompt_cache_options": {"ttl": "0s"}},
 ]
 UNSUPPORTED = [
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"modalities": ["text", "audio"]}, "modalities"),
@@ -142,7 +145,6 @@ UNSUPPORTED = [
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
 ]
 
@@ -176,6 +178,38 @@ def test_what_says_nothing_is_accepted():
         truncation="disabled",
     )
     assert request.messages[0].as_rendered() == {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", {"type": "allowed_tools", "allowed_tools": None}])
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_choice_that_requires_no_call_means_nothing_without_tools(choice, tools):
+    if isinstance(choice, dict):
+        choice = {
+            **choice,
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        }
+    assert parse(tool_choice=choice, tools=tools).tools == tools
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "mcp:server/tool of mine"},
+        {"name": "ü" * 256},
+        {"name": "f", "description": "x" * 1_000_000},
+        {"name": "f", "parameters": nested(50)},
+        {"name": "f", "parameters": {"description": "x" * 1_000_000}},
+    ],
+)
+async def test_tools_are_as_long_as_agents_make_them(running: Running, function):
+    request = parse(tools=[{"type": "function", "function": function}])
+    assert request.tools[0].as_rendered()["function"] == function
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1023)]
+    response = await running.http.post(
+        "/v1/chat/completions/input_tokens",
+        json={**BASE, "tools": [*tools, {"type": "function", "function": function}]},
+    )
+    assert response.status_code == 200 or response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_text_parts_are_joined_and_developer_is_system():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.app.api.responses.as_chat import id_within
+from reprise.app.api.responses.as_chat import response_id_of
 from reprise.fleet.directory import Directory
 from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, runs_at
 from reprise.fleet.keys import SessionName
@@ -88,7 +88,7 @@ async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
         body = {"model": "test-model", "input": "Hello", "background": True}
         begun = (await running.http.post("/v1/responses", json=body)).json()
         assert runs_at(begun["id"], ["b", "c", "a"]) == "a"
-        assert len(begun["id"]) == len(id_within("x", "resp"))
+        assert len(begun["id"]) == len(response_id_of("x"))
         answer = (await running.http.post("/v1/responses", json={**body, "background": False})).json()
         asked = conversation_of(read_body(json.dumps({**body, "previous_response_id": answer["id"]}).encode()))
         found = await directory_of(running).find(TENANT, asked.answers, fingerprint=engine.model.fingerprint)

@@ -38,6 +38,8 @@ CALLS = (
     '<tool_call>{"name": "weather", "arguments": {"city": "Zürich 🎉"}}</tool_call>'
 )
 
+CUSTOM_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a \\"b\\" \\ud83c\\udf89\\n"}}\n</tool_call>'
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -163,6 +165,7 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stop strings": (CHAT, "aaab aaaac STOP here", {"messages": USER, "stop": ["aaaaa", "STOP h"], "min_tokens": 2}),
     "thoughts": (CHAT, "<think>\nHm. So 🎉\n</think>\n\nHello", {"messages": USER}),
     "tools": (CHAT, CALLS, {"messages": USER, "tools": CHAT_TOOLS}),
+    "custom tools": (CHAT, CUSTOM_CALL, {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "patch"}}]}),
     "continued": (
         CHAT,
         " there, you",
@@ -176,6 +179,11 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         MESSAGES,
         CALLS,
         {"messages": USER, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": TOOL}]},
+    ),
+    "custom tools of responses": (
+        RESPONSES,
+        CUSTOM_CALL,
+        {"input": "Hi", "max_output_tokens": 200, "tools": [{"type": "custom", "name": "patch"}]},
     ),
     "responses": (
         RESPONSES,

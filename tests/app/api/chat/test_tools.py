@@ -122,6 +122,59 @@ async def test_a_schema_that_cannot_be_followed_is_a_400(running: Running):
         assert (late.status_code, error["code"], error["param"]) == (400, "invalid_schema", field)
 
 
+CUSTOM = [{"type": "custom", "custom": {"name": "add", "format": {"type": "text"}}}]
+PATCH = 'a "b"\n+ü'
+CUSTOM_CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps({"input": PATCH})}}}\n</tool_call>'
+
+
+async def test_a_custom_tool_is_called_with_a_text_and_recognised_in_the_next_turn(running: Running):
+    running.engine.script.answer = CUSTOM_CALL
+    answer = (await running.chat(tools=CUSTOM, max_tokens=200)).json()
+    message = answer["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "add", "input": PATCH})
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    second = await running.chat(messages=[*HELLO, message, result], tools=CUSTOM, max_tokens=200)
+    assert second.headers["x-session-id"] == answer["x_cache"]["session_id"]
+    first, later = (submit.token_ids for submit in running.engine.submitted)
+    generated = running.engine.tokenizer.encode(running.engine.script.answer).ids
+    assert later[: len(first) + len(generated)] == first + generated  # the very ids
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100])
+async def test_the_input_of_a_custom_tool_is_streamed(running: Running, tokens):
+    running.engine.script.answer, running.engine.script.tokens_per_output = f"{CUSTOM_CALL}\n{CALL}", tokens
+    response = await running.chat(tools=CUSTOM, max_tokens=300, stream=True)
+    calls: dict[int, list[dict]] = {}
+    for chunk in chunks(response.text):
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            calls.setdefault(call["index"], []).append(call)
+    assert "".join(call["custom"]["input"] for call in calls[0]) == PATCH
+    assert (calls[0][0]["type"], calls[0][0]["custom"]["name"]) == ("custom", "add")
+    assert "".join(call["custom"]["input"] for call in calls[1]) == '{"a": 1, "b": [2]}'  # not what was asked for
+
+
+async def test_a_custom_tool_stands_in_the_prompt_and_may_be_required(running: Running):
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]+"}}
+    tools = [{"type": "custom", "custom": {"name": "add", "description": "Adds.", "format": form}}]
+    choices = ["required", {"type": "custom", "custom": {"name": "add"}}]
+    for choice in ["auto", *choices]:
+        await running.chat(tools=tools, tool_choice=choice, truncation="auto")
+    free, *forced = running.engine.submitted
+    prompt = running.engine.tokenizer.decode(free.token_ids)
+    assert "Adds.\\n\\nThe input follows this regex grammar:\\n[ab]+" in prompt
+    assert [bool(submit.grammar) for submit in forced] == [True, True]
+    refused = await running.chat(tools=tools, tool_choice={"type": "custom", "custom": {"name": "other"}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_hosted_tools_are_left_out(running: Running):
+    response = await running.chat(tools=[{"type": "web_search"}, *TOOLS], tool_choice="auto", truncation="auto")
+    assert (response.status_code, "tools.web_search" in response.headers["warning"]) == (200, True)
+    assert (await running.chat(tools=[{"type": "web_search"}], tool_choice="auto")).status_code == 200
+    assert (await running.chat(tools=[{"type": "web_search"}], tool_choice="required")).status_code == 400
+
+
 async def test_an_answer_is_gone_on_with(running: Running):
     running.engine.script.answer = "how are you?"
     begun = {"role": "assistant", "content": "Hello <|im_end|>there, "}

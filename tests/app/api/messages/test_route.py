@@ -160,6 +160,20 @@ async def test_the_stream(running: Running):
     assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
 
 
+async def test_tools_that_another_server_would_run_are_left_out(running: Running):
+    hosted = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}]
+    response = await ask(running, tools=[*hosted, {**TOOLS[0], "type": "custom", "defer_loading": True}])
+    assert response.status_code == 200
+    assert "tools.web_search_20250305, tools.bash_20250124" in response.headers["warning"]
+    text = running.engine.tokenizer.decode(running.engine.submitted[-1].token_ids)
+    assert ('"add"' in text, "web_search" in text) == (True, False)
+
+
+async def test_a_request_without_a_model_is_served_by_the_one_that_is_there(running: Running):
+    answer = await running.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5})
+    assert (answer.status_code, answer.json()["model"]) == (200, "test-model")
+
+
 async def test_an_answer_that_was_begun(running: Running):
     await ask(running, [*HELLO, {"role": "assistant", "content": "Well, "}])
     text = running.engine.tokenizer.decode(running.engine.submitted[0].token_ids, skip_special_tokens=False)
@@ -182,7 +196,8 @@ async def test_tokens_are_counted(running: Running):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
          400, "invalid_request_error"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
+         400, "invalid_request_error"),
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
         ({"model": "other"}, 404, "not_found_error"),

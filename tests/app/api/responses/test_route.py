@@ -62,19 +62,151 @@ async def test_a_target_for_the_first_token_is_told_and_reported(running: Runnin
     assert running.engine.submitted[-1].target_s is None
 
 
-async def test_tools_that_are_no_functions_are_left_out_beside_functions(running: Running):
-    """Send them as coding agents do; alone they are refused."""
+async def test_tools_that_another_server_would_run_are_left_out(running: Running):
+    """Coding agents send them; a request that needs one is refused."""
     shell = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
-    others = [{"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    others = [{"type": "web_search", "external_web_access": False}, {"type": "tool_search"}]
     answer = await respond(running, tools=[others[0], shell, *others], tool_choice="auto")
     assert answer.status_code == 200
     assert [tool["name"] for tool in answer.json()["tools"]] == ["shell"]
-    assert "tools.web_search, tools.custom" in answer.headers["warning"]
-    assert "apply_patch" not in prompt_of(running)
-    refused = await respond(running, tools=others)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].type")
+    assert "tools.web_search, tools.tool_search" in answer.headers["warning"]
+    for tools in (others, []):
+        for choice in ("auto", "none", None):
+            assert (await respond(running, tools=tools, tool_choice=choice)).status_code == 200
+        for choice in ("required", {"type": "web_search"}, {"type": "function", "name": "shell"}):
+            assert (await respond(running, tools=tools, tool_choice=choice)).status_code == 400
     named = await respond(running, tools=[shell, *others], tool_choice={"type": "web_search"})
     assert named.status_code == 400
+
+
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__hub",
+    "description": "A hub.",
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+}
+SPACE_CALL = CALL.replace('"add"', '"mcp__hub__add"')
+
+
+async def test_the_tools_of_a_namespace_are_called_in_it(running: Running):
+    running.engine.script.answer = SPACE_CALL
+    first = (await respond(running, tools=[SPACE, *TOOLS], max_output_tokens=200)).json()
+    (called,) = first["output"]
+    assert (called["namespace"], called["name"], called["arguments"]) == ("mcp__hub", "add", '{"a": 1}')
+    assert '"name": "mcp__hub__add"' in prompt_of(running)
+    assert [tool.get("namespace") for tool in first["tools"]] == ["mcp__hub", None]
+    result = {"type": "function_call_output", "call_id": called["call_id"], "output": "3"}
+    await respond(running, [{"role": "user", "content": "Hello"}, called, result], tools=[SPACE, *TOOLS])
+    before, after = (submit.token_ids for submit in running.engine.submitted)
+    generated = running.engine.tokenizer.encode(running.engine.script.answer).ids
+    assert after[: len(before) + len(generated)] == before + generated  # the very ids
+    named = {"type": "function", "name": "add", "namespace": "mcp__hub"}
+    await respond(running, tools=[SPACE], tool_choice=named)
+    assert running.engine.submitted[-1].grammar
+
+
+PATCH = '*** Begin "Patch"\n+ü\n'
+CUSTOM = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+CUSTOM_CALL = f'<tool_call>\n{{"name": "patch", "arguments": {json.dumps({"input": PATCH})}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_is_called_with_a_text(running: Running, stream: bool):
+    running.engine.script.answer = CUSTOM_CALL
+    response = await respond(running, tools=[CUSTOM, *TOOLS], stream=stream, max_output_tokens=200)
+    said = events(response.text) if stream else []
+    first = said[-1]["response"] if stream else response.json()
+    (called,) = first["output"]
+    assert (called["type"], called["name"], called["input"]) == ("custom_tool_call", "patch", PATCH)
+    assert called["status"] == "completed"
+    assert first["tools"][0]["type"] == "custom"
+    if stream:
+        deltas = [event["delta"] for event in said if event["type"] == "response.custom_tool_call_input.delta"]
+        (done,) = [event for event in said if event["type"] == "response.custom_tool_call_input.done"]
+        assert ("".join(deltas), done["input"], done["item_id"]) == (PATCH, PATCH, called["id"])
+        assert len(deltas) > 3
+    result = {"type": "custom_tool_call_output", "call_id": called["call_id"], "output": "Done."}
+    for given, fields in (
+        ([{"role": "user", "content": "Hello"}, called, result], {}),
+        ([result], {"previous_response_id": first["id"]}),
+    ):
+        await respond(running, given, tools=[CUSTOM, *TOOLS], **fields)
+        before, after = running.engine.submitted[0].token_ids, running.engine.submitted[-1].token_ids
+        generated = running.engine.tokenizer.encode(running.engine.script.answer).ids
+        assert after[: len(before) + len(generated)] == before + generated  # the very ids
+    listed = (await running.http.get(f"/v1/responses/{first['id']}/input_items")).json()
+    assert listed["data"][0]["content"][0]["text"] == "Hello"
+    await respond(running, tools=[CUSTOM], tool_choice={"type": "custom", "name": "patch"})
+    assert running.engine.submitted[-1].grammar
+
+
+async def test_items_are_referred_to_by_their_ids(running: Running):
+    """The AI SDK sends references instead of what the server has stored."""
+    running.engine.script.answer = f"Well. {CALL}"
+    first = (await respond(running, tools=TOOLS, max_output_tokens=200)).json()
+    hello = {"role": "user", "content": "Hello"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    result = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "3"}
+    await respond(running, [hello, *first["output"], result], tools=TOOLS)
+    second = (await respond(running, [hello, *references, result], tools=TOOLS)).json()
+    whole, referred = running.engine.submitted[1:3]
+    assert referred.token_ids == whole.token_ids
+    # What was referred to is stored as what it is.
+    listed = (await running.http.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()["data"]
+    assert [item["type"] for item in listed] == ["message", "message", "function_call", "function_call_output"]
+    asked = {"type": "item_reference", "id": listed[0]["id"]}  # items of an input have ids too
+    await respond(running, [asked, *references, result], tools=TOOLS)
+    assert running.engine.submitted[-1].token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("name", ["msg_x", "msg_" + "0" * 52, "", "../x", "rs_" + "0" * 48 + "i000"])
+async def test_a_reference_to_nothing_is_a_404_that_names_it(running: Running, name):
+    for path, body in (
+        ("responses", {"input": [{"type": "item_reference", "id": name}, {"role": "user", "content": "x"}]}),
+        ("responses/input_tokens", {"input": [{"type": "item_reference", "id": name}]}),
+        ("conversations", {"items": [{"type": "item_reference", "id": name}]}),
+    ):
+        answer = await running.http.post(f"/v1/{path}", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "item_not_found")
+        assert f"'{name}'" in error["message"]
+
+
+async def test_a_reference_finds_an_item_of_the_conversation_and_none_of_another_key(engine: FakeEngine, tmp_path):
+    settings = make_settings(tmp_path, server={"api_keys": "key-number-1,key-number-2"})
+    async with in_process(engine, settings) as running:
+        running.http.headers["authorization"] = "Bearer key-number-1"
+        made = (await running.http.post("/v1/conversations", json={"items": "Hello"})).json()["id"]
+        (item,) = (await running.http.get(f"/v1/conversations/{made}/items")).json()["data"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        assert (await respond(running, [reference], conversation=made)).status_code == 200
+        assert (await respond(running, [reference])).status_code == 404
+        mine = {"type": "item_reference", "id": (await respond(running)).json()["output"][0]["id"]}
+        assert (await respond(running, [mine, {"role": "user", "content": "x"}])).status_code == 200
+        running.http.headers["authorization"] = "Bearer key-number-2"
+        assert (await respond(running, [mine, {"role": "user", "content": "x"}])).status_code == 404
+
+
+async def test_what_stands_in_a_history_is_never_refused(running: Running):
+    history = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch of mine", "namespace": "n", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]},
+        {"type": "local_shell_call", "call_id": "d", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "d", "output": "ok"},
+        {"type": "function_call", "call_id": "e" * 256, "name": "f", "arguments": {"a": 1}},
+        {"type": "function_call_output", "call_id": "e" * 256, "output": None},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "hologram"},
+        {"role": "user", "content": "Who?"},
+    ]
+    first = await respond(running, history, truncation="auto")
+    assert first.status_code == 200
+    assert "input.input_image, input.compaction, input.hologram" in first.headers["warning"]
+    prompt = prompt_of(running)
+    assert prompt.index("[image: not shown, this model reads text]") < prompt.index('"n__patch of mine"')
+    await respond(running, history, truncation="auto")
+    assert running.engine.submitted[0].token_ids == running.engine.submitted[1].token_ids
 
 
 async def test_a_bound_on_tools_that_are_not_there_is_kept(running: Running):
@@ -239,9 +371,13 @@ async def test_another_key_finds_nothing(engine: FakeEngine, tmp_path):
         ({"input": 5}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "hologram"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction_trigger"}, {"role": "user", "content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}, "input[0].input"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, None),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, None),
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": TOOLS}, None),
         ({"text": {"format": {"type": "json_schema"}}}, None),

@@ -1,0 +1,38 @@
+"""Finds the tools of a request that this server can offer to its model, in all dialects. Others are left out and named
+in the answer's `Warning` header: coding agents send tools that run on their provider's servers along with their own."""
+
+from collections.abc import Collection
+from typing import Any
+
+from reprise.app.schemas.past.parts import Losses
+
+SEPARATOR = "__"
+
+
+def offered(tools: object, losses: Losses, kinds: Collection[str]) -> object:
+    """Return a list of tools without those of other kinds than `kinds`, and with the tools of a namespace beside the
+    others. A malformed tool stays as it is, for the schema to judge."""
+    if not isinstance(tools, list):
+        return tools
+    found: list[object] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and "namespace" in kinds and isinstance(tool.get("tools"), list):
+            inner = offered(tool["tools"], losses, [kind for kind in kinds if kind != "namespace"])
+            assert isinstance(inner, list)
+            found += [{**one, "namespace": tool.get("name")} if isinstance(one, dict) else one for one in inner]
+        elif not isinstance(kind, str) or kind in kinds:
+            found.append(tool)
+        else:
+            losses.add("tools", kind)
+    return found
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name under which the model sees a tool of a namespace."""
+    return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
+
+
+def settled_tools(body: dict[str, Any], losses: Losses, kinds: Collection[str]) -> dict[str, Any]:
+    """Return a body with the tools that can be offered."""
+    return {**body, "tools": offered(body["tools"], losses, kinds)} if isinstance(body.get("tools"), list) else body

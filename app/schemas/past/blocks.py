@@ -1,0 +1,51 @@
+"""Makes the content blocks of Anthropic's messages readable."""
+
+from typing import Any
+
+from reprise.app.schemas.past.parts import Losses, newest_from, readable
+
+Block = dict[str, Any]
+_TAKEN = {
+    "user": frozenset({"text", "tool_result", "tool_use"}),
+    "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}),
+}
+"""Maps a role to the blocks that the schema judges itself."""
+
+
+def blocks(messages: object, losses: Losses) -> object:
+    """Return messages in the form that the schema takes. Malformed ones stay as they are, for the schema to judge."""
+    if not isinstance(messages, list):
+        return messages
+    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
+    return [_message(message, losses, is_newest=place >= newest) for place, message in enumerate(messages)]
+
+
+def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
+    if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
+        return message
+    role = message.get("role")
+    taken = _TAKEN.get(role, frozenset({"text"})) if isinstance(role, str) else frozenset({"text"})
+    settled: list[object] = []
+    for place, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result":
+            settled.append(_result(block, losses))
+        elif not isinstance(kind, str) or kind in taken:
+            settled.append(block)
+        else:
+            found = readable([block], losses, field="messages", is_asked=is_newest and role == "user")
+            assert isinstance(found, list)
+            settled += _apart(found, place, len(content)) if role == "assistant" else found
+    return {**message, "content": settled}
+
+
+def _apart(found: list[Any], place: int, count: int) -> list[Any]:
+    """Put a text that stands for another block on a line of its own: the texts of an answer are joined as they are."""
+    before, after = "\n" if place else "", "\n" if place < count - 1 else ""
+    return [{**block, "text": f"{before}{block['text']}{after}"} for block in found]
+
+
+def _result(block: Block, losses: Losses) -> Block:
+    """Return a tool's result. It is what a tool has found, so all of it counts as history."""
+    content = block.get("content")
+    return {**block, "content": readable(content, losses, field="messages", is_asked=False)}

@@ -1,0 +1,112 @@
+"""Makes the messages of a chat readable."""
+
+import json
+from typing import Any
+
+from reprise.app.schemas.past.parts import Losses, newest_from, readable
+
+Message = dict[str, Any]
+_PLAIN = frozenset({"role", "content"})
+
+
+def chat_messages(messages: object, losses: Losses) -> object:
+    """Return a chat's messages in the form that the schema takes. The list itself is returned if nothing has to change,
+    as in most requests. Malformed messages stay as they are, for the schema to judge."""
+    if not isinstance(messages, list) or all(_is_plain(message) for message in messages):
+        return messages
+    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
+    settled, called = [], ""
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or _is_plain(message):
+            settled.append(message)
+        elif message.get("role") == "assistant":
+            answer = _answer(message, place, losses)
+            called = _legacy_id(place) if "function_call" in message else called
+            settled.append(answer)
+        elif message.get("role") == "function":
+            rest = {name: value for name, value in message.items() if name != "role"}
+            settled.append(_result({"role": "tool", "tool_call_id": called, **rest}, losses))
+        elif message.get("role") == "tool":
+            settled.append(_result(message, losses))
+        else:
+            is_asked = place >= newest and message.get("role") == "user"
+            settled.append(_with_content(message, losses, is_asked=is_asked))
+    return settled
+
+
+def _is_plain(message: object) -> bool:
+    return isinstance(message, dict) and message.keys() == _PLAIN and isinstance(message["content"], str)
+
+
+def _with_content(message: Message, losses: Losses, *, is_asked: bool = False) -> Message:
+    content = message.get("content")
+    taken = readable(content, losses, field="messages", is_asked=is_asked)
+    return message if taken is content else {**message, "content": taken}
+
+
+def _result(message: Message, losses: Losses) -> Message:
+    """Return a tool's result. A tool that returned nothing has an empty one."""
+    return {**message, "content": ""} if message.get("content") is None else _with_content(message, losses)
+
+
+def _answer(message: Message, place: int, losses: Losses) -> Message:
+    """Return an answer of the model with its thoughts in `reasoning_content`, a refusal as its text, and calls of every
+    kind as calls of functions."""
+    answer = dict(message)
+    thoughts: list[str] = []
+    if isinstance(content := message.get("content"), list):
+        thoughts = [_thought(part) for part in content if _is_thought(part)]
+        answer["content"] = [part for part in content if not _is_thought(part)]
+    if any(thoughts) and answer.get("reasoning_content") is None:
+        answer["reasoning_content"] = "\n".join(thought for thought in thoughts if thought)
+    if isinstance(refusal := answer.pop("refusal", None), str) and not answer.get("content"):
+        answer["content"] = refusal
+    elif refusal is not None and not isinstance(refusal, str):
+        answer["refusal"] = refusal
+    if answer.get("audio") is not None:
+        losses.add("messages", "audio")
+    answer.pop("audio", None)
+    if isinstance(legacy := answer.get("function_call"), dict):
+        del answer["function_call"]
+        if not answer.get("tool_calls"):
+            answer["tool_calls"] = [{"id": _legacy_id(place), "type": "function", "function": legacy}]
+    if isinstance(calls := answer.get("tool_calls"), list):
+        answer["tool_calls"] = [_call(call) for call in calls]
+    return _with_content(answer, losses)
+
+
+def _legacy_id(place: int) -> str:
+    """Return an id for a call of the time when calls had none."""
+    return f"call_{place}"
+
+
+def _call(call: object) -> object:
+    """Return a call of a custom tool as a call of a function with one argument."""
+    if not isinstance(call, dict) or not isinstance(custom := call.get("custom"), dict):
+        return call
+    rest = {name: value for name, value in call.items() if name not in ("custom", "type")}
+    return {**rest, "type": "function", "function": custom_call(custom)}
+
+
+def custom_call(custom: dict[str, Any]) -> dict[str, Any]:
+    """Return the function's name and arguments for a call of a custom tool, whose input is one string."""
+    if not isinstance(given := custom.get("input"), str):
+        return {"name": custom.get("name")}  # malformed, which the schema will say
+    return {"name": custom.get("name"), "arguments": custom_arguments(given)}
+
+
+def custom_arguments(given: str) -> str:
+    """Return the arguments of the function that stands for a custom tool. given: the input of the call."""
+    return json.dumps({"input": given}, ensure_ascii=False)
+
+
+def _is_thought(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning", "redacted_thinking")
+
+
+def _thought(part: dict[str, Any]) -> str:
+    """Return the text of a thought, which is a string or a list of texts."""
+    said = part.get("thinking", part.get("text", part.get("reasoning")))
+    if isinstance(said, list):
+        said = "".join(one["text"] for one in said if isinstance(one, dict) and isinstance(one.get("text"), str))
+    return said if isinstance(said, str) else ""

@@ -1,0 +1,162 @@
+"""Makes the items of a response's input readable."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from reprise.app.schemas.past.parts import Losses, line, newest_from, placeholder, readable
+
+Item = dict[str, Any]
+
+TAKEN = frozenset(
+    {"message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}
+    | {"reasoning", "item_reference"}
+)
+"""The types of items that the schema judges itself."""
+_ASKS = frozenset({"compaction_trigger"})  # items that ask for something, wherever they stand
+_THEIRS = ("_output", "_response")  # endings of the types of items that a client makes
+
+
+def input_items(items: object, losses: Losses) -> object:
+    """Return items in the form that the schema takes: an item of a type that it does not know becomes calls and texts,
+    or is left out. Malformed items stay as they are, for the schema to judge, and so does an unknown item that stands
+    last, because it may be what the request asks."""
+    if not isinstance(items, list):
+        return items
+    newest = newest_from([_is_models(item) for item in items])
+    settled: list[object] = []
+    for place, item in enumerate(items):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if not isinstance(item, dict) or not isinstance(kind, str) or kind in _ASKS:
+            settled.append(item)
+        elif kind in TAKEN:
+            settled.append(_taken(item, kind, losses, is_newest=place >= newest))
+        else:
+            found = _converted(item, kind, losses)
+            is_last = place == len(items) - 1
+            settled += [item] if not found and is_last and kind not in _CONVERTERS else found
+    return settled
+
+
+def _is_models(item: object) -> bool:
+    """Return whether the model made an item, or a server on its behalf."""
+    if not isinstance(item, dict):
+        return False
+    kind = item.get("type", "message")
+    if kind == "message":
+        return item.get("role") == "assistant"
+    return isinstance(kind, str) and not kind.endswith(_THEIRS) and kind not in ("additional_tools", "agent_message")
+
+
+def _taken(item: Item, kind: str, losses: Losses, *, is_newest: bool) -> Item:
+    """Return an item of a type that the schema knows, with all of its content as text."""
+    if kind == "message":
+        is_asked = is_newest and item.get("role") == "user"
+        return {**item, "content": readable(item.get("content"), losses, field="input", is_asked=is_asked)}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        output = readable(item.get("output"), losses, field="input", is_asked=False)
+        return {**item, "output": "" if output is None else output}
+    if kind == "reasoning":
+        content = readable(item.get("content"), losses, field="input", is_asked=False)
+        return {**item, "content": content}
+    return item
+
+
+def _converted(item: Item, kind: str, losses: Losses) -> list[Item]:
+    """Return the items that stand for one that the schema does not know; none where nothing of it can be told."""
+    try:
+        found = _CONVERTERS[kind](item, losses) if kind in _CONVERTERS else []
+    except (KeyError, TypeError, ValueError, AttributeError):
+        found = []  # its fields are not what its type says
+    if not found:
+        losses.add("input", kind)
+    return found
+
+
+def _call(call_id: Any, name: Any, arguments: object) -> Item:
+    if not (isinstance(call_id, str) and call_id and isinstance(name, str)):
+        raise TypeError("no call that could have a result")
+    given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, sort_keys=True)
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": given}
+
+
+def _output(call_id: Any, output: str) -> Item:
+    if not (isinstance(call_id, str) and call_id):
+        raise TypeError("no result of a call")
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def _said(text: str) -> list[Item]:
+    return [{"type": "message", "role": "assistant", "content": text}]
+
+
+def _flat(value: Any) -> str:
+    """Return what a tool has written as one text, whatever its form."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return "" if value is None else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    names = ("text", "stdout", "stderr")
+    said = [part[name] for part in value for name in names if isinstance(part.get(name), str) and part[name]]
+    return "\n".join(said)
+
+
+def _mcp_call(item: Item, losses: Losses) -> list[Item]:
+    """Return the call of a tool that another server ran, and its result."""
+    name = f"{item['server_label']}__{item['name']}" if isinstance(item.get("server_label"), str) else item["name"]
+    result = item.get("output") if item.get("output") is not None else item.get("error")
+    return [_call(item["id"], name, item.get("arguments") or {}), _output(item["id"], _flat(result))]
+
+
+def _tool_search_output(item: Item, losses: Losses) -> list[Item]:
+    tools = item.get("tools") or []
+    names = [tool["name"] for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+    return [_output(item["call_id"], line("tools", ", ".join(names)))]
+
+
+def _computer_output(item: Item, losses: Losses) -> list[Item]:
+    losses.add("input", "computer_screenshot")
+    return [_output(item["call_id"], placeholder("image"))]
+
+
+def _web_search(item: Item, losses: Losses) -> list[Item]:
+    action = item["action"]
+    what = action.get("query") or action.get("queries") or action.get("url") or action.get("pattern")
+    return _said(line("web search", what)) if what else []
+
+
+def _image(item: Item, losses: Losses) -> list[Item]:
+    losses.add("input", "image_generation_call")
+    return _said(placeholder("image"))
+
+
+def _agent_message(item: Item, losses: Losses) -> list[Item]:
+    """Return what another agent of the client wrote, as a message to this one."""
+    content = readable(item["content"], losses, field="input", is_asked=False)
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)  # type: ignore[attr-defined]
+    author = item.get("author")
+    said = f"[message of {author}]\n{text}" if isinstance(author, str) and author else text
+    return [{"type": "message", "role": "user", "content": said}] if text else []
+
+
+_CONVERTERS: dict[str, Callable[[Item, Losses], list[Item]]] = {
+    "local_shell_call": lambda item, _: [_call(item["call_id"], "local_shell", item["action"])],
+    "local_shell_call_output": lambda item, _: [_output(item.get("call_id", item.get("id")), _flat(item["output"]))],
+    "shell_call": lambda item, _: [_call(item["call_id"], "shell", item["action"])],
+    "shell_call_output": lambda item, _: [_output(item["call_id"], _flat(item["output"]))],
+    "apply_patch_call": lambda item, _: [_call(item["call_id"], "apply_patch", item["operation"])],
+    "apply_patch_call_output": lambda item, _: [_output(item["call_id"], _flat(item.get("output")))],
+    "computer_call": lambda item, _: [_call(item["call_id"], "computer", item["action"])],
+    "computer_call_output": _computer_output,
+    "tool_search_call": lambda item, _: [_call(item["call_id"], "tool_search", item.get("arguments") or {})],
+    "tool_search_output": _tool_search_output,
+    "tool_search_call_output": _tool_search_output,
+    "mcp_call": _mcp_call,
+    "web_search_call": _web_search,
+    "file_search_call": lambda item, _: _said(line("file search", item["queries"])),
+    "code_interpreter_call": lambda item, _: _said(line("code", item["code"])),
+    "image_generation_call": _image,
+    "agent_message": _agent_message,
+}
+"""Maps a type of item to what stands for it. Other types are left out, such as `compaction`, which only its maker can
+read."""

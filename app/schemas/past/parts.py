@@ -1,0 +1,195 @@
+"""The policy for parts of a conversation that this server cannot show its model, in all dialects.
+
+What stands in the history is never refused, because a client sends its history again in every turn: one refusal would
+end the conversation. Such a part becomes text where it has any, else a placeholder, or it is left out; the answer's
+`Warning` header names what was lost. In the newest message of a user, a part that cannot be shown stays as it is, and
+the request's schema refuses it by name.
+
+The same part always becomes the same text, so that a history that is sent again is found in the cache.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Part = dict[str, Any]
+
+MAX_LINE_CHARS = 2000  # longest line that stands for a part without text
+TEXT_KINDS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image", "image_file", "computer_screenshot"), "image"),
+    **dict.fromkeys(("audio", "input_audio", "output_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("file", "input_file", "document", "container_upload"), "file"),
+}
+_BINARY = ("image/", "audio/", "video/", "application/pdf", "application/zip", "application/octet-stream")
+
+
+class Losses:
+    """The names of what was left out of a request, in order and each once."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = dict.fromkeys(names)
+
+    def add(self, field: str, kind: object) -> None:
+        self._names[f"{field}.{str(kind)[:64]}"] = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
+
+
+def placeholder(what: str) -> str:
+    """Return the text that stands for a part of which nothing can be shown."""
+    return f"[{what}: not shown, this model reads text]"
+
+
+def line(what: str, said: object) -> str:
+    """Return one line that stands for something that happened. said: a text, or JSON."""
+    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, sort_keys=True)
+    text = " ".join(text.split())
+    return f"[{what}: {text[:MAX_LINE_CHARS]}]" if text else f"[{what}]"
+
+
+def newest_from(is_models: Sequence[bool]) -> int:
+    """Return the index at which the newest turn begins: after the last message that the model made. A message that
+    stands last was begun for the model to go on with, and does not count. is_models: for each message, whether the
+    model made it."""
+    made = [place for place, is_made in enumerate(is_models[:-1]) if is_made]
+    return made[-1] + 1 if made else 0
+
+
+def readable(content: object, losses: Losses, *, field: str, is_asked: bool, kind: str = "text") -> object:
+    """Return a content whose parts are all texts. What is no list of parts is returned as it is, and so is a part that
+    is malformed, for the schema to judge.
+
+    field: the request field that is named where a part is lost. is_asked: whether this is the newest message of a user;
+    then a part that cannot be shown is kept. kind: the type of a part of text in this dialect."""
+    if not isinstance(content, list) or all(_is_text(part) for part in content):
+        return content
+    parts: list[object] = []
+    for part in content:
+        if _is_text(part) or not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            parts.append(part)
+        elif (text := text_of(part)) is not None:
+            parts.append({"type": kind, "text": text})
+        elif is_asked:
+            parts.append(part)
+        else:
+            losses.add(field, part["type"])
+            if (what := _MEDIA.get(part["type"])) is not None:
+                parts.append({"type": kind, "text": placeholder(_named(what, part))})
+    return parts
+
+
+def text_of(part: Part) -> str | None:
+    """Return the text of a part that has one; None for an image and the like, and for a part of an unknown type."""
+    read = _READERS.get(part["type"])
+    try:
+        return None if read is None else read(part)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None  # a part whose fields are not what its type says
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+
+
+def _named(what: str, part: Part) -> str:
+    """Return the kind of a part, with the name of its file if it has one."""
+    inner = part.get("file")
+    names = [part.get("filename"), part.get("title"), inner.get("filename") if isinstance(inner, dict) else None]
+    name = next((name for name in names if isinstance(name, str) and name), "")
+    return f"{what} {' '.join(name.split())[:256]}" if name else what
+
+
+def _document(part: Part) -> str | None:
+    """Return the text of Anthropic's `document`, with its title and context."""
+    source = part["source"]
+    if source["type"] == "text":
+        text: str | None = source["data"]
+    elif source["type"] == "content":
+        content = source["content"]
+        text = content if isinstance(content, str) else _texts(content)
+    else:
+        text = _decoded(source["data"], source["media_type"])
+    if not isinstance(text, str):
+        return None
+    return "\n".join(said for said in (part.get("title"), part.get("context"), text) if isinstance(said, str))
+
+
+def _file(part: Part) -> str | None:
+    """Return the text of OpenAI's `file` or `input_file`, after its name."""
+    given = part.get("file", part)
+    data, name = given["file_data"], given.get("filename")
+    media_type = ""
+    if data.startswith("data:"):
+        head, _, data = data.partition(",")
+        media_type = head.removeprefix("data:").partition(";")[0]
+    text = _decoded(data, media_type)
+    return text if text is None or not isinstance(name, str) else f"{name}\n{text}"
+
+
+def _decoded(data: str, media_type: str) -> str | None:
+    """Return the text in base64 `data`; None if its type or its bytes say that it is none."""
+    if media_type.lower().startswith(_BINARY):
+        return None
+    try:
+        text = base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return None if "\0" in text or text.startswith("%PDF") else text
+
+
+def _texts(parts: list[Any]) -> str:
+    return "\n".join(said for part in parts if (said := text_of(part)) is not None)
+
+
+def _search_result(part: Part) -> str:
+    """Return the title, the source and the text of Anthropic's `search_result`."""
+    said = (part.get("title"), part.get("source"), _texts(part["content"]))
+    return "\n".join(text for text in said if isinstance(text, str) and text)
+
+
+def _result(part: Part) -> str:
+    """Return one line about the result of a tool that another server ran."""
+    content = part["content"]
+    found = content if isinstance(content, list) else [content]
+    shown = [_shown_result(one) for one in found]
+    return line(part["type"], "; ".join(said for said in shown if said))
+
+
+def _shown_result(found: Any) -> str:
+    if isinstance(found, str):
+        return found
+    names = ("title", "url", "tool_name", "text", "stdout", "stderr", "error_code")
+    said = [found[name] for name in names if isinstance(found.get(name), str) and found[name]]
+    if isinstance(listed := found.get("tool_references"), list):
+        said += [one["tool_name"] for one in listed]
+    return " ".join(said)
+
+
+def _compaction(part: Part) -> str | None:
+    return part["content"] if isinstance(part["content"], str) and part["content"] else None
+
+
+_READERS: dict[str, Callable[[Part], str | None]] = {
+    **dict.fromkeys(TEXT_KINDS, lambda part: str(part["text"]) if isinstance(part["text"], str) else None),
+    "refusal": lambda part: part["refusal"] if isinstance(part["refusal"], str) else None,
+    "document": _document,
+    "file": _file,
+    "input_file": _file,
+    "search_result": _search_result,
+    "tool_reference": lambda part: line("tool", part["tool_name"]),
+    "compaction": _compaction,
+    **dict.fromkeys(("server_tool_use", "mcp_tool_use"), lambda part: line(part["name"], part["input"])),
+    **dict.fromkeys(
+        (
+            *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result", "mcp_tool_result"),
+            *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+        ),
+        _result,
+    ),
+}

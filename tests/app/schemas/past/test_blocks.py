@@ -1,0 +1,84 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprise.app.api.messages.as_chat import chat_request
+from reprise.app.schemas.messages import MessagesRequest
+
+HELLO = {"role": "user", "content": "Hello"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+SHOWN = "[image: not shown, this model reads text]"
+
+
+def taken(messages: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages as they are rendered, and what was lost."""
+    body, lost = MessagesRequest.settled({"max_tokens": 5, "messages": messages})
+    chat = chat_request(MessagesRequest.model_validate(body))
+    return [message.as_rendered() for message in chat.messages], lost
+
+
+def text(said: str) -> dict[str, str]:
+    return {"type": "text", "text": said}
+
+
+@pytest.mark.parametrize("block", [IMAGE, PDF, {"type": "hologram"}])
+def test_what_a_user_asks_now_is_refused_and_in_the_history_it_is_not(block):
+    asked = {"role": "user", "content": [text("Look."), block]}
+    rendered, lost = taken([asked, {"role": "assistant", "content": "No."}, HELLO])
+    assert rendered[0]["content"].startswith("Look.")
+    assert lost == [f"messages.{block['type']}"]
+    for messages in ([asked], [HELLO, {"role": "assistant", "content": "Hi"}, asked]):
+        with pytest.raises(ValueError, match=block["type"]):
+            taken(messages)
+
+
+def test_the_text_of_a_document_is_the_users():
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+    rendered, lost = taken([{"role": "user", "content": [document, text("What is it?")]}])
+    assert (rendered[0]["content"], lost) == ("T\nD\nWhat is it?", [])
+
+
+def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]}
+    found = [IMAGE, text("a"), {"type": "tool_reference", "tool_name": "grep"}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": found}]}
+    rendered, lost = taken([HELLO, called, result])
+    assert (rendered[2]["content"], lost) == (f"{SHOWN}\na\n[tool: grep]", ["messages.image"])
+
+
+def test_tools_that_another_server_ran_are_lines_of_the_answer():
+    content = [
+        text("I search."),
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"title": "T", "url": "U"}]},
+        text("Found."),
+    ]
+    rendered, lost = taken([HELLO, {"role": "assistant", "content": content}, HELLO])
+    said = 'I search.\n[web_search: {"query": "q"}]\n\n[web_search_tool_result: T U]\nFound.'
+    assert (rendered[1]["content"], lost) == (said, [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "document", "tool_result", "server_tool_use", "x", 1])},
+    optional=dict.fromkeys(("text", "content", "source", "name", "input", "tool_use_id"), JSON),
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", 1])}, optional={"content": st.lists(BLOCKS | JSON) | JSON}
+)
+
+
+@given(messages=st.lists(MESSAGES | JSON, max_size=4) | JSON)
+def test_no_history_is_too_odd_and_each_is_read_alike_every_time(messages):
+    before = json.dumps(messages)
+    body = {"messages": messages}
+    assert MessagesRequest.settled(body) == MessagesRequest.settled(body)
+    assert json.dumps(messages) == before

@@ -1,0 +1,115 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.past.chat import chat_messages
+from reprise.app.schemas.past.parts import Losses
+
+HELLO = {"role": "user", "content": "Hello"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+SHOWN = "[image: not shown, this model reads text]"
+
+
+def taken(messages: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages as they are rendered, and what was lost."""
+    losses = Losses()
+    settled = chat_messages(messages, losses)
+    request = ChatCompletionRequest.model_validate({"messages": settled})
+    return [message.as_rendered() for message in request.messages], losses.names
+
+
+def answer(**fields: Any) -> dict[str, Any]:
+    """Return the rendering of an answer that the client sends back like this, between two questions."""
+    rendered, _ = taken([HELLO, {"role": "assistant", **fields}, HELLO])
+    return rendered[1]
+
+
+def test_a_plain_history_is_passed_on_untouched():
+    messages = [HELLO, {"role": "assistant", "content": "Hi"}, HELLO]
+    assert chat_messages(messages, Losses()) is messages
+
+
+def test_an_image_of_an_earlier_turn_is_a_placeholder():
+    asked = {"role": "user", "content": [{"type": "text", "text": "Look:"}, IMAGE]}
+    rendered, lost = taken([asked, {"role": "assistant", "content": "No."}, HELLO])
+    assert (rendered[0]["content"], lost) == (f"Look:\n{SHOWN}", ["messages.image_url"])
+    with pytest.raises(ValueError, match="image_url"):
+        taken([HELLO, {"role": "assistant", "content": "Hi"}, asked])
+    with pytest.raises(ValueError, match="image_url"):
+        taken([asked, {"role": "assistant", "content": "I see "}])  # begun for the model to go on with
+
+
+def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
+    call = {"id": "c", "type": "function", "function": {"name": "view", "arguments": "{}"}}
+    messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    rendered, lost = taken([*messages, {"role": "tool", "tool_call_id": "c", "content": [IMAGE]}])
+    assert (rendered[2]["content"], lost) == (SHOWN, ["messages.image_url"])
+    rendered, lost = taken([*messages, {"role": "tool", "tool_call_id": "c", "content": None}])
+    assert (rendered[2]["content"], lost) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": "Well.", "refusal": None}, {"content": "Well."}),
+        ({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}]},
+         {"content": "Yes.", "reasoning_content": "Hm."}),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}]},
+         {"content": "", "reasoning_content": "Hm."}),
+        ({"content": [{"type": "thinking", "thinking": "Hm."}], "reasoning_content": "Oh."},
+         {"content": "", "reasoning_content": "Oh."}),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}]}, {"content": ""}),
+        ({"content": "Listen.", "audio": {"id": "a"}}, {"content": "Listen."}),
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_server_is_rendered_as_one_of_ours(fields, rendered):
+    assert answer(**fields) == {"role": "assistant", **rendered}
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "arguments"),
+    [
+        ({"function": {"name": "f", "arguments": '{"a": 1}'}}, "f", {"a": 1}),
+        ({"function": {"name": "f", "arguments": {"a": 1}}}, "f", {"a": 1}),
+        ({"function": {"name": "mcp:hub/f of mine", "arguments": "{}"}}, "mcp:hub/f of mine", {}),
+        ({"function": {"name": "f" * 256, "arguments": ""}}, "f" * 256, ""),
+        ({"type": "custom", "custom": {"name": "patch", "input": 'a "b"\n'}}, "patch", {"input": 'a "b"\n'}),
+    ],
+)
+def test_calls_of_every_kind_are_calls_of_functions(call, name, arguments):
+    (rendered,) = answer(content=None, tool_calls=[{"id": "c" * 256, "type": "function", **call}])["tool_calls"]
+    assert rendered == {"id": "c" * 256, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_and_results_of_the_time_before_tools_belong_together():
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    rendered, lost = taken([HELLO, called, {"role": "function", "name": "f", "content": "1"}, HELLO])
+    (call,) = rendered[1]["tool_calls"]
+    assert (rendered[2]["role"], rendered[2]["content"], lost) == ("tool", "1", [])
+    assert rendered[2]["tool_call_id"] == call["id"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+CONTENT = JSON | st.lists(st.sampled_from([IMAGE, {"type": "thinking", "thinking": [1]}, {"type": "refusal"}]))
+FIELDS = {"refusal": JSON, "audio": JSON, "function_call": JSON, "tool_calls": JSON, "reasoning_content": JSON}
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "function", "system", 1, None])},
+    optional={"content": CONTENT, **FIELDS},
+)
+
+
+@given(messages=st.lists(MESSAGES | JSON, max_size=4) | JSON)
+def test_no_history_is_too_odd_and_each_is_read_alike_every_time(messages):
+    before = json.dumps(messages)
+    assert chat_messages(messages, Losses()) == chat_messages(messages, Losses())
+    assert json.dumps(messages) == before
