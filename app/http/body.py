@@ -142,6 +142,7 @@ def _schemas(body: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]
         ("structured_outputs", _at(body, "structured_outputs", "json")),
         ("guided_json", body.get("guided_json")),
         ("text", _at(body, "text", "format", "schema")),
+        ("output_config", _at(body, "output_config", "format", "schema")),
     ]
     yield from ((name, schema) for name, schema in found if isinstance(schema, dict))
 

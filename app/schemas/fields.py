@@ -17,6 +17,8 @@ MAX_TTFT_MS = 600_000.0
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
+ELSEWHERE = frozenset({"thread", "previous_interaction_id", "previous_message_id", "container"})
+"""Fields that name a conversation or a place that another server keeps. A request without it would lose its context."""
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 32
 

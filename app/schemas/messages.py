@@ -7,8 +7,10 @@ from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
+    ELSEWHERE,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
+    JsonSchema,
     Part,
     SessionId,
     unsupported,
@@ -126,17 +128,30 @@ class MessagesMetadata(Part):
     user_id: str | None = Field(None, max_length=1024)
 
 
+class OutputFormat(Part):
+    """The form of the answer. Only its schema says what it is."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(Part):
+    format: OutputFormat | None = None
+
+
 class CountTokensRequest(Part):
     """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     # `context_management` is accepted: what it would have cleared stays in the context.
-    refused = frozenset({"mcp_servers", "container"})
+    refused = frozenset({"mcp_servers", "previous_response_id", "conversation", *ELSEWHERE})
 
     model: str | None = Field(None, min_length=1, max_length=512)
     messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextBlocks | None = None
     tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
+    output_config: OutputConfig | None = Field(None, description="`format`: a JSON schema of the answer")
+    output_format: OutputFormat | None = Field(None, description="the older name of `output_config.format`")
     # Reprise's own fields, as in a chat.
     session_id: SessionId | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -146,9 +161,21 @@ class CountTokensRequest(Part):
     @classmethod
     def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         losses = Losses(cls.ignored(body))
+        if isinstance(thread := body.get("thread"), dict) and thread.get("type") == "create":
+            # The request holds all of the conversation; only one that continues the thread would lack the rest.
+            losses.add("thread", "create")
+            body = {**body, "thread": None}
+        if isinstance(config := body.get("output_config"), dict):
+            for name in OutputConfig.ignored(config):
+                losses.add("output_config", name)
         if "messages" in body:
             body = {**body, "messages": blocks(body["messages"], losses)}
         return settled_tools(body, losses, _TOOL_KINDS), losses.names
+
+    @property
+    def answer_format(self) -> OutputFormat | None:
+        config = self.output_config
+        return config.format if config is not None and config.format is not None else self.output_format
 
 
 class MessagesRequest(CountTokensRequest):

@@ -45,6 +45,8 @@ def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         body["tool_choice"] = named if choice.type == "tool" else words[choice.type]
         body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if (form := request.answer_format) is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
     if isinstance(request, MessagesRequest):
         body |= {name: value for name in _SAME_OF_ANSWERS if (value := getattr(request, name)) is not None}
         body["stop"] = request.stop_sequences

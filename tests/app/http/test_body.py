@@ -52,6 +52,11 @@ def formatted(schema: object) -> dict:
             "structured_outputs",
         ),
         ({"text": {"format": {"schema": nested(4)}}}, {"text": {"format": {"schema": nested(5)}}}, "text"),
+        (
+            {"output_config": {"format": {"schema": nested(4)}}},
+            {"output_config": {"format": {"schema": nested(5)}}},
+            "output_config",
+        ),
     ],
 )
 def test_a_limit_is_the_last_thing_that_passes(allowed, refused, param):

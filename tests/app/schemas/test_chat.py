@@ -145,6 +145,10 @@ UNSUPPORTED = [
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"thread": {"type": "continue"}}, "thread"),
+    ({"previous_interaction_id": "x"}, "previous_interaction_id"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ({"container": "x"}, "container"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
 ]
 

@@ -160,6 +160,23 @@ async def test_the_stream(running: Running):
     assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
 
 
+async def test_the_form_of_an_answer(running: Running):
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields in ({"output_config": {"effort": "high", "format": form}}, {"output_format": form}):
+        response = await ask(running, **fields)
+        assert response.status_code == 200
+        assert running.engine.submitted[-1].grammar
+    response = await ask(running, output_config={"effort": "high"})
+    assert (running.engine.submitted[-1].grammar, "output_config.effort" in response.headers["warning"]) == ("", True)
+
+
+async def test_a_thread_that_begins_is_answered_and_one_that_goes_on_elsewhere_is_refused(running: Running):
+    begun = await ask(running, thread={"type": "create"})
+    assert (begun.status_code, "thread.create" in begun.headers["warning"]) == (200, True)
+    refused = await ask(running, thread={"type": "continue", "previous_message_id": begun.json()["id"]})
+    assert (refused.status_code, "'thread'" in refused.json()["error"]["message"]) == (400, True)
+
+
 async def test_tools_that_another_server_would_run_are_left_out(running: Running):
     hosted = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}]
     response = await ask(running, tools=[*hosted, {**TOOLS[0], "type": "custom", "defer_loading": True}])
@@ -198,6 +215,10 @@ async def test_tokens_are_counted(running: Running):
          400, "invalid_request_error"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
          400, "invalid_request_error"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, 400, "invalid_request_error"),
+        ({"container": "c"}, 400, "invalid_request_error"),
+        ({"previous_interaction_id": "i"}, 400, "invalid_request_error"),
+        ({"output_config": {"format": {"type": "yaml"}}}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
         ({"model": "other"}, 404, "not_found_error"),
