@@ -1,6 +1,7 @@
 """Tests what a gateway answers itself, whom it lets in, and what it passes on."""
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
@@ -153,6 +154,20 @@ async def test_other_requests_are_passed_on_as_they_are():
         prefetch = await whole.client.post("/v1/sessions/s/prefetch")
         assert prefetch.json()["method"] == "POST"
         assert (await whole.client.head("/v1/files")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions/"])
+async def test_a_compressed_body_and_an_odd_path_reach_the_replica_plain(path):
+    async with fleet({"limits": {"body_bytes": 5000}}, a=one_answer) as whole:
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        body = json.dumps(CHAT).encode()
+        answer = await whole.client.post(path, content=gzip.compress(body), headers=headers)
+        assert answer.status_code == 200
+        (asked,) = whole.replicas["a"].asked
+        assert (asked.target, asked.body) == (b"/v1/chat/completions", body)
+        assert b"content-encoding" not in asked.headers
+        bomb = await whole.client.post(path, content=gzip.compress(b" " * 1_000_000), headers=headers)
+        assert (bomb.status_code, bomb.json()["error"]["code"]) == (413, "request_too_large")
 
 
 async def test_a_request_about_a_session_goes_to_its_home():
