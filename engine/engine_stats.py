@@ -14,7 +14,7 @@ from reprise.engine.step.drawing import Drawing
 from reprise.engine.step.moves import StepMoves
 from reprise.engine.step.ports import DraftMaker
 from reprise.engine.step.verify import Verifier
-from reprise.scheduler.queues.window import ShuffledWindow
+from reprise.scheduler.car.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 

@@ -1,11 +1,10 @@
 """Records early loads, which are loads for sequences that have pages in HBM but still wait, so that their KV arrives
-while others run (AttentionStore's read buffer, started by CaR's prefetch timer)."""
+while others run (AttentionStore's read buffer)."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.sequence import Sequence
 
@@ -26,14 +25,15 @@ class EarlyLoads:
     """The waiting sequences that have an early load (they have pages in HBM, and their KV is being loaded or is there),
     in the order in which their turns come. Single-threaded, part of the Scheduler."""
 
-    def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
+    def __init__(self, *, cache: CacheView) -> None:
         self._cache = cache
-        self._forecast = forecast
         self._loads: dict[Sequence, _EarlyLoad] = {}
         self.overdue: dict[Sequence, _EarlyLoad] = {}
         """The sequences that run although their early load has not ended. Read only."""
         self.changes = 0
         """Number of times that an early load was added or removed."""
+        self.judged: Callable[[str], None] | None = None
+        """Is told the outcome of each load that was used; set by a policy that learns from it."""
         self.outcomes: Counter[str] = Counter()
         """Counts early loads by outcome. on_time: the load ended close to the moment when the sequence's turn came,
         within 50 ms or a quarter of the load's duration. early, late: it ended longer before or after that moment.
@@ -97,8 +97,8 @@ class EarlyLoads:
         else:
             outcome = "on_time"
         self.outcomes[outcome] += 1
-        if outcome in ("early", "late"):
-            self._forecast.was_wrong(early=outcome == "early")
+        if self.judged is not None:
+            self.judged(outcome)
 
     def stopped(self, sequence: Sequence) -> None:
         """Forget a sequence that has stopped running: it no longer matters when its load ends."""

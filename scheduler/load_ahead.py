@@ -1,49 +1,42 @@
-<<<<<<< HEAD
-"""Starts the loads of the next requests in line while others run: the read buffer of AttentionStore."""
-=======
-"""Starts the loads of the next waiting requests while others still run: CaR's prefetch timer, which fills
-AttentionStore's read buffer."""
->>>>>>> main
+"""Starts the loads of the next waiting requests while others run: the read buffer of AttentionStore."""
 
-from reprise.scheduler import timer
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.ports import CacheView
-from reprise.scheduler.queues.priority import Standings, standing
 from reprise.scheduler.running_batch import RunningBatch
 from reprise.scheduler.sequence import Sequence
 from reprise.scheduler.waiting import Waiting
 
 _FRONT = 4  # waiting requests that are looked at for loads to start
-_FRONT_TOKENS = 256  # their tokens that are looked up again in a step: those of at least one request
+
+
+@dataclass(frozen=True, slots=True)
+class LoadParts:
+    """The parts of a Scheduler that a starter of early loads works with."""
+
+    cache: CacheView
+    waiting: Waiting
+    batch: RunningBatch
+    early: EarlyLoads
+    forecast: Forecast
+    limits: SchedulerLimits
 
 
 class LoadAhead:
-<<<<<<< HEAD
-    """Gives pages to the next requests in line while running ones take all places, or all of the step: as soon as their
-    pages fit. They give them back where running requests need the room. Single-threaded, part of the Scheduler."""
-=======
-    """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
-    in the batch or all of the step, it gives pages in HBM to the next waiting requests, each as late as its KV can
-    still arrive in time. Single-threaded, part of the Scheduler."""
->>>>>>> main
+    """A starter of early loads. While running requests take all places or all of the step, it gives pages in HBM to the
+    next waiting requests as soon as their pages fit; they give them back where running requests need the room.
+    Single-threaded, part of the Scheduler. A policy may have another one: see `reprise.scheduler.make_policy`."""
 
-    def __init__(
-        self,
-        *,
-        cache: CacheView,
-        waiting: Waiting,
-        batch: RunningBatch,
-        early: EarlyLoads,
-        limits: SchedulerLimits,
-    ) -> None:
-        self._cache = cache
-        self._waiting = waiting
-        self._batch = batch
-        self._early = early
-        self._limits = limits
-        self._front = Standings(cache=cache, standing=standing)
+    def __init__(self, parts: LoadParts) -> None:
+        self._cache, self._waiting, self._batch = parts.cache, parts.waiting, parts.batch
+        self._early, self._limits = parts.early, parts.limits
+        # The next waiting requests, each with the seconds that its load would take alone; None: there is none to start.
+        # The request that was looked at longest ago is first.
+        self._known: dict[Sequence, float | None] = {}
 
     def begin_step(self, now: float) -> dict[str, float]:
         """Note the time at the start of a step. Return, for each running request that waits for KV, the seconds its
@@ -53,37 +46,43 @@ class LoadAhead:
         return stalls_s
 
     def start_loads(self, now: float) -> None:
-<<<<<<< HEAD
-        """Begin loads, as far as HBM has room."""
-=======
-        """Start the loads that the prefetch timer says must start now, as far as HBM has room."""
->>>>>>> main
+        """Start loads for the next waiting requests, as far as HBM has room."""
         if not self._waiting.count:
             return
-        front = self._waiting.once_loaded(_FRONT)
-        known = {sequence for sequence in front if sequence in self._front}
-        self._watch(front)
-        for sequence in self._to_start(front, now):
+        front = self._next(_FRONT)
+        before = set(self._known)
+        self._look(front)
+        for sequence in self._to_start(self._loads(front)):
             wanted = len(sequence.token_ids) - self._cache.resident_tokens(sequence.request_id)
             tokens = min(wanted, self._limits.step_tokens) if self._limits.chunked_prefill else wanted
             cached = self._cache.admit(sequence.request_id, tokens)
             if cached is None:
                 return
             sequence.computed_tokens = cached
-            self._early.begin(sequence, now, had_time=sequence in known)
+            self._early.begin(sequence, now, had_time=sequence in before)
 
-    def _to_start(self, front: list[Sequence], now: float) -> list[Sequence]:
-        """Return the requests whose loads begin now, of those that are next in line, in order."""
-        return [sequence for sequence, load_s in self._loads(front) if load_s is not None]
+    def end_step(self) -> None:
+        """A step is scheduled. Here nothing follows from that."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended. Here nothing is kept of it."""
+
+    def _next(self, count: int) -> list[Sequence]:
+        """Return the first waiting requests, next first."""
+        return self._waiting.front()[:count]
+
+    def _to_start(self, loads: list[tuple[Sequence, float | None]]) -> list[Sequence]:
+        """Return the requests whose loads begin now, of those with the seconds that their loads would take."""
+        return [sequence for sequence, load_s in loads if load_s is not None]
 
     def _loads(self, front: list[Sequence]) -> list[tuple[Sequence, float | None]]:
         """Return the requests before the first that waits for a sibling, each with the seconds that its load would take
-        alone; None: there is none to begin."""
+        alone; None: there is none to start."""
         found: list[tuple[Sequence, float | None]] = []
         for sequence in front:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
                 break
-            found.append((sequence, None if sequence in self._early else self._front.load_s(sequence)))
+            found.append((sequence, None if sequence in self._early else self._known[sequence]))
         return found
 
     def _stalls_s(self) -> dict[str, float]:
@@ -92,57 +91,16 @@ class LoadAhead:
             stalls_s.pop(sequence.request_id, None)
         return stalls_s
 
-    def _watch(self, front: list[Sequence]) -> None:
-        for sequence in [s for s in self._front if s not in front]:
-            self._front.forget(sequence)
-        self._front.refresh(_FRONT_TOKENS)
-        for sequence in front:
-            if sequence not in self._front:
-                self._front.watch(sequence)
+    def _look(self, front: list[Sequence]) -> None:
+        """Look where the KV of newcomers is, and again where that of one other is: contexts may be long."""
+        self._known = {sequence: load_s for sequence, load_s in self._known.items() if sequence in front}
+        again = [*self._known][:1]
+        for sequence in (*again, *(s for s in front if s not in self._known)):
+            residency = self._cache.residency(sequence.request_id)
+            self._known.pop(sequence, None)
+            is_to_load = residency.bytes_to_load and not residency.is_loading
+            self._known[sequence] = residency.load_s if is_to_load else None
 
 
-class TimedLoadAhead(LoadAhead):
-    """Begins each load as late as will do: CaR's prefetch timer."""
-
-    def __init__(
-        self,
-        *,
-        cache: CacheView,
-        waiting: Waiting,
-        batch: RunningBatch,
-        early: EarlyLoads,
-        limits: SchedulerLimits,
-        forecast: Forecast,
-    ) -> None:
-        super().__init__(cache=cache, waiting=waiting, batch=batch, early=early, limits=limits)
-        self._forecast = forecast
-        self._opens_s: list[float] = []  # when each place is expected to be free, in seconds, ascending
-        self._loading_s = 0.0  # what is left of the loads under way
-        self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
-
-    def begin_step(self, now: float) -> dict[str, float]:
-        stalls_s = self._stalls_s()
-        self._foresee(stalls_s, now)
-        return stalls_s
-
-    def start_loads(self, now: float) -> None:
-        if self._waiting.count and self._foreseen != (self._batch.changes, self._early.changes):
-            self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
-        super().start_loads(now)
-
-    def _to_start(self, front: list[Sequence], now: float) -> list[Sequence]:
-        waiting = [timer.WaitingLoad(sequence.request_id, load_s) for sequence, load_s in self._loads(front)]
-        if all(load.load_s is None for load in waiting):
-            return []
-        due = timer.due(self._opens_s, 0, self._loading_s, waiting)
-        return [sequence for sequence in front if sequence.request_id in due]
-
-    def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
-        """Tell the queue when places in the batch will be free, and note how many seconds the current loads still
-        take."""
-        self._loading_s = self._early.look(now)
-        if self._waiting.count:
-            self._loading_s += sum(stalls_s.values())
-            self._opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
-            self._waiting.queue.foresee(self._opens_s, self._loading_s)
-        self._foreseen = self._batch.changes, self._early.changes
+LoadAheadMaker = Callable[[LoadParts], LoadAhead]
+"""Makes the starter of early loads of a policy."""

@@ -1,7 +1,6 @@
 """Implements continuous batching: chooses which sequences run in the next step, and how many tokens of each."""
 
 from collections import Counter
-from typing import Any
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, Pace, StepCost, StepWork
 from reprise.scheduler.budgets.step_budgets import StepBudgets
@@ -10,11 +9,10 @@ from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.giving_way import GivingWay
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.line import Line
-from reprise.scheduler.load_ahead import LoadAhead, TimedLoadAhead
-from reprise.scheduler.nearness import Nearness
+from reprise.scheduler.load_ahead import LoadParts
+from reprise.scheduler.make_policy import Policy
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
-from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.running_batch import RunningBatch
 from reprise.scheduler.schedule import Schedule, StepDraft
 from reprise.scheduler.sequence import Sequence, SequenceState
@@ -41,32 +39,22 @@ class Scheduler:
         self,
         *,
         cache: CacheView,
-        queue: WaitingQueue,
+        policy: Policy,
         predictor: LengthPredictor,
         cost: StepCost,
         limits: SchedulerLimits,
-        fair_places: bool,
-        scores: bool,
-        timed_loads: bool,
     ) -> None:
-<<<<<<< HEAD
-        """Set up an empty scheduler. fair_places: whether tenants share the places fairly. scores: whether to tell the
-        cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early loads begin;
-        without it they begin as soon as their pages fit."""
-=======
-        """Set up an empty scheduler. fair_places: whether tenants share the places in the batch fairly. scores: whether
-        to tell the cache which requests need their KV soon."""
->>>>>>> main
+        """Set up an empty scheduler. policy: the order of the waiting requests, and what comes with it."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
-        self.queue = queue
+        self.queue = queue = policy.queue
         """The queue of requests that have not run yet. Read only."""
-        self._tenants = tenants = Tenants(fair_places=fair_places)
+        self._tenants = tenants = Tenants(fair_places=policy.fair_places)
         self._pace = pace = Pace()
         self._forecast = forecast = Forecast(predictor=predictor, pace=pace)
         self._waiting = waiting = Waiting(queue=queue)
-        self._early = early = EarlyLoads(cache=cache, forecast=forecast)
+        self._early = early = EarlyLoads(cache=cache)
         self._batch = batch = RunningBatch(
             cache=cache, waiting=waiting, early=early, tenants=tenants, forecast=forecast, cost=cost, limits=limits
         )
@@ -74,9 +62,9 @@ class Scheduler:
         self._giving_way = GivingWay(
             cache=cache, waiting=waiting, batch=batch, tenants=tenants, budgets=self._budgets, limits=limits
         )
-        loads: dict[str, Any] = {"cache": cache, "waiting": waiting, "batch": batch, "early": early, "limits": limits}
-        self._load_ahead = TimedLoadAhead(**loads, forecast=forecast) if timed_loads else LoadAhead(**loads)
-        self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
+        self._load_ahead = policy.load_ahead(
+            LoadParts(cache=cache, waiting=waiting, batch=batch, early=early, forecast=forecast, limits=limits)
+        )
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
         self._sat_out: frozenset[Sequence] = (
@@ -180,8 +168,7 @@ class Scheduler:
             if sequence in self._early:
                 self._early.withdraw(sequence)
             self._waiting.remove(sequence)
-        if self._nearness is not None:
-            self._nearness.forget(sequence)
+        self._load_ahead.forget(sequence)
         self._forecast.forget(sequence)
         if sequence.state is not SequenceState.FINISHED:
             self.queue.finished(sequence)
@@ -299,7 +286,6 @@ class Scheduler:
 
     def _finish(self, step: StepDraft) -> Schedule:
         self._giving_way.is_full = self._waiting.count > 0
-        if self._nearness is not None:
-            self._nearness.tell()
+        self._load_ahead.end_step()
         self._work, self._sat_out, self._began_s = StepWork.of(step.chunks), step.sits_out, step.now
         return Schedule(step.chunks, step.preempted, self._work)

@@ -98,11 +98,7 @@ class Tenants:
         served = {*self._running, *(sequence.tenant for sequence in before_it)}
         if self._present.keys() <= served:
             return None
-        starved = queue.best(_OfTenants(served))
-        if starved is None and any(sequence.tenant not in served for sequence in queue.near() or ()):
-            # It would be overtaken once too often: it goes first, and not only when a place is free.
-            return queue.waited_for()
-        return starved
+        return queue.best(_OfTenants(served))
 
 
 def _take_one(counter: Counter[str], tenant: str) -> None:

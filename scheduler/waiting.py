@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Container
-from itertools import chain, islice
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
@@ -75,10 +74,6 @@ class Waiting:
         """Return the preempted sequences, then those that the queue starts before all its others
         (`WaitingQueue.front`), next first."""
         return [*self.resumed, *self.queue.front()]
-
-    def once_loaded(self, count: int) -> list[Sequence]:
-        """Return the first `count` sequences in the order in which they would start if their loads had ended."""
-        return list(islice(chain(self.resumed, self.queue.once_loaded()), count))
 
     def line(self, starved: Sequence | None) -> Line[str]:
         """Return the request ids of all waiting sequences, next first. starved: a sequence of a tenant that has nothing

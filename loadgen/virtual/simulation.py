@@ -32,9 +32,8 @@ from reprise.loadgen.workloads.workload import Conversation, ConversationShape, 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.queues.make_queue import FAIR, make_queue
-from reprise.scheduler.queues.waiting_queue import WaitingQueue
-from reprise.scheduler.queues.window import ShuffledWindow
+from reprise.scheduler.make_policy import Policy, make_policy
+from reprise.scheduler.car.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 
@@ -154,15 +153,17 @@ class Simulation:
         self._rates = _make_rates(machine, self.tiers)
         self.cache = _make_cache(machine, self._rates, arrived=lambda job_id: self.tiers.arrived(job_id, self.now))
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
-        self._queue = make_queue(
+        policy = make_policy(
             machine.policy,
             cache=self.cache.view,
             predictor=predictor,
             window=machine.window,
             patience=machine.patience,
+            scores=machine.scores,
         )
+        self._queue = policy.queue
         self._truth = machine.step_cost(misjudged=1.0)
-        self.scheduler = _make_scheduler(machine, self.cache, self._queue, predictor)
+        self.scheduler = _make_scheduler(machine, self.cache, policy, predictor)
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
         self._live: dict[str, tuple[Sequence, _Live]] = {}
@@ -459,11 +460,11 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
 
 
 def _make_scheduler(
-    machine: VirtualServer, cache: CacheManager, queue: WaitingQueue, predictor: LengthPredictor
+    machine: VirtualServer, cache: CacheManager, policy: Policy, predictor: LengthPredictor
 ) -> Scheduler:
     return Scheduler(
         cache=cache.view,
-        queue=queue,
+        policy=policy,
         predictor=predictor,
         cost=machine.step_cost(misjudged=machine.misjudged),
         limits=SchedulerLimits(
@@ -475,9 +476,6 @@ def _make_scheduler(
             least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
         ),
-        fair_places=machine.policy in FAIR,
-        scores=machine.scores,
-        timed_loads=machine.policy != "due",
     )
 
 
@@ -488,7 +486,7 @@ def random_case(seed: int) -> Simulation:
         hbm_blocks=rng.randint(8, 40),
         dram_blocks=rng.choice([0, 6, 20, 60]),
         disk_blocks=rng.choice([0, 0, 40, 400]),
-        policy=rng.choice(["car", "car", "car-hidden", "priority", "fcfs"]),
+        policy=rng.choice(["due", "due", "due", "car", "fcfs"]),
         window=rng.randint(1, 6),
         max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),

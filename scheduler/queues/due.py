@@ -1,7 +1,6 @@
 """The order by work and wait: the request that is due first starts first. The policy `due`."""
 
 from collections.abc import Container
-from collections.abc import Sequence as Items
 from itertools import islice
 
 from reprise.scheduler.line import Line
@@ -68,9 +67,6 @@ class DueQueue:
             if due_s != before:
                 self._shares.move(sequence, due_s)
 
-    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: the order does not depend on when places are free."""
-
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         first = self._shares.first(())
         if first is None or first not in skipped:
@@ -80,17 +76,8 @@ class DueQueue:
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
         return now < self._due_s[sequence]
 
-    def waited_for(self) -> None:
-        """Return None: `may_be_passed` says until when others may start first."""
-
     def front(self) -> tuple[Sequence, ...]:
         return self._shares.upcoming().members[:FRONT]
-
-    def once_loaded(self) -> tuple[Sequence, ...]:
-        return self.front()
-
-    def near(self) -> None:
-        return None
 
     def upcoming(self) -> Line[Sequence]:
         return self._shares.upcoming()

@@ -1,8 +1,7 @@
 """Defines the queue of waiting requests that the scheduler asks for the next one, and has the simplest: first come,
 first served."""
 
-from collections.abc import Container, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Container
 from itertools import islice
 from typing import Protocol
 
@@ -31,12 +30,7 @@ class WaitingQueue(Protocol):
 
     def refresh(self) -> None:
         """Look up again where the KV of waiting requests lies. Called once a step. The order changes only here and in
-        `foresee`, `add`, `remove`, `dispatch` and `finished`."""
-        ...
-
-    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Take a forecast into account, which may change the order. opens_s: when each place in the batch is expected
-        to be free, in seconds from now, ascending. loading_s: seconds that the current loads still take."""
+        `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
@@ -49,13 +43,8 @@ class WaitingQueue(Protocol):
         arrivals."""
         ...
 
-    def waited_for(self) -> Sequence | None:
-        """Return the request that has been passed so often that no later one may pass it any more; None if there is
-        none."""
-        ...
-
     def dispatch(self, sequence: Sequence) -> None:
-        """Remove a request that `best` or `waited_for` returned and that has started."""
+        """Remove a request that `best` returned and that has started."""
         ...
 
     def finished(self, sequence: Sequence) -> None:
@@ -68,19 +57,9 @@ class WaitingQueue(Protocol):
         policy has no window."""
         ...
 
-    def once_loaded(self) -> tuple[Sequence, ...]:
-        """Return the sequences of `front` in the order in which they would start if their loads had ended. Loads for
-        sequences that still wait are timed by this order."""
-        ...
-
-    def near(self) -> Iterable[Sequence] | None:
-        """Return the sequences whose KV should stay in HBM because they start soon: CaR's window. None if the policy
-        has no window."""
-        ...
-
     def upcoming(self) -> Line[Sequence]:
-        """Return all waiting requests, next first: those of `once_loaded`, then the others in the order in which they
-        would follow these. Costs nothing while nothing has changed."""
+        """Return all waiting requests, in the order in which they would start if nothing else happened. Costs nothing
+        while nothing has changed."""
         ...
 
 
@@ -106,9 +85,6 @@ class FcfsQueue:
         del self._waiting[sequence]
         self._is_current = False
 
-    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: the order does not depend on time."""
-
     def refresh(self) -> None:
         """Do nothing: the order does not depend on where KV lies."""
 
@@ -118,9 +94,6 @@ class FcfsQueue:
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
         return False
 
-    def waited_for(self) -> None:
-        """Return None: requests start in order of arrival anyway."""
-
     dispatch = remove
 
     def finished(self, sequence: Sequence) -> None:
@@ -128,12 +101,6 @@ class FcfsQueue:
 
     def front(self) -> tuple[Sequence, ...]:
         return tuple(islice(self._waiting, FRONT))
-
-    def once_loaded(self) -> tuple[Sequence, ...]:
-        return self.front()
-
-    def near(self) -> None:
-        return None
 
     def upcoming(self) -> Line[Sequence]:
         if not self._is_current:

@@ -1,5 +1,6 @@
 """Tells the cache how near each request is to needing its KV (CaR §III-B-3)."""
 
+from reprise.scheduler.car.window import ShuffledWindow
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.running_batch import RunningBatch
 from reprise.scheduler.sequence import Sequence
@@ -8,26 +9,23 @@ from reprise.scheduler.waiting import Waiting
 
 class Nearness:
     """A reporter of CaR's scores, by which the cache evicts: 1 for requests in the window (the queue's next few) and
-    preempted ones, 2 for running ones. It does nothing where the queue has no window. Single-threaded, part of the
-    Scheduler."""
+    preempted ones, 2 for running ones. Single-threaded, part of the Scheduler."""
 
-    def __init__(self, *, cache: CacheView, waiting: Waiting, batch: RunningBatch) -> None:
+    def __init__(
+        self, *, cache: CacheView, window: ShuffledWindow, waiting: Waiting, batch: RunningBatch
+    ) -> None:
         self._cache = cache
+        self._window = window
         self._waiting = waiting
         self._batch = batch
         self._scores: dict[Sequence, int] = {}  # as the cache was told
-        self._told: tuple[list[Sequence], int] = (
-            [],
-            -1,
-        )  # the sequences that were close, and how often the batch had changed
+        # The sequences that were close at the last call, and how often the batch had changed by then.
+        self._told: tuple[list[Sequence], int] = [], -1
 
     def tell(self) -> None:
         """Tell the cache the score of each request that is newly in the window or newly running."""
-        near = self._waiting.queue.near()
-        if near is None:
-            return
         # A preempted request stands before the window, and needs its KV as much as those inside.
-        close = [*near, *self._waiting.resumed], self._batch.changes
+        close = [*self._window.inside, *self._waiting.resumed], self._batch.changes
         if close == self._told:
             return
         self._told = close

@@ -1,13 +1,12 @@
 """Implements the shuffled window (CaR §III-B-1): the next request is chosen among a few at the front of the queue, and
 each can be passed only a bounded number of times."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
+from reprise.scheduler.car.classes import Standing, Standings, TransferClass
 from reprise.scheduler.line import Line
-from reprise.scheduler.queues.fair_share import FairShare
-from reprise.scheduler.queues.priority import Standing, Standings, TransferClass
 from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 1024  # members with this many tokens, and at least one, are looked up again in a step
@@ -25,11 +24,11 @@ class Member:
 class ShuffledWindow:
     """A window of `size` requests at the front of the queue. No request outside it starts before those inside.
 
-    A request that starts is replaced by the next of the queue; the last free place in the window is kept for a tenant
-    that has no request inside. Inside, requests (members) start in the order of class, bytes to load, arrival. Each
-    member counts the requests that entered later and started before it, for whatever reason. When it has counted
-    size - 1 of them, no later one may pass it any more: the window waits for it. So between its entry and its start at
-    most 2 * (size - 1) others start: those it found inside, and as many later ones.
+    A request that starts is replaced by the one that waits longest. Inside, requests (members) start in the order of
+    class, bytes to load, arrival. Each member counts the requests that entered later and started before it, for
+    whatever reason. When it has counted size - 1 of them, no later one may pass it any more: the window waits for it.
+    So between its entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later
+    ones. Tenants do not count: the paper has none.
 
     A member that still has KV to load stands after those without, until its KV is in HBM. Its load is started so as to
     end when its turn comes by the order that it will have then (`once_loaded`), while the others are computed.
@@ -40,47 +39,39 @@ class ShuffledWindow:
 
     policy = "car"
 
-    def __init__(self, *, size: int, entry: FairShare, standings: Standings) -> None:
+    def __init__(self, *, size: int, standings: Standings) -> None:
         self.size = size
         self.overtakes = 0
-        self._entry = entry
         self._standings = standings
         self._arrivals = 0
         self._entries = 0
-        self._arrived: dict[Sequence, int] = {}  # every waiting request -> the number of its arrival
+        self._outside: dict[Sequence, int] = {}  # the others -> the number of their arrival, in that order
         self._members: dict[Sequence, Member] = {}  # kept in order of entry
         self._order: tuple[Sequence, ...] | None = None  # order of the members; None: not yet computed
         self._once_loaded: tuple[Sequence, ...] | None = None  # order of `once_loaded`; None: not yet computed
-        self._orders = 0  # counts how often these two have changed
         self._line: Line[Sequence] = Line()  # the members once loaded, and then the others
-        self._made_of = 0, 0  # the order of the members, and the version of the others' line, that it was made of
+        self._is_current = True  # the line
 
     def __len__(self) -> int:
-        return len(self._arrived)
+        return len(self._members) + len(self._outside)
 
     def add(self, sequence: Sequence) -> None:
         self._arrivals += 1
-        self._arrived[sequence] = self._arrivals
-        self._entry.add(sequence)
+        self._outside[sequence] = self._arrivals
+        self._is_current = False
         self._refill()
 
     def remove(self, sequence: Sequence) -> None:
-        del self._arrived[sequence]
         if sequence in self._members:
             self._leave(sequence)
-            self._entry.refund(sequence)
             self._refill()
         else:
-            self._entry.remove(sequence)
+            del self._outside[sequence]
+            self._is_current = False
 
     def refresh(self) -> None:
-        self._entry.refresh()
         if self._standings.refresh(_REFRESH_TOKENS):
             self._changed()
-
-    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: this window orders requests by where their KV lies now. A load in progress counts as a load until
-        it has ended."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()
@@ -96,7 +87,6 @@ class ShuffledWindow:
 
     def dispatch(self, sequence: Sequence) -> None:
         entered = self._members[sequence].entered
-        del self._arrived[sequence]
         self._leave(sequence)
         for member in self._members.values():
             if member.entered > entered:
@@ -106,7 +96,7 @@ class ShuffledWindow:
         self._refill()
 
     def finished(self, sequence: Sequence) -> None:
-        self._entry.finished(sequence)
+        """Do nothing: there are no shares."""
 
     def front(self) -> tuple[Sequence, ...]:
         """Return the members in the order in which they will start if nothing else happens."""
@@ -115,18 +105,15 @@ class ShuffledWindow:
         return self._order
 
     def once_loaded(self) -> tuple[Sequence, ...]:
+        """Return the members in the order in which they would start if their loads had ended: by the place that it has
+        here, a load is begun in time."""
         if self._once_loaded is None:
             self._once_loaded = self._in_order(self._rank_once_loaded)
         return self._once_loaded
 
-    def near(self) -> Iterable[Sequence]:
-        return self._members
-
     def upcoming(self) -> Line[Sequence]:
-        others = self._entry.upcoming()
-        if (made_of := (self._orders, others.version)) != self._made_of:
-            self._made_of = made_of
-            self._line = self._line.followed_by((*self.once_loaded(), *others.members))
+        if not self._is_current:
+            self._line, self._is_current = self._line.followed_by((*self.once_loaded(), *self._outside)), True
         return self._line
 
     @property
@@ -136,7 +123,7 @@ class ShuffledWindow:
 
     def class_of(self, sequence: Sequence) -> TransferClass:
         """Return the class, by what it has to load, of a member of the window."""
-        return self._standing(sequence)[0]
+        return self._standings[sequence][0]
 
     def _last_entry(self) -> int:
         """Return the highest entry number that may start now: later entries may not pass a member that was passed often
@@ -144,11 +131,8 @@ class ShuffledWindow:
         spent = self.waited_for()
         return self._entries if spent is None else self._members[spent].entered
 
-    def _standing(self, sequence: Sequence) -> Standing:
-        return self._standings[sequence]
-
     def _rank(self, sequence: Sequence) -> tuple[Standing, int]:
-        return self._standing(sequence), self._members[sequence].arrived
+        return self._standings[sequence], self._members[sequence].arrived
 
     def _rank_once_loaded(self, sequence: Sequence) -> tuple[Standing, int]:
         return self._standings.without_load(sequence), self._members[sequence].arrived
@@ -182,16 +166,11 @@ class ShuffledWindow:
 
     def _changed(self) -> None:
         self._order = self._once_loaded = None
-        self._orders += 1
+        self._is_current = False
 
     def _refill(self) -> None:
-        while (free := self.size - len(self._members)) > 0:
-            kept = free == 1 and self.size > 1
-            entrant = self._entry.first({s.tenant for s in self._members} if kept else ())
-            if entrant is None:
-                return
-            self._entry.take(entrant)
+        for sequence in [*islice(self._outside, self.size - len(self._members))]:
             self._entries += 1
-            self._members[entrant] = Member(self._entries, self._arrived[entrant])
-            self._standings.watch(entrant)
+            self._members[sequence] = Member(self._entries, self._outside.pop(sequence))
+            self._standings.watch(sequence)
             self._changed()
