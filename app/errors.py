@@ -148,7 +148,8 @@ def request_timeout(timeout_s: float) -> ApiError:
 
 
 def prompt_too_long(limit: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-    """Return the error for more history beyond the window than any request should send."""
+    """Return the error for a prompt of `limit` tokens or more, which is refused although truncation could shorten
+    it."""
     return ApiError(
         400,
         f"This server takes less than {limit} tokens; your {_THEY.get(param, param)} make "

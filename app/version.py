@@ -1,4 +1,4 @@
-"""Finds the version of this Reprise."""
+"""Finds the version of the Reprise that runs."""
 
 from importlib import metadata
 

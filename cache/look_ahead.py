@@ -23,7 +23,7 @@ class LineChange(Protocol):
 
     @property
     def joined(self) -> Sequence[str]:
-        """The request ids that are new in the line."""
+        """The ids of requests that wait now and were not in the earlier line."""
         ...
 
     @property
@@ -121,9 +121,9 @@ class LookAhead:
                     self._fetch_for_successor(now)
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
-        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. changed: sessions that
-        joined or left the queue. Those at its end will certainly come too, so they should stay rather than sessions
-        that may never come."""
+        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. Even the last session
+        in the queue will certainly come, so it should stay rather than sessions that may never come. changed: sessions
+        that joined or left the queue. now: in seconds."""
         told, self._told = self._told, bool(self._sessions.mean_bytes)
         if not self._told:
             return
@@ -197,9 +197,9 @@ class LookAhead:
             self._try_regulars_s = now + _RETRY_AFTER_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """Fetch into DRAM for the session that comes next where sessions take turns. Fetches during decoding too,
-        because that slows only part of one answer, and the next first token will be waited for. Does not fetch while a
-        prompt is computed, whose first token is waited for now."""
+        """Fetch into DRAM for the session that comes next where sessions take turns. Fetches during decoding too: that
+        slows a few tokens of one answer, and shortens the wait for the next turn's first token. Does not fetch while a
+        prompt is computed, because its first token is waited for now."""
         succession = self._tiers.succession
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._dram.most_rows:

@@ -55,7 +55,8 @@ class BlockLoad:
 
     @property
     def address(self) -> int | tuple[int, int] | tuple[bytes, int] | None:
-        """The block's address in the tier that it comes from, in the form of `BlockRow.copies`."""
+        """The block's address in the tier that it comes from: its DRAM slot; on disk (extent id, index in the extent);
+        in Redis (extent name, index in the extent)."""
         return self.extent or self.redis or self.slot
 
     @property
@@ -80,8 +81,8 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad:
-    """Finish a load whose request has given its pages back. The layers that the read buffer holds back are loaded now,
-    because the pages stay pinned until the load has ended."""
+    """The order to finish a load whose request has given its pages back. A load of a waiting request stops after the
+    first few layers. This one goes on, because its pages stay pinned until it has ended."""
 
     job_id: int
 
@@ -137,7 +138,7 @@ class SealSlot(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EncodeBlocks:
     """Have the codec compress blocks from complete slots into slots for compressed blocks. Answered by Encoded; until
-    then neither slot may be changed."""
+    then neither the source nor the target slot may be changed."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, int, int], ...]  # key, slot, coded slot
@@ -261,8 +262,8 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NotTransferred:
-    """Reports bytes that were not moved, because the device failed or the load was given up, and the seconds after
-    which that was known."""
+    """Reports bytes that were not moved, because the disk or Redis failed or the load was given up. seconds: how long
+    it took until that was known."""
 
     direction: str
     num_bytes: int
@@ -277,8 +278,9 @@ With any other reason the copy is bad."""
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Reports the end of a load. failed: the blocks on which it has failed, and why; others may not have been read. If
-    there are any, only the blocks in `whole`, of which all layers are in place, may be used."""
+    """Reports the end of a load. failed: the blocks on which it has failed, and why; empty: all blocks are loaded.
+    whole: if some failed, the blocks of which all layers are in HBM. Only these may be used then, because other blocks
+    may not have been read."""
 
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)

@@ -25,8 +25,8 @@ class _Duration:
 
     The prior enters as two light points, `span` units apart, scaled to the level of what was measured. While all
     samples have one size the line's slope is unknown, and only the proportion between its parts comes from the prior.
-    The first samples are often cold or a hiccup, so none is believed alone: the prior's level counts as much as the
-    first one, and half as much with each that follows.
+    The first samples are often cold or a hiccup. So the prior's own level weighs as much as the first sample, and half
+    as much after each further sample.
     """
 
     def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
@@ -43,8 +43,8 @@ class _Duration:
         self._line = None
 
     def believe(self, units: int, seconds: float) -> None:
-        """Count only this sample. Of earlier samples, only the proportion between fixed and per-unit seconds
-        remains."""
+        """Replace the estimate by this sample. Of earlier samples, only the proportion between fixed and per-unit
+        seconds remains."""
         self._sums, self._trust = [0.0] * 5, 0.0
         self.update(units, seconds)
 
@@ -134,8 +134,8 @@ class Rates:
 
     def expect_steps(self, step_fixed_s: float, prefill_s_per_token: float) -> None:
         """Set the step times that were measured on this machine before the first request. Decoding tells next to
-        nothing about what a history costs to compute, so these give the proportion between the two until a history was
-        computed."""
+        nothing about what a history costs to compute. So these times give the proportion between a step's fixed seconds
+        and its seconds per prompt token, until a history was computed."""
         if prefill_s_per_token <= 0 or step_fixed_s < 0:
             raise ValueError("what a token takes must be positive, and a step's fixed cost positive or 0")
         self.version += 1
@@ -162,8 +162,9 @@ class Rates:
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Record a transfer that failed or was given up after `seconds`, so that it would have taken at least as long.
-        If that is slower than expected, it replaces the estimates of all directions out of that device: in a mean with
-        twenty transfers it would hardly show, and the next transfers would be late too."""
+        If that is slower than expected, it replaces the estimates of all directions that begin at the same tier (such
+        as disk_to_dram and disk_to_hbm). In a mean with twenty transfers it would hardly show, and the next transfers
+        would be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -183,8 +184,8 @@ class Rates:
 
     def is_look_due(self, direction: str) -> bool:
         """Return whether to load the next block that this direction could bring, whatever that seems to cost, to
-        measure it again. That is soon after a single late load, which any device has now and then, and later after each
-        further late load."""
+        measure the direction again. After a single late load, which any device has now and then, the answer is soon
+        True; after each further late load, more loads must have been passed over."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
@@ -214,30 +215,32 @@ class Rates:
 
 
 class LoadProgress(NamedTuple):
-    """A device's progress with a load. Time counts only while the device is being asked for the load's bytes."""
+    """The progress of a load from the disk or Redis. Time counts only while that tier is being asked for the load's
+    bytes."""
 
     layers: int  # number that have come
     reading_s: float  # time until the last of these layers came
     silent_s: float  # time since then
 
     def left_s(self, num_layers: int) -> float:
-        """Return the least seconds that the rest of the load takes: at its pace so far, or as long again as the device
-        has been silent."""
+        """Return the least seconds that the rest of the load takes: the time at the pace of the layers so far, or the
+        time since the last layer came, whichever is longer. num_layers: layers of the whole load."""
         if self.layers >= num_layers:
             return 0.0
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s * (num_layers - self.layers), self.silent_s)
 
     def whole_s(self, num_layers: int) -> float:
-        """Return the seconds of the whole load at its pace so far; if the device has been silent for longer than a
-        layer takes at this pace, each layer counts as taking as long as the silence."""
+        """Return the expected seconds of the whole load: the number of layers times the seconds per layer so far, or
+        times the seconds since the last layer came if these are more."""
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s, self.silent_s) * num_layers
 
 
 def worth_waiting_s(new_s: float, all_s: float, num_layers: int) -> float:
     """Return the longest, in seconds, that a load may take without delaying the first token, compared with computing
-    everything. all_s: time to compute everything. new_s: time to compute what comes after the load. The inverse of
-    `first_token_s`, but at least the delay that any device has now and then."""
+    everything. new_s: time to compute what comes after the load. all_s: time to compute everything. This solves
+    first_token_s(load, new_s) = all_s for the load, but is never below the delay that any disk or network has now and
+    then."""
     exposed = all_s - new_s / num_layers
     return max(_LEAST_WAIT_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))

@@ -70,8 +70,9 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidencyValue(NamedTuple):
-    """The places of a request's tokens right now; `reprise.scheduler.ports.Residency` explains the fields. A tuple,
-    because tuples are made four times as fast and several are asked for in every step."""
+    """The number of a request's tokens in each tier right now, and what loading them would take;
+    `reprise.scheduler.ports.Residency` explains the fields. A tuple, because tuples are made four times as fast and
+    several are asked for in every step."""
 
     hbm_tokens: int
     lower_tokens: dict[str, int]

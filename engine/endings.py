@@ -78,8 +78,9 @@ class Endings:
         return outputs
 
     def close(self, choice: RunningChoice, num_tokens: int) -> None:
-        """Remove a choice from every table. If it is its request's first choice, its first `num_tokens` tokens, as far
-        as they were computed, become the session's context."""
+        """Remove a choice from the scheduler, the cache, the block tables, the list of running choices and the drafter.
+        If it is its request's first choice, its first `num_tokens` tokens, as far as they were computed, become the
+        session's context."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
         self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic(), goes_on=choice.is_first)

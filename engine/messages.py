@@ -14,15 +14,15 @@ from reprise.cache.stats import TokensBySource as TokensBySource
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The one frame on the engine's stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as
-    the app lives."""
+    """The app's order to start: the settings, and where to connect. It is the only frame on the engine's stdin, after
+    its length (4 bytes, big endian). Stdin then stays open for as long as the app lives."""
 
     wire_version: int
     endpoint: str  # ZeroMQ, bound by the app; another one for every engine process
@@ -59,9 +59,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """A truncation that the client made itself. The request's `token_ids` are the first `keep` tokens of a known
-    conversation and those from `resume` on. `stream` is that conversation with nothing dropped; it ends as `token_ids`
-    does."""
+    """A truncation that the client made itself, by leaving out part of a known conversation. stream: the tokens of the
+    whole conversation, with the left-out part and the new turn. The request's `token_ids` are the first `keep` tokens
+    of `stream` and those from `resume` on."""
 
     stream: list[int]
     keep: int
@@ -98,8 +98,9 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply"):
-    """The answer to a SessionRequest. `delete` is answered when the bytes have left every tier; with `not_found`, when
-    the bytes that other servers had left in Redis are gone."""
+    """The answer to a SessionRequest. `delete` is answered when the session's bytes have left every tier. If this
+    engine does not know the session, `delete` is answered with `not_found`, once the bytes that other servers left in
+    Redis are deleted."""
 
     request_id: str
     sessions: list[SessionInfo]
@@ -163,7 +164,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that was loaded, with its options and sizes."""
+    """The facts about the loaded model that the app has to know: name, files, types of its numbers, options and
+    sizes."""
 
     name: str
     path: str  # local directory of the files, for the app's tokenizer
@@ -277,8 +279,7 @@ class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     tenant: str
     session_id: str
-    transfer_class: int | None  # CaR's 1, 2 or 3; None: it has run before, or the order has no classes
-    overtaken: int  # how often one that entered the window later has started before it
+    order: dict[str, float]  # what decides where it stands, by the policy's names; empty: it has run before
     hbm_tokens: int
     lower_tokens: dict[str, int]  # tier -> tokens that would have to be loaded
     bytes_to_load: int
@@ -292,22 +293,16 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the queue, and what the scheduler has done since the start."""
 
     policy: str
-    window: int  # places; 0: the order has no window
-    waiting: dict[str, int]  # class 1, 2, 3, resumed, outside -> requests
     front: list[WaitingInfo]  # next first
-    overtakes: int
     preemptions: int
     fair_preemptions: int  # preemptions for a tenant that had nothing running
-    timer: dict[str, int]  # loads started ahead: early, on_time, late, at_once, wasted
     loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
-    prediction_error: float  # mean error of answer lengths over the mean length
-    tpot_s: float
     step_cost: dict[str, float]  # seconds: fixed, per_token, per_kilo_pair, per_row, per_kilo_read; margin: a factor
 
 
 class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the shadow check, which recomputes a sample of the loaded KV, for KV that a codec has changed.
-    Divergences are in nats per token, without the part that rounding alone brings."""
+    """The results of the shadow check of KV that a codec has changed: the engine recomputes a sample of the loaded KV
+    and compares the predictions. Divergences are in nats per token, without the part that rounding alone brings."""
 
     counts: list[int]  # checks by bucket (`DIVERGENCE_BOUNDS`); the last: checks above all bounds
     total: float  # divergence of all checks

@@ -54,7 +54,8 @@ class KnownRequests:
         return refused + [self._endings.end(choice, "length", now) for choice in self.choices]
 
     def fail_all(self, message: str) -> list[Output]:
-        """End every request with an error. Nothing computed since the last turns ended stays in the cache."""
+        """End every request with an error. What these requests have computed is dropped; KV of earlier turns stays
+        cached."""
         outputs = self._intake.fail_uncompiled(message)
         for choice in self.choices:
             outputs.append(choice.failed(message))

@@ -116,8 +116,8 @@ class SessionDirectory:
         return self._page(request, [name for name in names if name[2] > request.after])
 
     def _list_all(self, request: SessionRequest) -> SessionReply:
-        """List sessions of all tenants; the app lets only admins ask. The session with which the last page ended may be
-        gone."""
+        """List sessions of all tenants; the app lets only admins ask. The next page begins after the session with which
+        the last one ended, even if that session was deleted in between."""
         tenant, _, session_id = request.after.partition("/")
         names = sorted(self._sessions.contexts, key=lambda name: (name[0], name[2], name[1]))
         return self._page(request, [name for name in names if (name[0], name[2]) > (tenant, session_id)])

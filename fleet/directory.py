@@ -1,13 +1,14 @@
-"""Keeps in Redis the members of the fleet, and the replica at which each session was last committed.
+"""Keeps in Redis the members of the fleet, and for each session the replica that is its home.
 
-A session has one record. The replica that claims it gets an epoch (a number that grows with claims and deletions) and
-may commit until another claims it: then its commits are refused. Everything else in the fleet is a cache of what the
+A session has one record. The replica that claims it becomes its home and gets an epoch (a number that grows with every
+claim and deletion). The home may commit the session's turns, which is to write their result into the record, until
+another replica claims the session: then its commits are refused. Everything else in the fleet is a cache of what the
 record names, so a stale entry costs a load and never an answer. Changes that must happen together are one script, in
 scripts/. One Redis, not a cluster, with `noeviction`.
 
-Nothing that Redis sends is trusted: replies are bounded while they are read (`reprise.app.conversations.redis_reply`),
-and heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a
-stopped Redis is the same as none. After repeated failures Redis is not called for a second.
+Nothing that Redis sends is trusted. Replies are bounded while they are read (`reprise.app.conversations.redis_reply`).
+Heads and transcript rows carry a keyed digest of their bytes and of the key under which they lie. Every call has a
+deadline, so a stopped Redis is the same as none. After repeated failures Redis is not called for a second.
 """
 
 import logging
@@ -87,9 +88,10 @@ class Directory:
         max_said_bytes: int = 1 << 30,
     ) -> None:
         """Set up; the first call connects. secret: the tenant secret, the same on every member. replica and boot: this
-        replica's name and the id of this start. max_sessions and max_said_bytes: sessions and bytes of transcripts of
-        one tenant; what was used longest ago leaves the directory, which costs its next turn a load or a recompute.
-        Raises ValueError for an invalid address, ImportError without redis' client."""
+        replica's name and the id of this start. max_sessions and max_said_bytes: the most sessions, and bytes of
+        transcripts, that the directory keeps of one tenant. What was used longest ago is dropped, which costs a
+        session's next turn a load or a recompute. Raises ValueError for an invalid address, ImportError without redis'
+        client."""
         self.keys = Keys(secret)
         self.born = ""  # the `born` of the last answered beat
         self._replica, self._boot = replica, boot
@@ -117,8 +119,9 @@ class Directory:
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def beat(self, beat: Heartbeat, *, since: int) -> Heard:
-        """Report that this replica lives. Returns the deletions after the epoch `since`. Besides DirectoryUnavailable
-        raises Foreign."""
+        """Report that this replica lives. Returns the state of the directory and the deletions whose epoch (a number
+        that grows with every claim and deletion) is above `since`. Raises DirectoryUnavailable, and Foreign if other
+        members have another tenant secret."""
         data = msgspec.msgpack.encode(beat)
         if len(data) > MAX_BEAT_BYTES:
             raise ValueError(f"a beat of {len(data)} bytes")
@@ -184,8 +187,9 @@ class Directory:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
-        """Return the record of the session with the first of these chains that the directory knows; None if it knows
-        none. chains: digests from `reprise.fleet.identify`, the longest history first. Calls Redis twice."""
+        """Return the record of the session that one of these chains belongs to, the first chain that the directory
+        knows; None if it knows none. chains: digests of how the messages begin (`reprise.fleet.identify`), the longest
+        history first. Calls Redis twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
@@ -227,7 +231,8 @@ class Directory:
             )
 
     async def begun(self, names: Sequence[SessionName], *, fingerprint: str) -> list[int | None]:
-        """Return the epoch of the first claim of each session; None for sessions without a record."""
+        """Return for each session the epoch (a number that grows with every claim and deletion) of its first claim;
+        None for sessions without a record. A session that was deleted and begun anew has a later epoch."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hget(self._keys_of(name, fingerprint).record, "begun")
@@ -259,7 +264,8 @@ class Directory:
 
     async def commit(self, commit: Commit) -> Committed:
         """Record the end of a turn, or a newer head (the record by which another replica can take over the session).
-        The result says whether it was recorded, or that the directory was flushed."""
+        The result says whether it was recorded; it is not if another replica has claimed the session since, if the
+        session was deleted, or if the directory was flushed."""
         names = self._keys_of(commit.name, commit.fingerprint)
         chains = [self.keys.chain(commit.name.tenant, chain) for chain in commit.chains[:MAX_CHAINS]]
         head = self.keys.seal(commit.head, key=names.record) if 0 < len(commit.head) <= MAX_HEAD_BYTES else b""
@@ -290,8 +296,8 @@ class Directory:
         return {digest: row for digest, row in rows.items() if row}
 
     async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
-        """Give up the claim of a session, so that its next turn may go to any replica. Returns whether this replica had
-        the claim."""
+        """Give up the claim of a session, so that its next turn may go to any replica. epoch: that of the claim.
+        Returns whether this replica still had the claim."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
@@ -349,9 +355,9 @@ class Directory:
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
-        """Return how many sessions and bytes of KV a tenant has, and of `count` sessions in order of last use, from
-        index `first` on, the names of those that may be deleted (see `Held`). longest_s: a turn that began longer ago
-        than this has ended."""
+        """Return how many sessions and bytes of KV a tenant has. With `count` also the names of that many sessions in
+        the order of their last use, from index `first` on; "" for one that must stay: it is pinned, runs or was used
+        last. longest_s: a turn that began longer ago than this runs no more."""
         answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer
@@ -367,7 +373,8 @@ class Directory:
     async def take(self, tenant: str, kind: str, *, per_minute: int, amount: int, need: int) -> Taken:
         """Take from a tenant's bucket of requests (kind "r") or tokens ("k"), shared by the fleet. It fills evenly and
         holds a minute's allowance. need: how much the bucket must contain, else nothing is taken; 0: it may be
-        overdrawn, for a cost that is known only afterwards.
+        overdrawn, for a cost that is known only afterwards. Returns what is left, and the seconds to wait if nothing
+        was taken.
 
         A gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a replica, which
         counts them, takes the tokens with need=0.
@@ -420,7 +427,8 @@ class Directory:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise DirectoryUnavailable for errors that a reply of an unexpected form causes in the `with` block."""
+    """Turn errors that a reply of an unexpected form causes in the `with` block, such as KeyError, into
+    DirectoryUnavailable."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -28,8 +28,8 @@ class DirectoryFull(DirectoryUnavailable):
 
 
 class DirectoryRedis:
-    """The connection of a Directory. One per process, on its event loop. Replies are bounded while they are read
-    (`reprise.app.conversations.redis_reply`)."""
+    """The connection of a Directory to Redis. One per process, on its event loop. Replies are bounded while they are
+    read (`reprise.app.conversations.redis_reply`)."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
         """Set up; the first call connects. Raises ValueError for an invalid address, ImportError without redis'
@@ -89,8 +89,8 @@ class DirectoryRedis:
         return answer
 
     async def ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
-        """Await an answer of Redis. deadline_s: given for calls that no request waits for; only these find out whether
-        Redis is back. Raises DirectoryUnavailable."""
+        """Await an answer of Redis. deadline_s: given only for calls that no request waits for. While Redis is away
+        these calls still try it from time to time, and requests fail at once. Raises DirectoryUnavailable."""
         may_ask = self.state == "closed" if deadline_s is None else self._breaker.allows(time.monotonic())
         if not may_ask:
             if asyncio.iscoroutine(call):

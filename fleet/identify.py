@@ -88,7 +88,8 @@ def read_body(body: bytes) -> TurnBody | None:
 
 
 def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:
-    """Return the salt of a turn's KV domain. is_exact: whether its key demands exact KV for all turns."""
+    """Return the salt of a turn: a string made of `cache_salt` and of whether its KV must be exact. Only turns with
+    equal salts share KV. is_exact: whether the turn's key demands exact KV for all turns."""
     salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
     return salt_of(salt, is_exact=is_exact or body.kv_quality == "exact")
 
@@ -166,8 +167,8 @@ def _mark(replica: str) -> str:
 
 
 def link_answer(chain: bytes, text: str, calls: Iterable[Call] = ()) -> bytes:
-    """Return the digest of the conversation with this answer, by which the next request will find its session. chain:
-    digest of the present request's messages. text: the answer without its reasoning."""
+    """Return the digest of the conversation extended by this answer, by which the next request will find its session.
+    chain: digest of the present request's messages. text: the answer without its reasoning."""
     return _link(chain, "assistant", text.strip(), [(name, _arguments(given)) for name, given in calls])
 
 
@@ -190,7 +191,8 @@ def _messages_of(body: TurnBody) -> Iterator[_Said]:
 
 
 def _said(message: Any) -> Iterator[_Said]:
-    """Read one message, or one item of a response's input."""
+    """Yield the role, texts and calls of one message, or of one item of a response's input. Yields nothing for
+    reasoning."""
     if not isinstance(message, dict):
         yield _Said("user", [canonical(message)], [])
         return
@@ -254,7 +256,8 @@ def _arguments(given: Any) -> str:
 
 
 def _merged(messages: Iterable[_Said]) -> Iterator[_Said]:
-    """Join adjacent messages of one assistant turn: a response's text and calls are items of their own."""
+    """Join what adjacent messages of the assistant say into one: in a response, text and calls are items of their
+    own."""
     last: _Said | None = None
     for said in messages:
         if last is not None and last.role == said.role == "assistant":

@@ -34,7 +34,8 @@ class SessionName:
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys that concern one session of one model."""
+    """The names by which Redis knows one session of one model: the keys of its record and transcript, and its names in
+    sets."""
 
     tenant: str  # digest of the tenant
     session: str  # digest of salt and session id
@@ -116,7 +117,7 @@ class Keys:
 
 
 def places(tenant: str) -> str:
-    """Return the key of a tenant's running answers. tenant: its digest."""
+    """Return the Redis key of the leases that a tenant's running answers have. tenant: its digest."""
     return f"{PREFIX}p:{tenant}"
 
 

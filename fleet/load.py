@@ -13,7 +13,7 @@ ROOMY_S = 1e9  # how long a session stays in a tier that is not full
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The engine's counts at the previous beat."""
+    """The engine's counts at the previous beat, from which the next beat computes its rates."""
 
     at_s: float  # monotonic clock
     step_seconds: float

@@ -20,8 +20,8 @@ class Members:
     """A table that keeps a `FleetView` up to date, with the replicas' addresses. One per gateway, on its event loop.
 
     While Redis cannot be reached, the table stays as it was; replicas that a gateway itself finds dead are reported
-    with `lost`. When Redis is back, has lost its data, or takes no beats, those that were alive before have `STALE_S`
-    to beat again.
+    with `lost`. Replicas that were alive get `STALE_S` to beat again in three cases: Redis is back, Redis has lost its
+    data, or no replica's beat has reached Redis lately.
     """
 
     def __init__(self, *, directory: Directory, view: FleetView, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,7 +111,8 @@ class Members:
         return self._made_s.keys() - self._lost_s.keys() - set(self.silent())
 
     def _hold(self) -> None:
-        """Treat the replicas that were alive when Redis was last read as alive."""
+        """Treat the replicas that were alive when Redis was last read as if they had just beaten, because Redis cannot
+        be read."""
         now = self._clock()
         for name in self._alive():
             self._tell(name, now)
@@ -125,5 +126,6 @@ class Members:
 
 
 def _load(beat: Heartbeat) -> Beat | None:
-    """Return the part of a beat that routing uses; None for a replica that has never been ready or is gone."""
+    """Return the part of a replica's beat that routing uses; None for a replica that has never been ready or is
+    gone."""
     return beat.load if beat.state in ("ready", "draining") else None

@@ -1,7 +1,8 @@
-"""Stores on disk which sessions the directory has not been told of, until it has.
+"""Stores on disk the sessions whose last turn the directory has not been told of, until it has.
 
-An entry has the session's name and what was known of it when its turn began; what was said is in the transcripts, and
-is read when the entry is sent. A later turn of the session replaces its entry.
+An entry has the session's name, the epoch and turn at which it was claimed, and the result of its last turn. The
+messages and ids are not in it: they are read from the transcripts when the entry is sent. A later turn of the session
+replaces its entry.
 """
 
 import sqlite3
@@ -39,8 +40,8 @@ class Outbox:
     it works in memory or not at all; nothing raises."""
 
     def __init__(self, *, path: Path | None, max_bytes: int) -> None:
-        """Open the file. path: None keeps the queue in memory. max_bytes: of the file; the oldest entries leave when it
-        is full."""
+        """Open the file. path: None keeps the queue in memory. max_bytes: of the file; when it is full the oldest
+        entries are dropped, and the directory is never told of their turns."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
@@ -82,6 +83,7 @@ class Outbox:
             return entries
         except sqlite3.Error as error:
             self._db.recover(error)
+            self._count()
             return []
 
     def remove(self, tenant: str, session_id: str, salt: str) -> None:
@@ -89,9 +91,11 @@ class Outbox:
         self._delete("name = ?", _name(tenant, session_id, salt))
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Remove the entries of a deleted session, with any salt."""
+        """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
+        entries that were removed before."""
         start = _name(tenant, session_id, "")
         self._delete("substr(name, 1, ?) = ?", len(start), start)
+        self._db.scrub()
 
     def close(self) -> None:
         self._db.close()
@@ -108,8 +112,8 @@ class Outbox:
         try:
             self.waiting = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
         except sqlite3.Error as error:
-            self._db.recover(error)
-            self.waiting = 0
+            if self._db.recover(error):
+                self.waiting = 0
 
 
 def _name(tenant: str, session_id: str, salt: str) -> bytes:

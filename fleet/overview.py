@@ -77,8 +77,8 @@ def _describe(members: Members, name: str, now: float, *, is_silent: bool) -> di
 
 
 def _kv(members: Members) -> dict[str, int] | None:
-    """Return the bytes of KV that all replicas store in Redis, as the latest beat reports them; None if none stores
-    any."""
+    """Return the bytes of KV that all replicas together store in Redis; None if none stores any. All replicas see the
+    same Redis, so the latest beat of any replica tells it."""
     known = [name for name, beat in members.beats.items() if _REDIS in beat.tiers]
     if not known:
         return None

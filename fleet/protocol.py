@@ -6,21 +6,21 @@ A frame is one line, which is a comment to readers of server-sent events, and as
     : r KIND SIZE NOTE\\n          SIZE bytes of events follow
 
 The gateway sends the events on, all of a frame or none, and keeps the notes of opening and deltas in a `Journal`. Notes
-are JSON that only replicas read: token ids, and what else of an answer's state does not follow from request and ids.
+are JSON that only replicas read: token ids, and the rest of an answer's state that request and ids do not determine.
 When a stream ends without a last frame, or by one that says `broken`, the gateway sends the request to another replica,
-with the journal before the body and `X-Reprise-Resume`. That replica replays the notes, says nothing of what the client
-has, and goes on in frames. The journal goes on too, so an answer survives any number of replicas.
+with the journal before the body and `X-Reprise-Resume`. That replica replays the notes, sends no event that the client
+has had, and goes on in frames. The journal goes on too, so an answer survives any number of replicas.
 
 What a gateway does:
 
-1. It drops `X-Reprise-*` of clients, gives the request an `X-Request-ID` and keeps both it and the body. 2.
-`headers[RELAY_HEADER] = relay_token(key, path=..., request_id=...)`. Every try of a request has the same id. 3. If the
-answer's own `RELAY_HEADER` is absent, the body is plain and passed on as it is. Else it feeds the body to a
-   `FrameReader` and, of each frame: `Kind.BROKEN`: see 4; else send `frame.events`, then `journal.add(frame)`.
+1. It drops `X-Reprise-*` of clients, gives the request an `X-Request-ID` and keeps both it and the body.
+2. It sets `headers[RELAY_HEADER] = relay_token(key, path=..., request_id=...)`. Every try of a request has the same id.
+3. If the answer's own `RELAY_HEADER` is absent, the body is plain and passed on as it is. Else it feeds the body to a
+   `FrameReader`. After `Kind.BROKEN` it goes to 4; of other frames it sends `frame.events`, then `journal.add(frame)`.
 4. The body ends or its connection breaks. With `journal.is_over` that is the end. With `journal.can_resume` it sends
    the request with the value and the body that `seal` returns, and goes on with 3. The client has had status and
    headers, so those of that answer are dropped. With `journal.is_empty` nothing was sent: the request is tried as a new
-   one. If nobody can go on, the client gets the events of the broken frame, if there was one, and the stream ends.
+   one. If no replica can go on, the client gets the events of the broken frame, if there was one, and the stream ends.
 5. 403 `forged_resume`, 409 `cannot_resume` and other answers that are no stream: that replica cannot go on.
 
 It does no I/O and has no clock. All sizes are bounded.
@@ -177,7 +177,8 @@ class Resume:
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of an envelope."""
+    """The first line of an envelope (the journal sent to a resuming replica): its version, and the seconds since the
+    client's request arrived."""
 
     elapsed_s: float
     version: int = 1

@@ -1,4 +1,4 @@
-"""Defines the values that are sent to and received from the directory."""
+"""Defines the values that are exchanged with the directory, the fleet's records in Redis."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The beat of a replica: what it reports about itself, about once a second."""
+    """A beat: what a replica reports about itself to the directory, about once a second."""
 
     replica: str  # its name, the same after a restart
     boot: str  # another one after every start
@@ -77,7 +77,8 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The directory's record of a session, without its head (the record by which an engine can take it over)."""
+    """The directory's record of a session: which replica is its home, and how large it is. Its head, by which an engine
+    can take over the session's KV, is left out."""
 
     session_id: str
     home: str  # replica that may commit; "" when it has let go
@@ -93,7 +94,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A session to which this replica may commit until another replica claims it."""
+    """The result of claiming a session: the epoch under which this replica may commit until another replica claims it,
+    and what the session's record says of its last committed turn."""
 
     epoch: int
     turn: int  # 0: nothing was committed, so there is nothing to adopt
@@ -126,7 +128,7 @@ class Commit:
 
 
 class Outcome(StrEnum):
-    """The outcome of a commit. Only the first one changes the session's record."""
+    """The outcome of a commit. Only COMMITTED means that the session's record was changed."""
 
     COMMITTED = "committed"
     FENCED = "fenced"  # another replica has claimed it since; the transcript rows are kept as a branch
@@ -156,7 +158,8 @@ class Forgetting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The sessions and KV that a tenant has in the whole fleet."""
+    """The number of sessions and the bytes of KV that a tenant has in the whole fleet, and which sessions may be
+    deleted."""
 
     sessions: int
     size_bytes: int  # size of their KV, counted once however many replicas and tiers have it
@@ -165,8 +168,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The places that one answer takes, of those that its tenant has for running answers, until they are freed or the
-    lease ends."""
+    """A lease on `count` of the places that a tenant has for running answers, one for each choice of a request. It ends
+    when the places are freed or its time is over."""
 
     tenant: str
     lease: str
@@ -175,7 +178,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The result of taking requests or tokens from a tenant's bucket, which fills with its allowance per minute."""
+    """The result of taking requests or tokens from a tenant's bucket, which fills with its allowance per minute:
+    whether there was enough, and what is left."""
 
     wait_s: float  # 0: it was taken; else nothing was, and this long it takes until there is enough
     level: float  # what is left; negative while overdrawn

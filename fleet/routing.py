@@ -1,8 +1,9 @@
 """Chooses the replica that serves a turn. A gateway and the fleet simulator run this very code.
 
-A session stays at its home, where its KV lies. It moves only if waiting dominates there, and if the move saves four
-times the work that it adds to the fleet. A policy that always takes the cheapest replica is worse than none when Redis
-is slow: its moves end in recomputing, that work makes all turns wait, and waiting causes more moves.
+A session stays at its home, where its KV lies. A turn that would wait long there moves to another replica, if its first
+token then comes earlier by more than four times the seconds of work that the move adds to the fleet. A policy that
+always takes the cheapest replica is worse than none when Redis is slow: its moves end in recomputing, that work makes
+all turns wait, and waiting causes more moves.
 
 Pure: no clock and no I/O. `now` is in seconds of the caller's monotonic clock, the same for all methods of one
 `FleetView`.
@@ -62,7 +63,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A turn that needs a replica. Counts are in tokens."""
+    """A turn that needs a replica: its session, the sizes of its prompt and history in tokens, and where its KV is."""
 
     session: str  # its id or a digest: the fall-back hashes it
     new_tokens: int  # tokens of the prompt after the history
@@ -97,7 +98,8 @@ class Cost:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time that the turn takes: its computation, and a part of its load."""
+        """Seconds of the replica's time that the turn takes: its computation, and the share of its load during which
+        nothing else is computed."""
         return self.compute_s + _OCCUPIES * self.load_s
 
 
@@ -160,7 +162,8 @@ class FleetView:
         return stale
 
     def assign(self, name: str, seconds: float, now: float) -> None:
-        """Count work that was given to a replica, until a beat made later includes it."""
+        """Count `seconds` of work that was given to a replica. It counts until a beat that was made later includes
+        it."""
         member = self._members[name]
         member.add(seconds, now)
         if member.assigned and int(member.assigned[-1][0] / _SLICE_S) == int(now / _SLICE_S):
@@ -238,8 +241,8 @@ class TokenBucket:
         return self._left
 
     def take(self, num_bytes: float, now: float, *, owing: bool = False) -> bool:
-        """Take bytes if the bucket has them, and return whether it had. owing: take them anyway; what is missing is
-        owed, at most one burst."""
+        """Take bytes if the bucket has them, and return whether they were taken. owing: take them anyway. The bucket
+        then owes the missing bytes, at most as many as it can hold."""
         left = self.fill(now)
         if left < num_bytes and not owing:
             return False
@@ -261,9 +264,9 @@ class Router:
         self._is_rate_known = False
 
     def set_redis_rate(self, bytes_per_s: float, now: float) -> None:
-        """Set the bytes per second that all of Redis delivers, divided by the number of gateways: half of it may be
-        used for moves. Without this call the rate is taken to be the median of what replicas measured of their loads,
-        which is never more."""
+        """Set this gateway's share of the rate at which all of Redis delivers, in bytes per second; moves may use half
+        of it. Without this call the rate is the median of those that replicas measured for their loads, which never
+        exceeds the true one."""
         self._is_rate_known = True
         self._budget.set_rate(_REDIS_SHARE * bytes_per_s, now)
 
@@ -295,8 +298,9 @@ class Router:
         return Choice(rendezvous(session, names), "fallback")
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
-        """Choose the cheapest of some replicas drawn at random. The bytes that it must load from Redis are taken from
-        the budget of moves, even if the budget has fewer."""
+        """Choose the cheapest of some replicas drawn at random. route, why: reasons to be reported. The bytes that the
+        replica must load from Redis are taken from the budget of moves (half of Redis' rate), even if the budget has
+        fewer."""
         found = self.cheapest_drawn(question, now, excluded)
         if found is None:
             raise NoReplica
@@ -336,7 +340,7 @@ class Router:
         return best
 
     def _draw(self, now: float, excluded: Container[str], home: str | None) -> list[str]:
-        """Draw at random `looks` replicas that take turns, or as many as there are."""
+        """Draw at random as many replicas that take turns as `looks` says, or as many as there are."""
 
         def is_candidate(name: str) -> bool:
             return name != home and name not in excluded and self.view.is_open(name, now)

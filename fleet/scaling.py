@@ -1,9 +1,9 @@
 """Computes how many replicas a fleet needs, from what it measures. Ray's autoscaler, a metric and the fleet simulator
 use this code. Pure: no clock and no I/O.
 
-A fleet grows when turns wait longer than half of what they may, or when replicas have grown too small for their
-sessions: DRAM hits fall and turns wait for loads. It shrinks when the fleet without one replica would still hardly
-wait, and Redis has room for that replica's sessions.
+A fleet grows when turns wait longer than half of the time that is aimed at for a first token. It also grows when the
+sessions no longer fit into the replicas' DRAM: hits there fall and turns wait for loads. It shrinks when the fleet
+without one replica would still hardly wait, and Redis has room for that replica's sessions.
 """
 
 import math
@@ -65,9 +65,10 @@ def wanted(signals: Signals, limits: Limits) -> int:
 
 
 def predicted_wait_s(signals: Signals, replicas: int) -> float:
-    """Return the wait, in seconds, that the same work would have on another number of replicas. In a queue with random
-    arrivals the wait grows with busy / (1 - busy). A fleet that is never idle does not show how much more it would
-    need, so replicas of such a fleet are planned to be 70 % busy."""
+    """Return the wait, in seconds, that the same work would have on another number of replicas. With busy, the share of
+    time in which replicas compute, the wait grows as busy / (1 - busy), as in a queue with random arrivals. A fleet
+    that is never idle does not show how long its wait will grow: then the measured wait is returned for numbers of
+    replicas that would be busy more than 70 % of the time, and 0 for larger ones."""
     if replicas <= 0:
         return math.inf
     busy = signals.busy * signals.replicas / replicas

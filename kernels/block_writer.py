@@ -24,18 +24,22 @@ class BlockWriter(Protocol):
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
-        """Write blocks into pages, rotating their keys.
-        segments: contiguous bf16 on the CPU, or without sums on the pool's device, [segments, elements], each a block
-        of un-rotated keys [block_rows, kv_heads, k_dim], followed by its values [block_rows, kv_heads, v_dim]. blocks:
-        int64 [blocks, 4]: the element where a block begins, the number of its rows to write, the slot (page * page_size
-        + row) of the first row, whose page must hold them all, and the block's row in the tables. sums: uint64
-        [blocks], the xxh3_64 of each block's segment, or [0] where that was compared. cos, sin: contiguous bf16
-        [rows, R] on the pool's device; dims i and i + R / 2 turn together, dims from R on are copied. together: use
-        torch's team of threads, which must belong to the calling thread; only if `has_team`.
-        The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit; on CUDA it is there when the
-        current stream is. Returns bool [blocks]: True for blocks whose checksum differs; they are not written, or on
-        CUDA as they are. Raises ValueError for anything outside of segments, pool or tables, and RuntimeError for
-        tensors that are not contiguous."""
+        """Write blocks into pages, rotating their keys. The result equals torch's rotation in bf16 followed by
+        `write_rows`, bit for bit. On CUDA it is there when the current stream is.
+
+        segments: contiguous bf16 [segments, elements] on the CPU; also on the pool's device if `sums` is empty. A
+        segment has a block's un-rotated keys [block_rows, kv_heads, k_dim], followed by its values [block_rows,
+        kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element of `segments` where a block begins; the number of its
+        rows to write; the slot (page * page_size + row) of its first row, whose page must hold them all; the block's
+        row in cos and sin. sums: uint64 [blocks], the xxh3_64 of each block's segment; or of size 0 if no checksum is
+        to be compared. cos, sin: contiguous bf16 [rows, R] on the pool's device. Dims i and i + R / 2 turn together;
+        dims from R on are copied. together: use torch's team of threads, which must belong to the calling thread; only
+        if `has_team`.
+
+        Returns bool [blocks]: True for blocks whose checksum differs. On the CPU they are not written; on CUDA they may
+        have been written. Raises ValueError for anything outside of segments, pool or tables, and RuntimeError for
+        tensors that are not contiguous.
+        """
         ...
 
 

@@ -55,8 +55,9 @@ def _add_sums(memory: NDArray[np.uint8], starts: NDArray[np.int64], size: int, s
 
 @functools.cache
 def _compiled() -> ModuleType | None:
-    """Return the compiled kernels, which take half a minute to compile the first time. None where a CUDA device
-    computes, which has no other use for them: xxhash is as fast, though it holds the GIL for longer."""
+    """Return the compiled kernels for CPUs, which take half a minute to compile the first time. None if there is a CUDA
+    device: nothing else needs the kernels then, and for checksums alone xxhash is as fast, though it holds the GIL
+    longer."""
     return None if torch.cuda.is_available() else load_kernels()
 
 

@@ -1,6 +1,7 @@
-"""Surveys rows of logits for a draw: which tokens are likely, and which token of each range of probabilities wins the
-race of `reprise.engine.step.sampler`. Uses torch's operations, on CPU and CUDA; `reprise.kernels.triton_draws` does the
-same in one kernel.
+"""Surveys rows of logits for drawing tokens. `reprise.engine.step.sampler` draws by a race: each token arrives after a
+random time, divided by its probability, and the first one wins. A survey finds the likely tokens, and the first token
+to arrive in each of several ranges of probability. It uses torch's operations, on CPU and CUDA;
+`reprise.kernels.triton_draws` does the same in one kernel.
 
 Asynchronous on CUDA, on the current stream.
 """
@@ -24,8 +25,9 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The facts about rows of logits that a draw needs. A floor is a log-probability, of a few descending ones. A level
-    has the tokens above its floor, but not above the previous floor."""
+    """The facts about rows of logits that a draw needs, so that it reads only few tokens. FLOORS are descending
+    log-probabilities. Each has a level: the tokens above this floor, but not above the previous one. A token arrives at
+    a random time, divided by its probability, and the first one is drawn."""
 
     keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
     counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
@@ -35,8 +37,9 @@ class Survey:
 
 
 def waits(starts: Tensor, ids: Tensor) -> Tensor:
-    """Return the waiting times that `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first word
-    of Philox at the position of each row, as signed bits; ids int64, of a shape that fits -> fp64."""
+    """Return for each row and token id a random time, exponential with a mean of 1, the same as
+    `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first random word of each row's position
+    (Philox), whose 64 bits count; ids int64, of a shape that broadcasts -> fp64."""
     words = (ids + 1) * _STEP + starts
     for shift, factor in _FACTORS:
         words = (words ^ _shifted(words, shift)) * factor
@@ -50,9 +53,10 @@ def _shifted(words: Tensor, count: int) -> Tensor:
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Compute for each row what the drawing of its token needs: the first token to arrive in each level, and the
-    probability of all tokens above each floor. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN;
-    temperatures fp32 [rows]; starts int64 [rows], where the random numbers of a row begin, as in `waits`."""
+    """Return what drawing a token for each row needs. For each level (a range of log-probabilities between two FLOORS)
+    it is the token that arrives first in the sampler's race, and for each floor the probability of all tokens above it.
+    logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows]; starts int64
+    [rows], where the random numbers of a row begin, as in `waits`."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     probs = logprobs.double().exp()

@@ -1,5 +1,5 @@
-"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number of code 0),
-for each group of inputs.
+"""Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number that code 0
+stands for), for each group of inputs.
 
 A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
 in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.
@@ -21,9 +21,9 @@ Bits = Literal[4, 8]
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15, or -128 to 127; scales, lows fp32
-    [outputs, groups], the groups of 32 or 16 adjacent inputs. lows: what is added to scale * code; None: nothing. Then
-    4-bit codes have 8 added, which is subtracted before they are multiplied."""
+    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15 for 4 bits, or -128 to 127 for 8. scales,
+    lows fp32 [outputs, groups], for groups of 32 or 16 adjacent inputs. A number is scale * code + low. If lows is None
+    nothing is added, and 4-bit codes stand for -8 to 7: 8 is subtracted from them."""
 
     codes: Tensor
     scales: Tensor
@@ -87,7 +87,8 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs], with 8 subtracted if they have 4 bits and the weight has no lows."""
+    """Return the codes, int8 [outputs, inputs]. From 4-bit codes of a weight without lows (offsets added to scale *
+    code), 8 is subtracted, since 8 stands for zero."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:

@@ -41,7 +41,8 @@ class PackedRows:
 
     @property
     def form(self) -> tuple[int, int, bool, int]:
-        """The properties in which two weights must agree to be joined."""
+        """The properties in which weights must agree to be joined: (bits of a code, inputs of a group, whether groups
+        have lows, inputs)."""
         return self.bits, self.group, self.lows is not None, self.inputs
 
 

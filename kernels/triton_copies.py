@@ -56,8 +56,9 @@ def _write_blocks(
     rest_padded: tl.constexpr,
     v_padded: tl.constexpr,
 ) -> None:
-    """Write blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block.
-    source_ptr: a pointer, because a number that is cast to one is not known to be aligned."""
+    """Write blocks into a layer's pages. A line is one head of one row; an item is `lines` lines of a block. The source
+    is an argument of its own rather than an address in the table, because Triton does not know a number that is cast to
+    a pointer to be aligned."""
     items_per_block: tl.constexpr = (block_rows * heads + lines - 1) // lines
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         block = blocks_ptr + item // items_per_block * 4
@@ -97,7 +98,9 @@ def _write_blocks(
 
 @triton.jit(do_not_specialize=["num_copies"])  # type: ignore[untyped-decorator]
 def _copy_rows(copies_ptr: tl.tensor, num_copies: tl.tensor, rows_tile: tl.constexpr, words: tl.constexpr) -> None:
-    """Copy rows to contiguous memory, by a table of addresses."""
+    """Copy rows to contiguous memory. copies_ptr: num_copies rows of five int64, as in `copy_rows`: source address,
+    bytes from row to row, target address, rows, bytes per row. rows_tile: rows that are copied at once. words: of 8
+    bytes, at least as many as a row has."""
     for number in range(tl.program_id(0), num_copies, tl.num_programs(0)):
         copy = copies_ptr + number * 5
         source = tl.multiple_of(tl.load(copy), 16)

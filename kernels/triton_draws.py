@@ -25,7 +25,8 @@ def _waits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first(time: tl.tensor, winner: tl.tensor, arrivals: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the time and id of the earliest among the former winner and the tokens that arrive now."""
+    """Return (time, id) of the token that arrives first, among the winner so far (`winner`, at `time`) and more tokens
+    (`ids`, at `arrivals`)."""
     now = tl.min(arrivals, 0)
     who = tl.min(tl.where(arrivals == now, ids, 1 << 40), 0)
     return tl.minimum(time, now), tl.where(now < time, who, winner)
@@ -45,7 +46,8 @@ def _survey(
     most: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Survey one row."""
+    """Compute the fields of `reprise.kernels.draws.Survey` for one row of logits: its likely tokens, the first token to
+    arrive in each level, and the probability above each floor."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     start = tl.load(starts_ptr + row).to(tl.uint64, bitcast=True)
@@ -99,7 +101,8 @@ def _survey(
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Survey rows, as `reprise.kernels.draws.survey` does; logits must be contiguous."""
+    """Return for each row what drawing its token needs, the same as `reprise.kernels.draws.survey`. logits must be
+    contiguous."""
     rows, vocab = logits.shape
     levels = len(FLOORS)
     found = Survey(

@@ -73,7 +73,8 @@ def _product(
     tile_outputs: tl.constexpr,
     tile_groups: tl.constexpr,
 ) -> None:
-    """Compute some outputs of all rows over a part of the inputs. Anything beyond the inputs counts as 0."""
+    """Compute some outputs of all rows over a part of the inputs: `part` groups of them. Anything beyond the inputs
+    counts as 0."""
     output = (tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)).to(tl.int64)
     row = tl.arange(0, tile_rows)
     is_output, is_row = output < outputs, row < rows
@@ -201,8 +202,8 @@ def _processors(device: torch.device) -> int:
 
 
 def shares(weight: PackedRows) -> tuple[int, int]:
-    """Return how many programs share the sum of an output, and how many groups of inputs each of them adds up. The
-    result does not depend on the number of rows."""
+    """Return (programs that share the sum of an output, groups of inputs that each of them adds up). It does not depend
+    on the number of rows, so a row's sum has the same order in every batch."""
     groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
     wanted = -(-2 * _processors(weight.codes.device) // programs)

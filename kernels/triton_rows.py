@@ -26,8 +26,9 @@ def turned(
     high_sin: tl.tensor,
     element: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rotate dims that belong together, all in fp32, as torch does for keys of a step: the product with cos is rounded
-    to `element`, then the sum. Both computed and loaded keys are turned by this."""
+    """Rotate pairs of dims i (low) and i + half (high), all in fp32, and return both. Like torch it rounds the product
+    with cos to `element`, then the sum. Computed and loaded keys are both rotated by this function, so they are
+    equal."""
     first = (low * low_cos).to(element).to(tl.float32) - high * low_sin
     second = (high * high_cos).to(element).to(tl.float32) + low * high_sin
     return first.to(element), second.to(element)
@@ -46,7 +47,7 @@ def _norm(
     padded: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """Normalise one row, or the sum of two rows, which is then stored too."""
+    """Normalise one row. With `adds` the row at `added_ptr` is added to it first, and the sum is stored too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     mask = column < columns
@@ -120,7 +121,9 @@ def _turn(
 def _weight(
     of_query: tl.tensor, is_query: tl.tensor, of_key: tl.tensor, is_key: tl.tensor, is_dim: tl.tensor
 ) -> tl.tensor:
-    """Load the norm's weight of each head's dims. of_query, of_key: pointers [dims]."""
+    """Load the norms' weights for a tile of heads, fp32 [heads, dims]. of_query, of_key: pointers [dims] to the weights
+    of the queries' and the keys' norm. is_query, is_key [heads]: which of them a head takes. is_dim [dims]: dims to
+    load."""
     heads = tl.zeros_like(is_query)[:, None]
     query = tl.load(of_query[None, :] + heads, mask=is_query[:, None] & is_dim[None, :], other=0.0)
     key = tl.load(of_key[None, :] + heads, mask=is_key[:, None] & is_dim[None, :], other=0.0)
@@ -161,7 +164,8 @@ def _place(
     has_norms: tl.constexpr,
 ) -> None:
     """Place some heads of one token: queries and keys are rotated, keys and values are written to their slot of the
-    pool. The last programs of a token have its values."""
+    pool. A program handles `tile` heads of a token: the first programs its query and key heads, the others its value
+    heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page, place = slot // page_size, slot % page_size

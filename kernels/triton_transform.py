@@ -24,7 +24,7 @@ _BITS, _MASK, _LEAST_STATE = (tl.constexpr(number) for number in (form.PROBABILI
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _word(words_ptr: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load words, as uint32."""
+    """Load the 16-bit words at `at`, as uint32; 0 where the mask is False."""
     return (tl.load(words_ptr + at, mask=mask, other=0).to(tl.int32) & 0xFFFF).to(tl.uint32)
 
 
@@ -42,7 +42,7 @@ def _decode(
     components: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
-    """Decode all numbers of some blocks. Any words are decoded to some numbers."""
+    """Decode all numbers of some blocks. Corrupt words give wrong numbers, and never an access outside of memory."""
     block = tl.program_id(0) * tile + tl.arange(0, tile)
     is_block = block < blocks
     lane = tl.arange(0, _LANES)

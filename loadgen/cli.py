@@ -193,7 +193,8 @@ def _target(server: ServerOptions, fields: dict[str, Any]) -> tuple[Target, dict
 
 
 def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Return the models of a list; none if the answer has another form, because a model's name may have been given."""
+    """Return the models of a server's list. Empty if the answer is no such list, which is no error, because an option
+    may name the model."""
     try:
         listed = answer.json()["data"]
         return [model for model in listed if isinstance(model["id"], str)]
@@ -211,8 +212,8 @@ def _version(answer: httpx.Response) -> str | None:
 
 
 def _shown(words: list[str]) -> list[str]:
-    """Remove secrets from a command line: keys, which are taken from the environment again, and passwords in
-    addresses."""
+    """Remove secrets from a command line: passwords in addresses, and keys, which a repeated run reads from the
+    environment."""
     words = [re.sub(r"(://)[^/@\s]*@", r"\1", word) for word in words]
     shown: list[str] = []
     skip = False

@@ -1,4 +1,5 @@
-"""Models how a codec of KV changes sizes and times below DRAM, in units of raw KV. Pure."""
+"""Models how a codec changes the sizes and times of KV in the tiers that store it coded. Sizes are in tokens of raw KV.
+Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CodedKV:
-    """The sizes and rates at which a tier stores blocks that a codec has compressed."""
+    """The size and decoding rate of blocks that a codec has compressed, in relation to raw KV."""
 
     ratio: float = 1.0  # how many times smaller a coded block is; 1: nothing is coded
     decode_bytes_per_s: float = math.inf  # bytes of raw KV; a layer is decoded while the next is read
 
     def check(self) -> "CodedKV":
-        """Return self if such a codec is possible. Raises ValueError."""
+        """Return self. Raises ValueError if the ratio is below 1 or infinite, or the rate not above 0."""
         if not (1 <= self.ratio < math.inf and self.decode_bytes_per_s > 0):
             raise ValueError(f"no codec makes KV {self.ratio:g} times smaller at {self.decode_bytes_per_s:g} B/s")
         return self
 
     def room(self, num_tokens: int, *, raw_tokens: int) -> float:
-        """Return the room that tokens take, in raw tokens. raw_tokens: how many of them are not compressed."""
+        """Return the room that tokens take, in units of a raw token's room. raw_tokens: how many of the tokens are not
+        compressed."""
         return raw_tokens + (num_tokens - raw_tokens) / self.ratio
 
     def read_s(self, raw_bytes: float, bytes_per_s: float) -> float:

@@ -49,7 +49,8 @@ class FullModeOptions:
     seed: Annotated[int, Option(help="Full mode: of the workload.")] = 0
 
     def refuse_unused(self, context: typer.Context) -> None:
-        """Raise ValueError for options that describe another machine than the simulated one."""
+        """Raise ValueError for options that have no effect: those that describe a machine, beside --server or
+        --machine, which give another one; --machine beside --server; and --api-key without --server."""
         if self.server:
             refuse_given(context, {*_OF_MODEL, "machine"}, "with --server")
         elif self.machine is not None:

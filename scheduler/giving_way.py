@@ -17,8 +17,8 @@ _STRETCH = 1.5  # times the usual length of a step, if it ends a starved prompt:
 class GivingWay:
     """A rule by which a starved request (its tenant has nothing running) does not wait for another tenant's requests to
     end. A request of the tenant that has the most running is preempted, as when HBM is full, and the starved prompt may
-    use all of the step's time target. If the prompt can end in this step only if others skip it, sequences of tenants
-    with more than one in the batch do. Single-threaded, part of the Scheduler."""
+    use all of the step's time target. If the prompt fits into this step only when other sequences skip the step,
+    sequences of tenants that have several in the batch skip it. Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class GivingWay:
         self.preemptions = 0
 
     def starved(self) -> Sequence | None:
-        """Return the next request of a tenant that has nothing running while another tenant has all places, all room in
-        HBM, or all of the steps' budget; None if there is none. See `Tenants.starved`."""
+        """Return the next request of a tenant that has nothing running while another tenant holds all places in the
+        batch, all pages of HBM, or the whole token budget of the steps; None if there is no such request."""
         waiting = self._waiting
         if waiting.favoured is not None:
             return waiting.favoured
@@ -51,8 +51,8 @@ class GivingWay:
         return self._tenants.starved(waiting.queue, waiting.resumed, self._batch.free_places > 0)
 
     def admit(self, draft: StepDraft) -> None:
-        """Start the starved request, if there is one. Later calls in this step get the budget that is left in
-        `draft`."""
+        """Start the starved request, if there is one. What its chunk takes is deducted from the budget of `draft`, so
+        that prompts scheduled later in this step get what is left."""
         sequence = self.starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return
@@ -74,12 +74,12 @@ class GivingWay:
         draft.budget.is_urgent = False
 
     def _sitting_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
-        """Choose the sequences that skip this step so that a starved prompt can end in it, and return them with the
-        budget that the step has without them.
+        """Choose the sequences that skip this step so that a starved prompt (its tenant has nothing running) can end in
+        it. Return these sequences and the budget that the step has without them.
 
-        Only sequences of tenants with more than one in the batch are chosen. None is chosen if the prompt can end while
-        they run too, or needs another step anyway, and none twice in a row: however many tenants come, an answer
-        continues in every other step.
+        Only sequences of tenants with more than one in the batch are chosen. No sequence is chosen if the prompt can
+        end in this step without that, or cannot end in this step at all. No sequence is chosen in two steps in a row:
+        however many tenants come, an answer continues in every other step.
         """
         aside = frozenset(
             chunk.sequence

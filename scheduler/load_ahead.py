@@ -1,4 +1,5 @@
-"""Starts the loads of the next waiting requests while others run: the read buffer of AttentionStore."""
+"""Starts the loads of the next waiting requests while others still run. The pages loaded ahead are the read buffer of
+the paper AttentionStore."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from reprise.scheduler.waiting import Waiting
 _FRONT = 4  # waiting requests that are looked at for loads to start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadParts:
     """The parts of a Scheduler that a starter of early loads works with."""
 
@@ -27,30 +28,22 @@ class LoadParts:
 
 
 class LoadAhead:
-    """A starter of early loads. While running requests take all places or all of the step, it gives pages in HBM to the
-    next waiting requests as soon as their pages fit; they give them back where running requests need the room.
-    Single-threaded, part of the Scheduler. A policy may have another one: see `reprise.scheduler.make_policy`."""
+    """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
+    in the batch or all of the step, it gives pages in HBM to the next waiting requests as soon as their pages fit. They
+    give them back where running requests need the room. Single-threaded, part of the Scheduler. A policy may bring
+    another one (`Policy.load_ahead`)."""
 
     def __init__(self, parts: LoadParts) -> None:
-        self._cache, self._waiting, self._batch = parts.cache, parts.waiting, parts.batch
-        self._early, self._limits = parts.early, parts.limits
+        self._cache, self._waiting, self._early, self._limits = parts.cache, parts.waiting, parts.early, parts.limits
         # The next waiting requests, each with the seconds that its load would take alone; None: there is none to start.
-        # The request that was looked at longest ago is first.
+        # The request that was looked up longest ago is first.
         self._known: dict[Sequence, float | None] = {}
 
-    def begin_step(self, now: float) -> dict[str, float]:
-        """Note the time at the start of a step. Return, for each running request that waits for KV, the seconds its
-        load still takes."""
-        stalls_s = self._stalls_s()
-        self._early.look(now)
-        return stalls_s
-
-    def start_loads(self, now: float) -> None:
-        """Start loads for the next waiting requests, as far as HBM has room."""
+    def start_loads(self) -> None:
+        """Start the loads of the next waiting requests, as far as HBM has room."""
         if not self._waiting.count:
             return
-        front = self._next(_FRONT)
-        before = set(self._known)
+        front = self._waiting.front(_FRONT)
         self._look(front)
         for sequence in self._to_start(self._loads(front)):
             wanted = len(sequence.token_ids) - self._cache.resident_tokens(sequence.request_id)
@@ -59,25 +52,19 @@ class LoadAhead:
             if cached is None:
                 return
             sequence.computed_tokens = cached
-            self._early.begin(sequence, now, had_time=sequence in before)
+            self._early.add(sequence)
 
     def end_step(self) -> None:
-        """A step is scheduled. Here nothing follows from that."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended. Here nothing is kept of it."""
-
-    def _next(self, count: int) -> list[Sequence]:
-        """Return the first waiting requests, next first."""
-        return self._waiting.front()[:count]
+        """Note that a step is scheduled. Here nothing follows from that."""
 
     def _to_start(self, loads: list[tuple[Sequence, float | None]]) -> list[Sequence]:
-        """Return the requests whose loads begin now, of those with the seconds that their loads would take."""
+        """Return the requests whose loads begin now, in order. loads: the next requests, each with the seconds that its
+        load would take alone, or None if it has none to begin."""
         return [sequence for sequence, load_s in loads if load_s is not None]
 
     def _loads(self, front: list[Sequence]) -> list[tuple[Sequence, float | None]]:
         """Return the requests before the first that waits for a sibling, each with the seconds that its load would take
-        alone; None: there is none to start."""
+        alone, or None if it has none to begin."""
         found: list[tuple[Sequence, float | None]] = []
         for sequence in front:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
@@ -85,22 +72,17 @@ class LoadAhead:
             found.append((sequence, None if sequence in self._early else self._known[sequence]))
         return found
 
-    def _stalls_s(self) -> dict[str, float]:
-        stalls_s = self._cache.stalls_s()
-        for sequence in self._early:
-            stalls_s.pop(sequence.request_id, None)
-        return stalls_s
-
     def _look(self, front: list[Sequence]) -> None:
-        """Look where the KV of newcomers is, and again where that of one other is: contexts may be long."""
+        """Look up where the KV of newcomers to `front` is, and again where that of one other is: each look takes as
+        long as the context is."""
         self._known = {sequence: load_s for sequence, load_s in self._known.items() if sequence in front}
         again = [*self._known][:1]
         for sequence in (*again, *(s for s in front if s not in self._known)):
             residency = self._cache.residency(sequence.request_id)
             self._known.pop(sequence, None)
-            is_to_load = residency.bytes_to_load and not residency.is_loading
-            self._known[sequence] = residency.load_s if is_to_load else None
+            has_load = residency.bytes_to_load and not residency.is_loading
+            self._known[sequence] = residency.load_s if has_load else None
 
 
 LoadAheadMaker = Callable[[LoadParts], LoadAhead]
-"""Makes the starter of early loads of a policy."""
+"""Makes a starter of early loads from the parts of a Scheduler."""

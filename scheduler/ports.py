@@ -70,7 +70,8 @@ class CacheView(Protocol):
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """Pin the request's cached blocks and reserve room for `num_tokens` rows after its resident tokens. Return the
         number of leading rows that need no computing, or None, with nothing changed, when HBM has no room. That number
-        is `resident_tokens`, or less where nothing else runs and HBM had no room to copy some of these blocks."""
+        is usually `resident_tokens`. It is less if some cached blocks had to be copied into the request's own pages,
+        nothing else runs, and HBM had no room for both a block and its copy."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> int:

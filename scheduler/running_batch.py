@@ -6,7 +6,6 @@ from collections.abc import Container
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
 from reprise.scheduler.early_loads import EarlyLoads
-from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.schedule import StepDraft
@@ -16,9 +15,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class RunningBatch:
-    """The sequences that run. When HBM is full, waiting sequences that have pages already, for early loads, give them
-    back first; then the running sequence that arrived last is preempted and becomes the first of the waiting ones.
-    Single-threaded, part of the Scheduler."""
+    """The sequences that run. When HBM is full, the pages that waiting sequences hold for early loads are taken back
+    first. Then the running sequence that arrived last is preempted, and waits ahead of the queue. Single-threaded, part
+    of the Scheduler."""
 
     def __init__(
         self,
@@ -27,7 +26,6 @@ class RunningBatch:
         waiting: Waiting,
         early: EarlyLoads,
         tenants: Tenants,
-        forecast: Forecast,
         cost: StepCost,
         limits: SchedulerLimits,
     ) -> None:
@@ -35,13 +33,10 @@ class RunningBatch:
         self._waiting = waiting
         self._early = early
         self._tenants = tenants
-        self._forecast = forecast
         self._cost = cost
         self._limits = limits
         self.sequences: list[Sequence] = []
         """The running sequences in order of admission. Read only."""
-        self.changes = 0
-        """Number of times that a sequence has joined or left."""
         self.preemptions = 0
         self.loads: Counter[str] = Counter()
         """Counts loads by their state at the sequence's first chunk. finished: loaded by then; hidden: ended within the
@@ -96,14 +91,12 @@ class RunningBatch:
         step unless it still has to wait for its load."""
         had_early_load = sequence in self._early
         if had_early_load:
-            self._early.start(sequence, draft.now)
+            self._early.start(sequence)
         self._waiting.start(sequence)
         sequence.state = SequenceState.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = draft.now
-            self._forecast.started(sequence)
         self.sequences.append(sequence)
-        self.changes += 1
         self._tenants.started(sequence)
         num_tokens = reserved
         if self._limits.chunked_prefill:
@@ -118,8 +111,9 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Return the sequences with more than one token to compute or with an id in `loading` (those that wait for KV),
-        in order of admission. With `fair_places`, the sequences of tenants with the fewest sequences come first."""
+        """Return the running sequences that do not merely decode, in order of admission: those with more than one token
+        to compute, and those that wait for KV (their id is in `loading`). With `fair_places`, the sequences of tenants
+        with the fewest sequences come first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
@@ -166,8 +160,8 @@ class RunningBatch:
         draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
-        """Count in `loads` how the sequence's load went, as its first chunk runs in this step and waits `stall_s` for
-        it."""
+        """Count in `loads` how the sequence's load went, as its first chunk runs in this step and waits `stall_s`
+        seconds for it: "finished" before the step, "hidden" by the chunk's computation, or "exposed"."""
         if sequence not in self._loaders:
             return
         self._loaders.remove(sequence)
@@ -202,9 +196,7 @@ class RunningBatch:
         """Remove a sequence from the batch."""
         self.sequences.remove(sequence)
         self._rows.pop(sequence, None)
-        self.changes += 1
         self._loaders.discard(sequence)
-        self._early.stopped(sequence)
         self._tenants.stopped(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:

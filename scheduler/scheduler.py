@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from reprise.scheduler.budgets.budget import LEAST_CHUNK, Pace, StepCost, StepWork
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
 from reprise.scheduler.budgets.step_budgets import StepBudgets
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
@@ -10,7 +10,7 @@ from reprise.scheduler.giving_way import GivingWay
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.line import Line
 from reprise.scheduler.load_ahead import LoadParts
-from reprise.scheduler.make_policy import Policy
+from reprise.scheduler.policy import Policy
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
 from reprise.scheduler.running_batch import RunningBatch
@@ -18,6 +18,8 @@ from reprise.scheduler.schedule import Schedule, StepDraft
 from reprise.scheduler.sequence import Sequence, SequenceState
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
+
+_FRONT = 8  # waiting sequences of which `outlook` tells
 
 
 class QueueFull(Exception):
@@ -31,8 +33,8 @@ class Scheduler:
     then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
     waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places in the batch are taken,
     the next waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the
-    pages back when running sequences need them. With `fair_places`, a tenant that has nothing running does not wait
-    until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
+    pages back when running sequences need them. If places are shared fairly, a tenant that has nothing running does not
+    wait until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
@@ -51,12 +53,11 @@ class Scheduler:
         self.queue = queue = policy.queue
         """The queue of requests that have not run yet. Read only."""
         self._tenants = tenants = Tenants(fair_places=policy.fair_places)
-        self._pace = pace = Pace()
-        self._forecast = forecast = Forecast(predictor=predictor, pace=pace)
+        self._forecast = forecast = Forecast(predictor=predictor, cost=cost)
         self._waiting = waiting = Waiting(queue=queue)
         self._early = early = EarlyLoads(cache=cache)
         self._batch = batch = RunningBatch(
-            cache=cache, waiting=waiting, early=early, tenants=tenants, forecast=forecast, cost=cost, limits=limits
+            cache=cache, waiting=waiting, early=early, tenants=tenants, cost=cost, limits=limits
         )
         self._budgets = StepBudgets(cost=cost, limits=limits, batch=batch, waiting=waiting, tenants=tenants)
         self._giving_way = GivingWay(
@@ -67,9 +68,7 @@ class Scheduler:
         )
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
-        self._sat_out: frozenset[Sequence] = (
-            frozenset()
-        )  # sequences that skipped the last step: see `StepDraft.sits_out`
+        self._sat_out: frozenset[Sequence] = frozenset()  # skipped the last step: see `StepDraft.sits_out`
         self._began_s = 0.0  # start of the step that was scheduled last
         self._ran: tuple[float, float] | None = None  # last step's seconds, and its waits for loads; None: learned
 
@@ -109,21 +108,6 @@ class Scheduler:
         """Counts of loads by outcome; see `RunningBatch.loads`."""
         return self._batch.loads
 
-    @property
-    def timer_outcomes(self) -> Counter[str]:
-        """Counts of early loads (for sequences that still waited) by outcome; see `EarlyLoads.outcomes`."""
-        return self._early.outcomes
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean seconds between two tokens of a stream; see `Pace.tpot_s`."""
-        return self._pace.tpot_s
-
-    @property
-    def predicted_tokens(self) -> Counter[str]:
-        """Sums of prediction errors and true lengths in tokens; see `Forecast.errors`."""
-        return self._forecast.errors
-
     def has_work(self) -> bool:
         return bool(self._batch.sequences or self._waiting.count)
 
@@ -140,10 +124,10 @@ class Scheduler:
         return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
-        """Return the preempted sequences, then those at the front of the queue, next first, each with the seconds until
-        a place in the batch is expected to be free for it, or None if no running sequence will make one."""
+        """Return the first few waiting sequences, next first, each with the seconds until a place in the batch is
+        expected to be free for it, or None if no running sequence will make one."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
-        front = self._waiting.front()
+        front = self._waiting.front(_FRONT)
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -168,7 +152,6 @@ class Scheduler:
             if sequence in self._early:
                 self._early.withdraw(sequence)
             self._waiting.remove(sequence)
-        self._load_ahead.forget(sequence)
         self._forecast.forget(sequence)
         if sequence.state is not SequenceState.FINISHED:
             self.queue.finished(sequence)
@@ -206,8 +189,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Schedule:
-        """Return the next step. It is empty while sequences run or wait only if they all wait for KV or room that is on
-        its way, provided that every single sequence fits into HBM; the engine checks that on arrival."""
+        """Return the next step. If sequences run or wait, an empty step means that all of them wait for KV or room that
+        is on its way. That holds only if every single sequence fits into HBM, which the engine checks on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False
@@ -224,16 +207,12 @@ class Scheduler:
         self._ran = None
         period_s = max(seconds, period_s)
         self.cost.ran(self._work, period_s - waited_s)
-        if self._work.decode_rows:
-            self._pace.decoded(period_s, self._work.prefill_tokens)
 
     def _decode(self, now: float) -> StepDraft:
         """Begin a step: add one token of each decoding sequence."""
-        if self._waiting.count or self._early.overdue:
+        if self._waiting.count:
             self.queue.refresh()
-            loading = self._load_ahead.begin_step(now)
-        else:
-            loading = self._cache.stalls_s() if self._batch.has_loads else {}
+        loading = self._cache.stalls_s() if self._batch.has_loads else {}
         step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)
         step.prefills = self._batch.prefills(step.loading)
@@ -282,7 +261,7 @@ class Scheduler:
         """Start loads for sequences that still wait, unless one of them has found no room in HBM: the pages of loads
         for later ones would keep it out, step after step."""
         if not self._lacks_room:
-            self._load_ahead.start_loads(step.now)
+            self._load_ahead.start_loads()
 
     def _finish(self, step: StepDraft) -> Schedule:
         self._giving_way.is_full = self._waiting.count > 0

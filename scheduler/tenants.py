@@ -21,9 +21,9 @@ class _OfTenants:
 
 
 class Tenants:
-    """A count of sequences by tenant. A tenant is starved if it has requests but nothing running, while another takes
-    all there is. Without `fair_places` no tenant counts as starved or is preferred to another. Pure,
-    single-threaded."""
+    """A count of sequences by tenant. A tenant is starved if it has requests but nothing running, while another tenant
+    holds all places in the batch, all room in HBM or all of the steps' budget. Without `fair_places` no tenant counts
+    as starved or is preferred to another. Pure, single-threaded."""
 
     def __init__(self, *, fair_places: bool) -> None:
         self._fair_places = fair_places
@@ -34,7 +34,8 @@ class Tenants:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
-        """Count a sequence that has arrived and waits."""
+        """Add a sequence that has arrived, and waits, to the number of sequences that its tenant has running or
+        waiting."""
         others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
         self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
         self._present[sequence.tenant] += 1
@@ -48,7 +49,7 @@ class Tenants:
         _take_one(self._running, sequence.tenant)
 
     def left(self, sequence: Sequence) -> None:
-        """Count a sequence that has ended or was aborted."""
+        """Deduct a sequence that has ended or was aborted from the number that its tenant has running or waiting."""
         _take_one(self._present, sequence.tenant)
 
     # --- whose turn it is ---------------------------------------------------------------------------------------------
@@ -79,16 +80,17 @@ class Tenants:
 
     def to_give_way(self, running: Many[Sequence]) -> Sequence:
         """Return the running sequence to preempt: the latest arrival; with `fair_places`, only among the tenants with
-        the most running. So the earliest sequence of all is chosen last and always gets on."""
+        the most running. So the earliest sequence of all is chosen last and always makes progress."""
         if self._fair_places:
             most = self.most_running
             running = [sequence for sequence in running if self._running[sequence.tenant] == most]
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Return the next queued request of a starved tenant (it has nothing running and nothing in `before_it`, while
-        another with several requests takes all places, room or steps); None if there is none. A tenant with a single
-        request keeps its place, but shares the steps. has_places: whether places in the batch are free."""
+        """Return the next queued request of a starved tenant, or None. A tenant is starved if it has nothing running
+        and nothing in `before_it` (sequences that start before the queue), while another tenant with several requests
+        holds all places in the batch, HBM or the steps' budget. A tenant with a single request running keeps its place
+        in the batch, but may have to share HBM and the steps. has_places: whether places in the batch are free."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
             return None  # asked several times a step: no need to look at the queue
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:

@@ -70,10 +70,9 @@ class Waiting:
         else:
             self.queue.remove(sequence)
 
-    def front(self) -> list[Sequence]:
-        """Return the preempted sequences, then those that the queue starts before all its others
-        (`WaitingQueue.front`), next first."""
-        return [*self.resumed, *self.queue.front()]
+    def front(self, count: int) -> list[Sequence]:
+        """Return the first `count` waiting sequences, next first."""
+        return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
 
     def line(self, starved: Sequence | None) -> Line[str]:
         """Return the request ids of all waiting sequences, next first. starved: a sequence of a tenant that has nothing

@@ -58,8 +58,9 @@ def require_admin(request: Request) -> None:
 
 
 def arrive(request: Request) -> ArrivedRequest:
-    """Take in a request, and count it against its key's allowance unless another server counts it. Raises ApiError, 429
-    for a key whose allowance for the minute is used up."""
+    """Begin the handling of a request. Counts it against its key's requests a minute, unless a gateway of the fleet has
+    counted it. Returns what knows whether the client or a gateway sent it. Raises ApiError, 429 for a key whose
+    allowance for the minute is used up."""
     state = request.state
     arrival = hooks_of(request).arrive(
         tenant=state.tenant, path=request.url.path, request_id=state.request_id, headers=request.headers
@@ -71,9 +72,9 @@ def arrive(request: Request) -> ArrivedRequest:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return the parsed body and the headers that the answer must carry. Raises ApiError. 503 while the engine takes no
-    requests and 429 for too many requests a minute come before the body is read, so that a client told to retry does
-    not upload first."""
+    """Return (parsed body, rate-limit headers for the answer). Raises ApiError. 503 while the engine takes no requests
+    and 429 for too many requests a minute come before the body is read, so that a client told to retry does not upload
+    first."""
     readiness_of(request).require()
     limits, arrival = settings_of(request).limits, arrive(request)
     max_bytes = limits.body_bytes + arrival.added_bytes

@@ -1,5 +1,5 @@
-"""GET /openapi.json. Bodies are parsed and answers written by hand, so the description is built here from the request
-models and from the answer models that the tests check."""
+"""GET /openapi.json. Bodies are parsed and answers written by hand, so the description is built here. It consists of
+the models of the requests, and of models of the answers, which only the tests compare with real answers."""
 
 import functools
 from typing import Any

@@ -28,7 +28,8 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
 class Problem(Protocol):
-    """Why a record cannot be used: the part of `reprise.cache.storage.errors.Problem` used here."""
+    """The reason why a record cannot be used. A protocol, so that this module need not import
+    `reprise.cache.storage.errors.Problem`."""
 
     @property
     def reason(self) -> str: ...
@@ -84,7 +85,8 @@ class Extent(Protocol):
 
 
 class Record(Protocol):
-    """A record whose model has no intact record, so that its contents cannot be identified."""
+    """A file of the disk tier whose model is unknown: only intact files tell which model their directory belongs to,
+    and its directory has none."""
 
     @property
     def extent_id(self) -> int: ...
@@ -104,8 +106,8 @@ class Directory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The records (files) of one fingerprint, that is, of one model, its precision and this format. The disk tier is
-    open while its store is in use."""
+    """The records (files) of one fingerprint, which names the model, its precision and the version of the file format.
+    The disk tier is open while its store is in use."""
 
     fingerprint: str  # hex
     tier: CheckedExtents
@@ -158,7 +160,8 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
 
 @cli.command(context_settings=ANY_SETTING)
 def stats(context: typer.Context, config: Config = None) -> None:
-    """Bytes, blocks and sessions, per model; and the bytes as a share of those that the blocks' rows have."""
+    """Show each model's bytes, blocks and sessions on disk. `share` is the bytes of its files divided by those that the
+    KV has uncompressed."""
     settings = settings_of(context, config)
     table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", "share", box=None)
     total = 0
@@ -244,13 +247,15 @@ def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
 
 
 def _directory(context: typer.Context) -> Directory:
-    """Return the directory functions, passed in by `reprise.app.cli.program`, which alone imports the tiers."""
+    """Return the functions for the disk tier's directory. `reprise.app.cli.program` passes them in, the only module of
+    the program that may import the cache's storage."""
     directory: Directory = context.obj
     return directory
 
 
 def _domain(salt: str) -> str:
-    """Return a note on a session's salt and exactness, to follow its name; empty if it has neither."""
+    """Return a note to follow a session's name, such as " (salt red) (exact)". "exact" marks a session whose KV no
+    codec may change. Empty if the session has no salt and is not exact."""
     salted = f" (salt {given_salt(salt)})" if given_salt(salt) else ""
     return salted + (" (exact)" if is_exact(salt) else "")
 

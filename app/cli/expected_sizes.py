@@ -66,7 +66,8 @@ def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device
 
 
 def weights_by_place(settings: Settings, shape: ModelShape) -> tuple[int, int]:
-    """Return the bytes of weights in HBM, with the buffers for those that pass through it, and in DRAM."""
+    """Return (bytes of weights in HBM, bytes of weights in DRAM). The layers in DRAM are streamed through buffers in
+    HBM, which the first number includes."""
     passing = max(0, shape.num_layers - settings.weights.hbm_layers) if settings.weights.offload == "dram" else 0
     in_dram = passing * shape.layer_weights
     return shape.weights - in_dram + (WEIGHT_BUFFERS * shape.layer_weights if passing else 0), in_dram

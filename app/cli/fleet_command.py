@@ -39,8 +39,8 @@ def up(
     port: Annotated[int | None, typer.Option(help="Port that the gateway listens on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
-    """Start a fleet on this machine: servers that Ray Serve restarts and scales, and a gateway before them. The flags
-    are the servers' settings."""
+    """Start a fleet on this machine: servers that Ray Serve restarts and scales, and a gateway before them. Every
+    setting of `reprise serve` may be given as a flag, and holds for all servers."""
     settings = settings_of(context, config, {"server.host": host, "server.port": port})
     if not settings.fleet.is_on:
         raise _end("a fleet needs fleet.redis_url, a Redis with maxmemory-policy noeviction")

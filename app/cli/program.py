@@ -258,8 +258,8 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
 
 def nameless_records(settings: Settings) -> list[cache_cli.Record]:
-    """Make and lock the disk tier's directory (`reprise.cache.storage.directory`). Ends the program if the directory
-    cannot be used."""
+    """Return the disk tier's files whose model cannot be identified. Ends the program if the disk tier's directory does
+    not exist, is in use or cannot be read."""
     from reprise.cache.storage import directory as disk_files
 
     with _unused(settings):
@@ -267,7 +267,7 @@ def nameless_records(settings: Settings) -> list[cache_cli.Record]:
 
 
 def drop_record(record: cache_cli.Record) -> bool:
-    """Delete one of these records. Returns whether it is gone."""
+    """Delete a file that `nameless_records` has returned. Returns whether the file is gone."""
     from reprise.cache.storage.directory import Foreign, drop_foreign
 
     return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)

@@ -66,7 +66,8 @@ def _differing(sampling: SamplingDefaults) -> str:
 
 
 def _packed(model: ModelInfo) -> str:
-    """Return a note on how much packed pages change answers; empty where pages are not packed."""
+    """Return a note on how much storing KV in HBM as int8 changes answers, in nats a token. Empty if KV is not stored
+    so."""
     return "" if model.hbm_divergence is None else f" (int8: {model.hbm_divergence:.2g} nats a token)"
 
 

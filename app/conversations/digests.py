@@ -36,7 +36,8 @@ def without_reasoning(message: Message) -> Message:
 
 
 def canonical(value: object) -> str:
-    """Return JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
+    """Return JSON with sorted keys. Every object loses the fields that are null, [] or {} and those that no template
+    renders, because clients add and drop such fields freely."""
     return _ENCODE(_without_empty(value))
 
 

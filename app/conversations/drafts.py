@@ -27,9 +27,9 @@ class Draft(ABC):
     first: int  # messages[first:] and then the answer begin in `rest`
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
-        """Return the ids of `rest`, and the indices in them at which messages[first:] and then the answer begin.
-        bounds: the character offsets at which they begin; None: the template does not show it. Takes seconds for
-        megabytes. Raises PromptTooLong."""
+        """Return (ids of `rest`, indices in these ids). The indices are where the messages from number `first` on
+        begin, and then the answer. bounds: offsets in the chat's text, in characters, where the same messages and the
+        answer begin; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
         chat = self.chat
         start = len(chat.text) - len(self.rest)
         newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
@@ -49,8 +49,8 @@ class Draft(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
-    """A draft that tokenizes the whole text. If its ids begin like those of an answer that was found, that answer is
-    its base."""
+    """A draft that tokenizes the whole text. If its ids begin like those of a recorded answer that was found for this
+    chat, that answer becomes the prompt's base: the shared ids are not stored twice."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 

@@ -34,8 +34,8 @@ class RecentChains:
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # least recently added first
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
-        """Return and forget the chain of messages[:turn], which has turn + 1 digests, if they were added under this
-        scope. The caller adds the longer list that begins with them."""
+        """Return and forget the chain of messages[:turn], which has turn + 1 digests. None if the messages were not
+        added under this scope. The caller then adds the chain of all `messages`."""
         key = _key(scope, messages, turn)
         known = self._known.get(key)
         if known is None or known.messages != messages[:turn]:
@@ -44,8 +44,8 @@ class RecentChains:
         return known.chain
 
     def add(self, messages: list[Message], chain: list[bytes], checked: int) -> None:
-        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: number of leading
-        messages that equal those of a chain returned by `take`."""
+        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: how many of the
+        leading messages `take` has found here, and need not be checked again."""
         if not all(isinstance(value, str) for message in messages[checked:] for value in message.values()):
             return
         key = _key(chain[0], messages, len(messages))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
+    """The ids with which a prompt begins, as a part of a recorded answer: the first `tokens` of that answer's prompt
+    and answer ids together."""
 
     answer_id: int
     digest: bytes  # the answer's digest, because a database that is begun anew reuses ids
@@ -49,8 +50,8 @@ class PreparedPrompt:
 
     @property
     def recorded(self) -> tuple[list[int], tuple[int, ...]]:
-        """The token ids before the answer, and the indices in them at which messages begin, including what the client
-        dropped."""
+        """Return (all token ids before the answer, indices in them at which messages begin). Both also count the
+        messages that the client has dropped from its request."""
         return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
 
 

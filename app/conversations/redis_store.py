@@ -316,7 +316,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _reading(self, key: str) -> AsyncIterator[None]:
-        """Raise NotStored in the block for a record that is not as it was stored."""
+        """Turn a BadRecord that the `async with` body raises into NotStored, and log it the first time."""
         try:
             yield
         except BadRecord as error:
@@ -326,14 +326,17 @@ class RedisStore:
             raise NotStored(key) from None
 
     async def _write(self, what: str, key: str, *values: str | bytes | int) -> None:
-        """Change a record. Raises ApiError if Redis does not confirm the change."""
+        """Change a record in Redis. what: the operation of the store's Lua script. key: the record. values: the
+        operation's arguments. Raises ApiError if Redis does not confirm the change."""
         try:
             await self._run(what, key, *values)
         except BadRecord:
             raise _away() from None
 
     async def _run(self, what: str, key: str, *values: str | bytes | int) -> list[Any]:
-        """Run the script. Raises BadRecord for a reply that cannot be one of ours."""
+        """Run an operation of the store's Lua script and return its reply. what: the operation. key: the record.
+        values: the operation's arguments. Raises ApiError while Redis is away, and BadRecord if Redis finds other data
+        than the script writes."""
         if not self._breaker.allows(time.monotonic()):
             raise _away()
         now = time.time()
@@ -365,7 +368,8 @@ class RedisStore:
 
 
 def _named(row: object, key: str, size: int = 4) -> list[Any]:
-    """Return the fields of a record, after checking that the first names this record. Raises BadRecord."""
+    """Return the `size` fields of a record that Redis has returned. The first one must be the record's own `key`.
+    Raises BadRecord."""
     if not isinstance(row, list) or len(row) != size:
         raise BadRecord("a part of it is missing")
     if row[0] != key.encode():

@@ -69,7 +69,8 @@ class RenderedChat:
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def tail(self, turn: int) -> bytes:
-        """Return the digest of the scope and messages[turn] alone."""
+        """Return the digest of the chat's scope (tenant, model, template and tools) and messages[turn], without the
+        messages before. By this digest a conversation is found whose beginning the client has dropped."""
         return digest("tail", self.chain[0], canonical(without_reasoning(self.messages[turn])))
 
     @property

@@ -62,7 +62,7 @@ def response_of(data: object, response_id: str) -> dict[str, Any]:
 
 
 def items_of(data: object) -> list[Item]:
-    """Return the items in a list of them. Raises BadRecord."""
+    """Decode a stored list of conversation items. Raises BadRecord."""
     items = _decode(data, list[dict[str, Any]])
     if len(items) > MAX_ITEMS:
         raise BadRecord(f"{len(items)} items")
@@ -83,7 +83,7 @@ def conversation_of(created: object, metadata: object, conversation_id: str) -> 
 
 
 def text_of(data: object) -> str:
-    """Return a stored name as text. Raises BadRecord."""
+    """Decode the id of a response as Redis returns it. Raises BadRecord."""
     if not isinstance(data, bytes):
         raise BadRecord("a part of it is missing")
     try:

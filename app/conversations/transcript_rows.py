@@ -45,7 +45,7 @@ class TranscriptRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Rows of one session."""
+    """The rows of one session's recorded answers, for other servers."""
 
     rows: dict[bytes, bytes]  # digest of an answer -> its row
     newest: int  # id of the newest answer among them, or of the one that was asked from
@@ -60,8 +60,8 @@ def encode_row(row: TranscriptRow) -> bytes:
 
 
 def readable(rows: Mapping[bytes, bytes]) -> list[TranscriptRow]:
-    """Return the rows that match their digests and whose bases are among them, each after its base. The others are left
-    out; what they contain is tokenized anew."""
+    """Return the rows that match their digests and whose bases are among them, each row after that of its base. rows:
+    digest -> packed row. The others are left out; what they contain is tokenized anew."""
     found: dict[bytes, TranscriptRow] = {}
     for mark, data in rows.items():
         try:

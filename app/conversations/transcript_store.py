@@ -181,8 +181,8 @@ class TranscriptStore:
 
     @_forgiving(list)
     def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return answers that end any conversation of the scope with the same last prompt message and answer, digested
-        as `tail`: those of the session first, then the newest first."""
+        """Return recorded answers whose digest of scope, last prompt message and answer is `tail`, whatever came
+        before: the session's own first, then the newest first."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
     @_forgiving(lambda: None)
@@ -255,8 +255,9 @@ class TranscriptStore:
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
         """Record what other servers have exported of a session. Rows that are damaged, or whose base is missing, are
-        left out. after: id of the newest answer that was exported from here. Returns the id from which to export next,
-        so that answers recorded here that are not among these rows are exported too."""
+        left out. after: id of the newest answer that this server has exported. Returns the id after which to export
+        next: the newest one, or that before the first answer recorded here which `rows` lacks, so that this answer is
+        exported too."""
         return self._adopt(tenant, session_id, rows, now, after) or after
 
     @_forgiving(lambda: None)

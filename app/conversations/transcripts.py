@@ -79,8 +79,9 @@ class Transcripts:
         new one. With `client_shift` it may also continue a conversation whose earliest messages the client has dropped.
 
         Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
-        Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens`, or with more than
-        `max_newest_tokens` in its last message, before it is tokenized as a whole; what is little longer is prepared.
+        Raises TemplateError. Raises PromptTooLong for a long text that certainly has more than `max_tokens`, or more
+        than `max_newest_tokens` in its last message. This rough test comes before tokenizing: a prompt slightly over
+        these limits is prepared, and the caller has to count its ids.
         """
         with self._lock:
             scope = digest(
@@ -145,7 +146,8 @@ class Transcripts:
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
-        all tenants if None. Sessions that continue it have copies. Returns the number of sessions."""
+        all tenants if None. Sessions that continued from it keep their own copies. Returns the number of deleted
+        sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
 

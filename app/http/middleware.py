@@ -76,8 +76,8 @@ class RequestContext:
 
 
 def _two_lengths() -> ApiError:
-    """Return the error for a request with both lengths. A proxy may use the other one, and would then take part of the
-    body for another client's next request."""
+    """Return the error for a request with both Content-Length and Transfer-Encoding. A proxy may obey the one that this
+    server does not, and would then take part of the body for another client's next request."""
     message = "A request has either Content-Length or Transfer-Encoding."
     return ApiError(400, message, code="invalid_request", headers={"connection": "close"})
 

@@ -111,7 +111,8 @@ class Live(TurnObserver):
 
 @dataclass(slots=True)
 class _LatestSessions:
-    """The sessions that a tenant used last, as they were when `_activity` returned `activity`."""
+    """The sessions that a tenant used last. They need not be asked for again while `_activity(stats)` equals
+    `activity`."""
 
     sessions: list[SessionInfo] = field(default_factory=list)
     asked_s: float = -math.inf  # monotonic
@@ -162,8 +163,8 @@ class Watcher:
 async def events(
     live: Live, watcher: Watcher, *, is_open: Callable[[], bool]
 ) -> AsyncGenerator[tuple[str, object], None]:
-    """Yield (name, data): `turns` with the answers that have begun since, and `state` once a period while there is
-    anything new in it. Ends when `is_open()` is false."""
+    """Yield (name, data): `turns` with the answers that have begun since the previous `turns` event, and `state` once a
+    period while the server's state changes. Ends when `is_open()` is false."""
     due_s = time.monotonic()
     sent: dict[str, Any] = {}
     sent_s = changed_s = -math.inf
@@ -239,7 +240,6 @@ def _queue(stats: Stats, tenant: str, *, sees_all: bool) -> dict[str, Any] | Non
     front = [info for info in state.front if sees_all or info.tenant == tenant][:MAX_WAITING]
     return {
         "policy": state.policy,
-        "window": state.window,
         "waiting": stats.waiting if sees_all else len(front),
         "front": [_waiting(info) for info in front],
     }

@@ -103,7 +103,8 @@ class Message(Part):
 
 
 class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message with only a role and a text; may be used in place of a `Message`."""
+    """A message with only a role and a text. It stands for a `Message` in a request, because it is parsed much
+    faster."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -134,7 +135,8 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
 class Prediction(Part):
-    """The text that most of the answer is expected to repeat. It makes an answer faster, and changes none."""
+    """The text that most of the answer is expected to repeat. The engine tries its tokens as drafts, which makes the
+    answer faster without changing it."""
 
     type: Literal["content"]
     content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]
@@ -216,8 +218,9 @@ class ChatCompletionRequest(GenerationRequest):
             raise PydanticCustomError("combination", problem, {"name": min(unknown), "param": "tool_choice"})
 
     def _check_ending(self) -> None:
-        """Check the fields that decide how the prompt ends: with an opened answer, or with the last message left open
-        to be continued."""
+        """Check `continue_final_message` and `add_generation_prompt`, which exclude each other. The prompt ends with
+        the opening of an answer, or else with the last message left open, which must then be an assistant's text after
+        another message."""
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 raise PydanticCustomError(
@@ -241,7 +244,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def may_have_form(self) -> bool:
-        """Whether the request has fields that can prescribe the form of its answer."""
+        """Whether the request has `tools`, `response_format`, `structured_outputs` or a `guided_` field, any of which
+        may constrain the text of the answer."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         fields = (self.response_format, self.structured_outputs, *guided)
         return bool(self.tools) or any(field is not None for field in fields)

@@ -50,8 +50,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The longest answer requested, by OpenAI's default. For an answer of 0 tokens, one token is generated and not
-        shown."""
+        """The longest answer that the request asks for; 16 if it gives none, as in OpenAI's API. For 0 it is 1: one
+        token is generated and not shown."""
         return max(1, 16 if self.max_tokens is None else self.max_tokens)
 
     @property

@@ -26,7 +26,7 @@ def unsupported(param: str, what: str) -> PydanticCustomError:
 
 
 class TextPart(BaseModel):
-    """A part of a content. Only for the API description: `joined_text` parses it."""
+    """A text in a message whose content is a list of parts. Only for the API description: `joined_text` parses it."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -246,7 +246,8 @@ class GenerationRequest(Part):
 
     @property
     def salt(self) -> str:
-        """The fields that narrow the domain of the request's KV."""
+        """A string made of `cache_salt` and of whether `kv_quality` is exact. Only requests with equal salts share
+        KV."""
         return salt_of(self.cache_salt or "", is_exact=self.kv_quality == "exact")
 
     @model_validator(mode="after")

@@ -126,7 +126,7 @@ class FunctionTool(Part):
 
 
 def _is_hosted(tool: object) -> bool:
-    """Return whether this is a tool that OpenAI's own servers provide, or any other tool that is not a function."""
+    """Return whether a tool is anything but a function, such as one that OpenAI's own servers provide."""
     return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
 
 

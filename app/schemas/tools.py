@@ -136,7 +136,7 @@ class ResponseFormat(Part):
 
 
 def _schema_text(value: object) -> object:
-    """Accept a schema as an object or, as vLLM does, as its text."""
+    """Return a JSON schema as an object. Decodes a schema that is given as its text, which vLLM accepts too."""
     if isinstance(value, str) and len(value) <= 1 << 17:
         try:
             return json.loads(value)

@@ -11,7 +11,7 @@ from reprise.app.settings.sections import CODECS
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """A condition: a setting has one of these values, or is above a number."""
+    """A condition: the setting has one of `values`, or is greater than `above`."""
 
     setting: str
     values: tuple[Any, ...] = ()

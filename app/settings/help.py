@@ -66,7 +66,7 @@ def default(field: FieldInfo) -> str:
 
 
 def tables(prefix: str = "") -> Iterator[Table]:
-    """Yield one table of settings per section. prefix: put before each name."""
+    """Yield one table of settings per section. prefix: put before each setting's name, such as "--"."""
     for section, settings in groupby(known_settings(), key=lambda pair: pair[0].split(".")[0]):
         table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
         table.title = f"{section}: {SECTIONS[section]}" if section in SECTIONS else section

@@ -31,8 +31,8 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def describe(field: FieldInfo, kind: str, given: object) -> str:
-    """Return what is allowed for a field, for a problem of this pydantic `kind`, where pydantic's own words would not
-    say it; otherwise empty."""
+    """Return what is allowed for a setting; empty where pydantic's own message says it. kind: pydantic's type of the
+    error, such as "greater_than". given: the value that was refused."""
     if kind == "string_pattern_mismatch":
         return f"must be {field.description}"
     if not kind.startswith((*NUMBER_PROBLEMS, "bool")):
@@ -43,7 +43,8 @@ def describe(field: FieldInfo, kind: str, given: object) -> str:
 
 
 def _alike(given: str, known: str) -> float:
-    """Return how alike two names are, from 0 to 1. The beginning of a name is as good as the name with a slip in it."""
+    """Return how alike two names are, from 0 to 1. The beginning of a name counts at least as much as the whole name
+    with a typing error."""
     begun = MIN_LIKENESS if len(given) >= 3 and known.startswith(given) else 0.0
     return max(begun, difflib.SequenceMatcher(None, given, known).ratio())
 

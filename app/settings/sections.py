@@ -138,10 +138,10 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    policy: Literal["due", "car", "car-hidden", "priority", "fcfs"] = Field(
+    policy: Literal["due", "car", "fcfs"] = Field(
         "due",
-        description="which request starts next; due: by arrival and work; car: by KV to load inside a window; "
-        "car-hidden: the same, but loads that hold nobody up count as none; priority: by KV to load; fcfs: by arrival",
+        description="which request starts next; due: by arrival and work; car: by KV to load, inside a window, as the "
+        "paper CaR says; fcfs: by arrival",
     )
     patience: float = Field(
         8.0,
@@ -283,7 +283,8 @@ class FleetSettings(Section):
 
 
 class LimitSettings(Section):
-    """Caps, all of them checked before any work is done. Those of a key hold for every key that says nothing else."""
+    """Caps, all of them checked before any work is done. A limit whose name begins with `key_` holds for every key
+    whose entry in the keys file sets no other."""
 
     connections: int = Field(1000, ge=1, le=1 << 20, description="connections at once; more are answered 503")
     body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
@@ -326,7 +327,7 @@ class SelectorSettings(Section):
 
 
 class WeightSettings(Section):
-    """The place of the model's weights: for models that do not fit into HBM."""
+    """The memory in which the model's weights lie: HBM, or DRAM for models that do not fit into HBM."""
 
     offload: Literal["none", "dram"] = Field(
         "none",

@@ -66,7 +66,7 @@ class Settings(Section, BaseSettings):
 
     @property
     def places(self) -> int:
-        """The most choices that may run or wait at once."""
+        """The most choices (answers of requests) that may run and wait together."""
         return self.scheduler.max_seqs + self.scheduler.max_queued
 
     @property
@@ -86,7 +86,8 @@ class Settings(Section, BaseSettings):
         return self.cache.disk_dir.expanduser()
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
-        """Return the configuration of the engine process. Values of the same name and unit are copied."""
+        """Return the configuration of the engine process. Settings that have the same name and unit there are copied by
+        name; the others are converted here."""
         cache, target = self.cache, self.scheduler.itl_target_ms
         return EngineConfig(
             model=_told(ModelConfig, self.model, source=source_of(self.model.source)),
@@ -117,8 +118,8 @@ class Settings(Section, BaseSettings):
 
 
 def _told(config: type[Config], section: Section, **others: Any) -> Config:
-    """Return a `config` with the fields that it shares with a section of the settings, and `others` besides or instead
-    of them."""
+    """Make an instance of the class `config` from the fields of `section` that have the same names. others: further
+    fields, or other values for them."""
     return msgspec.convert({**section.model_dump(), **others}, config)
 
 

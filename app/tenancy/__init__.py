@@ -1,1 +1,2 @@
-"""Limits what each client may do: keys, places, rates, quotas and weights."""
+"""Limits what each client may do, by its key: answers at once (places), requests and tokens a minute, kept sessions and
+bytes (quotas), and its share of the engine (weights)."""

@@ -21,7 +21,7 @@ async def follow_keys_file(settings: Settings, keyring: Keyring) -> None:
 
 
 def limits_of_keys(settings: Settings) -> KeyLimits:
-    """Return the limits of a key whose file sets no others."""
+    """Return the limits of a key for which the keys file sets none."""
     limits = settings.limits
     return KeyLimits(
         requests=limits.key_requests,

@@ -10,7 +10,8 @@ LOCAL_TENANT = "local"
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """The limits of one key; 0: no limit of its own."""
+    """The limits of one key. 0 is no limit, except for `requests`, where 0 means the share that every tenant may
+    use."""
 
     requests: int = 0  # answers in progress
     requests_per_minute: int = 0
@@ -24,7 +25,8 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The stored form of a key: enough to recognise it."""
+    """The stored form of a key: its digest, by which the server recognises the key without knowing it, and its
+    rights."""
 
     digest: bytes
     is_admin: bool = False
@@ -68,7 +70,8 @@ class Keyring:
         return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def is_exact(self, tenant: str) -> bool:
-        """Return whether all requests of a tenant have `kv_quality` exact."""
+        """Return whether every request of a tenant is treated as if its `kv_quality` were "exact": no codec changes its
+        KV."""
         return tenant in self._keys and self._keys[tenant].is_exact
 
     def tenant(self, authorization: str | None) -> str | None:

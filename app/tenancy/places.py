@@ -63,9 +63,9 @@ class Places:
             bucket.take(tokens, self._clock())
 
     def enter(self, tenant: str, count: int, *, is_counted: bool = False) -> "Ticket":
-        """Take `count` places for a tenant. is_counted: whether a gateway has checked the answer against the key's own
-        limits, over all servers of the fleet. Raises ApiError: 429 if the tenant holds too many or has no tokens left,
-        503 if the server has no place left."""
+        """Take `count` places for a request, one for each choice, until the returned ticket gives them back.
+        is_counted: whether a gateway has already applied the key's own limits, over all servers of the fleet. Raises
+        ApiError: 429 if the tenant holds too many places or has no tokens left, 503 if the server has no place left."""
         held = self._tenants.get(tenant, 0)
         bucket = None if is_counted else self._tokens_of(tenant)
         if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
@@ -94,8 +94,8 @@ class Places:
         self._endings.extend([self._clock()] * count)
 
     def wait_s(self, tenant: str) -> float:
-        """Return the seconds until a place may be free for a tenant, if its share of places becomes free at the
-        server's rate."""
+        """Return the seconds until an answer of a tenant may end and free its place. Assumes that the tenant's answers
+        end at the server's rate, in proportion to its share of the places in use."""
         held = self._tenants.get(tenant, 0)
         return bounded(self.taken / held * self._gap_s if held else 0.0)
 
@@ -105,8 +105,8 @@ class Places:
         return bounded(max(1, self.taken - self._running) * self._gap_s)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """Return OpenAI's rate-limit headers: the requests left in the minute if they are limited, else the places
-        left, of which a request with n choices takes n."""
+        """Return OpenAI's rate-limit headers. "requests" are those left in the minute if the key limits them, else the
+        places left; a place is room for one choice, so a request with n choices takes n."""
         if (bucket := self._requests_of(tenant)) is not None:
             said = self._left("requests", bucket)
         else:
@@ -138,8 +138,9 @@ class Places:
 
     @property
     def _gap_s(self) -> float:
-        """The mean seconds between two endings of answers. While few have ended, running answers are assumed to have
-        begun together and to end together after as long again, so half of them count as ended."""
+        """The mean seconds between two endings of answers, over the last RATE_WINDOW endings. While fewer have ended,
+        half of the answers that the engine runs count as ended too, as if they had begun together and were in the
+        middle."""
         done = len(self._endings) - 1.0
         if len(self._endings) < RATE_WINDOW:
             done = max(1.0, done, min(self.taken, self._running) / 2)

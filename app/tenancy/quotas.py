@@ -18,7 +18,7 @@ LOOK_S = 1.0  # between two checks of one tenant, because the engine walks all b
 
 
 class SessionAccess(Protocol):
-    """The part of `reprise.app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
+    """The part of `reprise.app.turn.sessions.SessionCommands` used here. Its methods raise ApiError."""
 
     async def ask(self, action: str, *, tenant: str, after: str, limit: int) -> SessionReply: ...
     async def delete_here(self, session_id: str, *, tenant: str) -> None: ...
@@ -91,13 +91,14 @@ class Quotas:
 
 
 class HeldHere:
-    """The sessions that tenants keep on this server."""
+    """The sessions that tenants keep on this server. Implements `Holdings` for a server outside of a fleet."""
 
     def __init__(self, sessions: SessionAccess) -> None:
         self._sessions = sessions
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete sessions of this server, and return the result, as `Holdings.trim` demands."""
+        """Delete sessions of this server that exceed a quota, the longest unused first. Returns what still exceeds a
+        quota; empty if nothing does."""
         kept = await self._sessions_of(tenant)
         for info in leaving(kept, limits):
             try:
@@ -121,7 +122,7 @@ class HeldHere:
 
 
 def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
-    """Describe what exceeds a quota; empty if nothing does."""
+    """Describe how the sessions `kept` by one tenant exceed its quotas, in number or bytes; empty if they do not."""
     return excess(len(kept), sum(map(_size, kept)), limits)
 
 

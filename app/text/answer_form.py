@@ -1,4 +1,5 @@
-"""Writes tools into a prompt and reads calls in an answer: in the form of the model's template, or else in our own."""
+"""Writes tools into a prompt and reads calls in an answer. Calls have the syntax of the model's template, or else one
+of our own."""
 
 import json
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class AnswerForm:
         )
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Return messages and tools for the template. If it does not support tools, they are described in the system
-        prompt, which is added if there is none, because no message may precede it."""
+        """Return (messages, tools) for the template. For a template that does not support tools the system prompt
+        describes them, and the returned tools are None. A system message is put first if there is none."""
         if self.knows_tools:
             return messages, tools
         if any("tool_calls" in message or message["role"] == "tool" for message in messages):
@@ -69,7 +70,8 @@ class AnswerForm:
         )
 
     def answer(self, content: str, reasoning: str, calls: Sequence[Call]) -> Message:
-        """Return the message that the next prompt will contain, once the client has sent it back."""
+        """Return the answer as a message, in the form in which the next prompt will contain it when the client has sent
+        it back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning

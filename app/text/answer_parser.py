@@ -94,7 +94,8 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: AnswerParts, *, final: bool) -> bool:
-        """Move text whose kind is known from the held text into `parts`. Returns whether more may be moved."""
+        """Take from the held text what can be told to be content, reasoning or a call, and add it to `parts`. Returns
+        whether another step may take more."""
         return bool(getattr(self, f"_in_{self._state}")(parts, final))
 
     def _in_start(self, parts: AnswerParts, final: bool) -> bool:
@@ -146,7 +147,8 @@ class AnswerParser:
         return False
 
     def _bare(self, parts: AnswerParts, final: bool) -> bool:
-        """Decide whether the whole answer consists of calls; otherwise none of it does."""
+        """Decide whether an answer without tags consists of calls; otherwise all of it is content. Returns whether
+        another step may take more of the held text; False if more text is needed to decide."""
         if _BARE_HEAD.match(self._held):
             self._state = "call"
             return True
@@ -161,7 +163,8 @@ class AnswerParser:
         return True
 
     def _in_call(self, parts: AnswerParts, final: bool) -> bool:
-        """Read the text between a call's tag and its arguments."""
+        """Read the beginning of a call, up to its arguments: the function's name. Returns whether another step may take
+        more of the held text."""
         pattern = _BARE_HEAD if self._style == "bare" else _HEAD
         head = pattern.match(self._held)
         name = _name(head[1]) if head is not None else None
@@ -185,7 +188,8 @@ class AnswerParser:
         return True
 
     def _whole_call(self, parts: AnswerParts) -> bool:
-        """Parse a complete call whose fields are in another order."""
+        """Parse a complete call whose JSON does not begin with the name and then the arguments. Returns False if the
+        held text has no such call to one of the known functions."""
         text, found, after = self._held.partition(END_CALL)
         try:
             value = json.loads(text) if found else None
@@ -232,7 +236,8 @@ class AnswerParser:
         return len(self._held)
 
     def _in_closing(self, parts: AnswerParts, final: bool) -> bool:
-        """Read the text after the arguments."""
+        """Read the text after a call's arguments, up to the end of the call. Returns whether another step may take more
+        of the held text."""
         if self._style == "bare":
             rest = self._held.lstrip()
             if not rest:
@@ -247,7 +252,7 @@ class AnswerParser:
 
 
 def _possible(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
+    """Return how many characters at the end of `text` may be the beginning of `tag`, and must be held back."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
 
 

@@ -104,15 +104,17 @@ class MessageBounds:
 
 
 def _ending(messages: list[Message], first: int, template: bytes) -> Ending | None:
-    """Return the kind of messages[first:] and of the message before them. None if they are too many, or if none is
-    before them."""
+    """Return the template's digest, and the role and field names of each of messages[first:] and of the message before
+    them. Gaps are remembered under this value. None if there are too many messages, or no message before them."""
     if not 0 < first < len(messages) <= first + MAX_ENDING_MESSAGES:
         return None
     return template, tuple((str(message.get("role")), *sorted(message)) for message in messages[first - 1 :])
 
 
 def _bounds_by(gaps: list[tuple[str, int]], text: str, messages: list[Message], first: int) -> list[int] | None:
-    """Return the bounds if `text` ends in messages[first:], unchanged, with these gaps between them; else None."""
+    """Return the offsets in `text`, in characters, where each of messages[first:] and then the answer begin. None if
+    `text` does not end in these messages. gaps: for each place between contents (the text there, how many of its first
+    characters close the message before it)."""
     pieces = [gaps[0][0]]
     for message, (gap, _) in zip(messages[first:], gaps[1:], strict=True):
         pieces += (_content(message), gap)

@@ -97,8 +97,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """Supports {% generation %} ... {% endgeneration %}, which marks the assistant's text for training code. Here it is
-    only a scope."""
+    """Supports {% generation %} ... {% endgeneration %}, which marks the assistant's text for training code. Here the
+    tags have no effect on the text between them."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

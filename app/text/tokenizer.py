@@ -30,7 +30,8 @@ class TokenizerError(Exception):
 
 
 class PromptTooLong(Exception):
-    """The text, or its newest message alone, exceeds `max_tokens`. The actual count is not known."""
+    """The text of a prompt, or of its newest message, has more tokens than `max_tokens`, which is also a field of this
+    error. The actual count is not known."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__(f"more than {max_tokens} tokens")
@@ -130,7 +131,8 @@ class ChatTokenizer:
         return not any(opening in text for opening in self._openings)
 
     def _shielded(self, value: Any) -> Any:
-        """Return a copy of the message, or part of one, with every special token in its strings broken up."""
+        """Return a copy of a message, or of a part of one, with SHIELD after the first character of every special token
+        in it. A client's text can then not act as a control token."""
         if isinstance(value, str):
             return self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value)
         if isinstance(value, dict):
@@ -140,7 +142,8 @@ class ChatTokenizer:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """Encode text. Special tokens are recognised, except those that `render` found in a message; none are added."""
+        """Encode text. The special tokens that the template wrote are recognised. Those in a client's messages stay
+        plain text, because `render` has marked them. No token is added, such as one for the beginning."""
         return self._encode(text, follows=False)
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -165,9 +168,9 @@ class ChatTokenizer:
         return self._encode(text, follows=follows, marks=marks, places=places), places
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Return whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its
-        length if possible, else piece by piece. May be False for short texts and for texts only a few tokens over the
-        limit."""
+        """Return True only if `text` certainly has more than `max_tokens` tokens. Decides by the text's length or
+        tokenizes it piece by piece, and stops soon after the limit. False is no proof: the caller of `encode` has to
+        count texts of one piece (COUNT_CHARS characters), and texts a few tokens over the limit."""
         shown = text.replace(SHIELD, "")
         if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
             return True

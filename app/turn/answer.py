@@ -77,7 +77,8 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens of thought, with the tags around it, once the answer is complete."""
+        """Number of tokens of the answer's reasoning, including the tags around it. Right only once the answer is
+        complete."""
         if not self._parser.thought_chars:
             return 0
         return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
@@ -88,8 +89,8 @@ class Answer:
 
     @property
     def text_ends(self) -> list[int]:
-        """For each token, the number of characters complete after it; exceeds `text` where a stop string has cut
-        that."""
+        """For each token, the number of characters of text that are complete once this token is decoded. The last
+        numbers may exceed the length of `text` if a stop string cut it."""
         return self._detokenizer.text_ends
 
     @property
@@ -143,8 +144,8 @@ class Answer:
         return taken
 
     def note(self, output: Output) -> None:
-        """Record what an output reports about the prompt and its timings. Of an answer that another server began, that
-        server's report is kept; only its history may have become shorter since."""
+        """Record what an output reports about the prompt and its timings. For an answer that another server began, the
+        report of that server is kept, and only the count of truncated tokens is updated."""
         self.accepted_predictions += output.accepted_predictions
         self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:
@@ -161,7 +162,8 @@ class Answer:
         self._parser.flush()
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
-        """Record the log-probabilities of the prompt's tokens after the first."""
+        """Record the log-probabilities of the prompt's tokens. token_ids: all of the prompt. values: one for each token
+        after the first, which has none."""
         self.prompt_logprobs = [
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]

@@ -21,8 +21,9 @@ class Deadline:
 
     @classmethod
     def of(cls, *, arrived_s: float, field_s: float | None, header: str | None, limit_s: float) -> "Deadline":
-        """Return a request's deadline. field_s: from the body, which wins over the header. Raises ApiError 400 for a
-        header that is not a number of seconds."""
+        """Return a request's deadline. arrived_s: on the monotonic clock. field_s: seconds that the body asks for,
+        which win over the header's. limit_s: the most that the server allows. Raises ApiError 400 for a header that is
+        not a number of seconds."""
         asked_s = field_s if field_s is not None else _seconds(header)
         timeout_s = limit_s if asked_s is None else min(asked_s, limit_s)
         return cls(arrived_s + timeout_s, timeout_s, asked_s is not None and asked_s < limit_s)

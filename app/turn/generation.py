@@ -32,7 +32,8 @@ from reprise.engine.process.client import EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was admitted and holds its places."""
+    """A request that was admitted: its tenant, model, deadline and weight, and the ticket for the places (one per
+    choice) that it holds."""
 
     tenant: str
     arrived_s: float  # monotonic clock
@@ -111,7 +112,8 @@ class Generation(AsyncIterator[Delta]):
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     def replayed(self) -> None:
-        """Record the choices that had ended on the server where the turn began, after their text was replayed here."""
+        """Record in the transcripts the choices that had already ended on the server where the turn began. To be called
+        when their tokens were replayed into this generation."""
         for choice in self.choices:
             if choice.index not in self._open:
                 self._end_record(choice)
@@ -157,12 +159,14 @@ class Generation(AsyncIterator[Delta]):
             self.closed.set()
 
     async def hand_over(self) -> None:
-        """Stop generating. The next delta is an error, after which another server continues the answer."""
+        """Stop generating, so that another server of the fleet continues the answer. The next delta is an error that
+        tells the gateway to do so."""
         self.is_handed_over = True
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
-        """Return whether one of the answers so far begins with this content."""
+        """Return whether the text of one of the choices so far begins with `content`: then this may be the answer that
+        a client has interrupted and sent back."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:

@@ -60,7 +60,8 @@ def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The facts of a turn's beginning that its client learns."""
+    """The id and time of a turn's beginning, which its answer tells the client, and the tokens paid for on the server
+    where it began."""
 
     request_id: str
     created: int  # unix time
@@ -92,7 +93,8 @@ class RunningTurn(Protocol):
     def is_handed_over(self) -> bool: ...
 
     def replayed(self) -> None:
-        """Note that the choices have reached the state that they had on another server."""
+        """Note that all tokens that another server generated for this turn have been replayed, so that its choices are
+        in the same state as there."""
         ...
 
 
@@ -132,8 +134,8 @@ class Frames(Protocol):
 class TurnHooks(Protocol):
     """The hooks that accompany one turn beside the engine, from its admission to its end:
     `reprise.app.turn.alone.LoneTurn` on a server alone, `reprise.fleet.replica.replica_turn.ReplicaTurn` in a fleet.
-    The turn calls them on the app's event loop, in the order in which they stand here, after its arrival has made
-    them."""
+    `ArrivedRequest.turn` makes them. The turn calls their methods on the app's event loop, in the order in which this
+    class lists them."""
 
     @property
     def is_new(self) -> bool:
@@ -147,7 +149,8 @@ class TurnHooks(Protocol):
 
     @property
     def can_move(self) -> bool:
-        """Whether another server continues the turn if this one gives it up."""
+        """Whether another server of the fleet would continue this turn if this server gave it up, as while it
+        drains."""
         ...
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
@@ -156,12 +159,14 @@ class TurnHooks(Protocol):
         ...
 
     async def claim(self, session_id: str, salt: str) -> bool:
-        """Make this server the session's home. Returns whether transcripts of the session were brought here, so that
-        its prompt may be better known than before."""
+        """Make this server the session's home, the only server that may record its turns in the fleet. Returns whether
+        transcripts of the session were fetched from other servers. The prompt is then to be prepared again, because
+        more of its exact token ids may be known."""
         ...
 
     def resume(self, submit: Submit) -> Submit:
-        """Return the message with which the engine begins the turn, or continues it."""
+        """Return the message for the engine: `submit` itself, or for a turn that another server began, one that
+        continues its answer."""
         ...
 
     def begin(self, submit: Submit, *, keep_s: float | None) -> Begun:
@@ -198,7 +203,8 @@ class ArrivedRequest(Protocol):
 
     @property
     def added_bytes(self) -> int:
-        """The bytes that the body may have in addition to a client's limit."""
+        """The bytes by which the body may exceed the limit for clients, because a server that relays it has added
+        data."""
         ...
 
     @property
@@ -208,7 +214,8 @@ class ArrivedRequest(Protocol):
         ...
 
     def open_body(self, data: bytes) -> bytes:
-        """Return the client's body. Raises ApiError."""
+        """Return the client's body from `data`, in which a server that relays it may have wrapped it. Raises
+        ApiError."""
         ...
 
     def turn(self, place: int) -> TurnHooks:
@@ -216,7 +223,8 @@ class ArrivedRequest(Protocol):
         ...
 
     def stream(self, deltas: Deltas, frames: Frames) -> tuple[Deltas, Frames]:
-        """Return the deltas and frames that are to be streamed instead of the given ones."""
+        """Return the (deltas, frames) to stream in place of the given ones. To a gateway, frames also carry token ids,
+        so that another server can continue the answer."""
         ...
 
 
@@ -235,7 +243,8 @@ class ServerHooks(Protocol):
 
     @property
     def overview(self) -> Overview | None:
-        """A function that describes the servers of the fleet, `limit` at most; None if there is no fleet."""
+        """A function that is called with `limit` and describes at most that many servers of the fleet. None if there is
+        no fleet."""
         ...
 
     def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:

@@ -47,7 +47,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def narrowed(request: R, caller: Caller) -> R:
-    """Return the request with the restrictions that its key imposes."""
+    """Return the request with `kv_quality` "exact" if its key demands that, otherwise the request itself."""
     return request.model_copy(update={"kv_quality": "exact"}) if caller.is_exact else request
 
 
@@ -244,8 +244,9 @@ def _nothing(choice: Answer) -> None:
 
 
 def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
-    """Return the client's name for its conversation; None if it gave none. Names count within a tenant, so this never
-    names another tenant's session. Raises ApiError."""
+    """Return the client's name for its conversation; None if it gave none. `session_id` of the body wins over the
+    header X-Session-ID, and that over `prompt_cache_key`. Names count within a tenant, so this never names another
+    tenant's session. Raises ApiError."""
     if request.session_id is not None:
         return request.session_id
     if header is not None:
@@ -270,8 +271,8 @@ def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) ->
 def _keep_first_tokens(
     request: ChatCompletionRequest, messages: list[dict[str, Any]], prompt: PreparedPrompt, default: int
 ) -> int:
-    """Return how many leading tokens a truncation keeps: the requested number, the configured one, or the system
-    prompt."""
+    """Return how many leading tokens a truncation keeps: the number that the request gives, otherwise `default`. A
+    negative number means the system prompt."""
     wanted = default if request.keep_first_tokens is None else request.keep_first_tokens
     if wanted < 0:
         first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -280,7 +281,8 @@ def _keep_first_tokens(
 
 
 def _callable_names(request: ChatCompletionRequest) -> list[str]:
-    """Return the functions whose calls in the answer count as calls."""
+    """Return the names of the functions that the answer may call: those of `tool_choice`, otherwise all of `tools`.
+    What looks like a call to another function stays text."""
     if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
         return []
     chosen = request.tool_choice.names if request.tool_choice is not None else None

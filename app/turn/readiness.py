@@ -96,8 +96,8 @@ class Readiness:
         return self.model, self._tokenizer
 
     def require_engine(self) -> None:
-        """Raise what `require` does, unless the engine may be asked about sessions, which it may also while this server
-        joins its fleet."""
+        """Raise ApiError unless the engine can be asked about sessions. Unlike `require` it also passes while the
+        server joins its fleet and does not take turns yet."""
         if not (self.joining and self._engine.state == "ready" and self._tokenizer is not None):
             self.require()
 

@@ -41,8 +41,8 @@ OPENAI = SamplingDefaults()
 
 
 def read_defaults(directory: Path) -> tuple[SamplingDefaults, list[str]]:
-    """Read the sampling defaults of the model in `directory`. Returns them, and for people the problems of the file.
-    Blocks."""
+    """Read the sampling defaults of the model in `directory`. Returns (defaults, messages about what is wrong with
+    their file). Blocks."""
     path = directory / FILE
     try:
         if not path.is_file():

@@ -112,8 +112,8 @@ class TurnService:
             await generation.aclose()
 
     async def _begin(self, request: GenerationRequest, caller: Caller, prepare: Prepare) -> Generation:
-        """Admit, prepare and submit a request. The generation frees its places at its end; after an error this method
-        does."""
+        """Admit, prepare and submit a request. prepare: called with the model and a session id, makes the prompt. The
+        generation frees the request's places at its end; after an error this method frees them."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         self._check(request, model, caller.tenant)
@@ -161,7 +161,9 @@ class TurnService:
     async def _prepare(
         self, hooks: TurnHooks, prepare: Callable[[str | None], Awaitable[Prepared]], session_id: str | None, salt: str
     ) -> Prepared:
-        """Prepare a request after its session is claimed, which may bring transcripts of other servers."""
+        """Prepare a request after this server has become its session's home in the fleet. That may fetch transcripts
+        from other servers. If the session is found only by preparing, and transcripts were fetched, the request is
+        prepared again."""
         if session_id is not None:
             await hooks.claim(session_id, salt)
             return await prepare(session_id)

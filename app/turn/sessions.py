@@ -17,7 +17,8 @@ REPLY_TIMEOUT_S = 30.0  # for the engine to reply to a command
 
 
 class Question(TypedDict, total=False):
-    """The fields of `reprise.engine.messages.SessionRequest` beside its action and tenant."""
+    """The arguments of a request about sessions: the fields of `reprise.engine.messages.SessionRequest` except its
+    action and tenant."""
 
     session_id: str
     pinned: bool | None

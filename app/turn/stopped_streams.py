@@ -1,7 +1,8 @@
-"""Waits for answers whose client has hung up and sends their beginning back at once, in its next request.
+"""Makes a prompt wait until an answer that its client has just stopped is recorded.
 
-The tokens of such an answer are recorded when its stream closes. A prompt that is prepared before that would be
-tokenized anew, and the KV of the answer would be lost.
+Some clients hang up in the middle of an answer, and at once send its beginning back in their next request. The tokens
+of such an answer are recorded when its stream closes. A prompt that is prepared before that would be tokenized anew,
+and the KV of the answer would be lost.
 """
 
 import asyncio

@@ -9,8 +9,8 @@ from reprise.engine.messages import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """Limits in tokens. truncates: whether a full window drops the earliest history; else it refuses the prompt and
-    ends the answer."""
+    """The limits of prompts and answers, in tokens. truncates: whether a full window drops the earliest history; else
+    it refuses the prompt and ends the answer."""
 
     window: int  # the model's window
     truncates: bool
@@ -39,8 +39,9 @@ def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: in
     """Return the length, in tokens, of the longest answer where `room` tokens are left in the window. asked: the most
     that the request asks for, or None.
 
-    beyond_window: 0 if a full window ends the answer. Otherwise history is dropped to make room, and this is the bound
-    of `asked`; without `asked`, an answer has at least the room that a truncation leaves for it.
+    beyond_window: 0 if a full window ends the answer. Otherwise history is dropped to make room: a request may ask for
+    up to `beyond_window` tokens, and one that asks for nothing gets `room` or an eighth of the window, whichever is
+    more.
     """
     if not beyond_window:
         return min(asked or room, room)

@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.models import model_directory, result_name
 from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
@@ -229,10 +229,6 @@ def options(parser: ArgumentParser) -> None:
 EXPERIMENT = Experiment(
     name=lambda arguments: result_name("replay_dialogues", arguments.model),
     about=__doc__, measure=measure, show=show, options=options, rounds=10, rounds_help="turns of the user",
-    quick=Quick(
-        options={"dialogues": 8, "rounds": 6},
-        figures=[Figure("history tokens cached", lambda r: r["cached_ratio"], 1.02, more_is_better=True)],
-    ),
 )  # fmt: skip
 
 if __name__ == "__main__":

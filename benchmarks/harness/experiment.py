@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.result_files import QUICK, RESULTS, commit, write_result
+from benchmarks.harness.servers import STARTED
 
 Arm = TypeVar("Arm")
 Item = TypeVar("Item")
@@ -186,7 +187,8 @@ class Experiment:
 
         def write(result: Result) -> None:
             if not arguments.no_result:
-                write_result(file, result)
+                servers = {"servers_started": dict(STARTED)} if STARTED else {}
+                write_result(file, {**result, **servers})
 
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"reprise-{file.stem}-")))

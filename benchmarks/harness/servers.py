@@ -19,6 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.result_files import ROOT
 
+STARTED: dict[str, dict[str, Any]] = {}
+"""The settings of each server that was started, by its name, without paths: `Experiment` puts them into its result."""
+
 
 class ServerFailed(Exception):
     """The server did not come up; the message ends with the tail of its log."""
@@ -100,6 +103,7 @@ def serve(
     directory = Path(tempfile.mkdtemp(prefix=f"reprise-{name}-"))
     port, log = port or free_port(), directory / "server.log"
     flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
+    STARTED[name] = told(flags)
     # The `reprise` program, also where the project is not installed.
     command = [str(program)] if program else [sys.executable, "-c", "from reprise.app.cli.program import main; main()"]
     command += ["serve", "--port", str(port)]
@@ -134,6 +138,13 @@ def serve(
         raise
     _stop(process)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def told(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for a result. Paths and addresses say nothing on another machine, and keys are for none: a model
+    keeps its name, the rest go."""
+    shown = {key: value for key, value in flags.items() if os.sep not in str(value) and not key.endswith("_keys")}
+    return {**shown, "model.source": Path(str(flags["model.source"])).name}
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:

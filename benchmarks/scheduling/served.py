@@ -1,13 +1,13 @@
 """First tokens under load, on servers that differ in the order of the queue and in what a step may take.
 
     python -m benchmarks.scheduling.served
-    python -m benchmarks.scheduling.served --seeds 4 --arms car-hidden-auto fcfs-0
+    python -m benchmarks.scheduling.served --seeds 4 --arms due-auto fcfs-0
 
-A random 125 M-shape model in bf16. An arm is a policy and `scheduler.itl_target_ms`; `car-hidden-auto` is the default.
+A random 125 M-shape model in bf16. An arm is a policy and `scheduler.itl_target_ms`; `due-auto` is the default.
 In a round every server gets the same conversations, one after the other, in an order that moves on with every round;
 the others idle meanwhile. Every round is another seed: other arrivals, other texts. A server's turns of all rounds
 count together. Conversations begin with 1,000 tokens; each later turn brings 100 more, 4 s after the answer before it;
-answers have 32. All KV is in HBM, where `car` and `car-hidden` are one order.
+answers have 32. All KV is in HBM.
 
 Held, of the default against the same server with `fcfs` and no target: TTFT p50 of returning turns at most 0.95 x, of
 first ones at most 1.0 x, TPOT p50 at most 1.05 x, over at least four seeds. All figures over those of that server are
@@ -34,9 +34,9 @@ from benchmarks.scheduling.workloads import DEFAULT, Poisson
 from reprise.loadgen.measure.sender import TurnResult, run
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.workloads.workload import Conversation
-from reprise.scheduler.queues.make_queue import ORDERS
+from reprise.scheduler.make_policy import POLICIES
 
-ARMS = (*(f"{order}-{target}" for order in ORDERS for target in ("auto", "0")), f"{DEFAULT}-100")
+ARMS = (*(f"{order}-{target}" for order in POLICIES for target in ("auto", "0")), f"{DEFAULT}-100")
 MINE, OTHER = f"{DEFAULT}-auto", "fcfs-0"
 MUSTS = {("returning", "p50"): 0.95, ("first", "p50"): 1.0, ("tpot", "p50"): 1.05}
 SEEDS = 4  # at least, for a verdict
@@ -88,12 +88,10 @@ def round_of(arm: str, seed: int, results: Sequence[TurnResult]) -> Round:
 
 
 def counts(server: ServerProcess) -> Counter[str]:
-    """Return what the scheduler has counted: loads by how they ended, loads of the timer by when, and overtakes."""
+    """Return what the scheduler has counted: loads by how they ended."""
     time.sleep(HEARTBEAT_S)
     state = httpx.get(f"{server.url}/v1/scheduler", timeout=10).raise_for_status().json()
-    found = Counter({f"{kind} {name}": n for kind in ("loads", "timer") for name, n in state[kind].items()})
-    found["overtakes"] = state["overtakes"]
-    return found
+    return Counter({f"loads {name}": n for name, n in state["loads"].items()})
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:

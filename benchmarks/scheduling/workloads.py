@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise.loadgen.workloads.workload import Conversation, Turn
 
-DEFAULT = "car-hidden"  # `scheduler.policy`, unless it is set
+DEFAULT = "due"  # `scheduler.policy`, unless it is set
 BLOCK = 32
 _TEMPLATE_TOKENS = 16  # at most, around a message
 _RECENT = 6.0  # the mean place of a returning conversation in the list of those that spoke last

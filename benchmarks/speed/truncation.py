@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, some_of
+from benchmarks.harness.experiment import Experiment, Run, some_of
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.models import model_directory, name_of, result_name
 from benchmarks.harness.servers import ServerProcess, serve
@@ -275,17 +275,9 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def overflow_ratio(result: Result) -> float | None:
-    return result["parts"]["endless"]["summary"]["AS"]["overflow_ratio"] if "endless" in result["parts"] else None
-
-
 EXPERIMENT = Experiment(
     name=lambda arguments: result_name("truncation", arguments.model),
     about=__doc__, measure=measure, show=show, options=options, rounds=20, rounds_help="turns with a shortened history",
-    quick=Quick(
-        options={"parts": ["endless"], "turns": 60},
-        figures=[Figure("TTFT of a cut, x an ordinary turn's", overflow_ratio, 1.3)],
-    ),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Decides which blocks a codec may compress, and tells which copies are coded, that is compressed by it. Pure."""
+"""Decides which blocks a codec may compress, and tells which of a block's copies (in DRAM, on disk, in Redis) are
+coded, that is compressed by it. Pure."""
 
 from reprise.cache.blocks.stored import is_coded
 from reprise.cache.blocks.table import BlockRow
@@ -24,8 +25,8 @@ class CodedForm:
         return self.is_used and not (row.is_open or row.decoded or row.kept_raw)
 
     def awaits(self, row: BlockRow) -> bool:
-        """Return whether a block has to be compressed before its rows leave DRAM. A block on disk need not: it was
-        compressed when it was written, if the codec may compress it at all."""
+        """Return whether a block has to be compressed before its rows leave DRAM. False for a block with a copy on disk
+        or in Redis: that copy was compressed when it was written, if the codec may compress the block at all."""
         may_be = self._has_slots and not self.is_condemned and self.fits(row)
         return may_be and "coded" not in row.copies and not row.is_below_dram
 

@@ -83,7 +83,7 @@ class SessionContext:
     @property
     def conversation_keys(self) -> list[BlockKey]:
         """The keys that the conversation's full blocks would have if nothing had been cut. Cuts consist of whole
-        blocks, so blocks begin at the same tokens in both."""
+        blocks, so the blocks of the cut context begin at the same tokens as blocks of the uncut conversation."""
         return self.cut_conversation if self.cuts else self.keys
 
     @property

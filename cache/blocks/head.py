@@ -30,8 +30,8 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeadToTell(NamedTuple):
-    """A session's head to be stored outside of this process, where other servers find it, with the parts of it that can
-    be read without the key."""
+    """A session's head (its context and its list of extents in Redis, signed) with the parts of it that can be read
+    without the key. It is to be stored outside of this process, where other servers find it."""
 
     name: tuple[str, str, str]  # tenant, salt, session id
     turns: int

@@ -10,8 +10,8 @@ from reprise.cache.blocks.truncate import Range
 @dataclass(slots=True)
 class Lineage:
     """The keys of a context's full blocks, in order. Until something is cut, they are one chain from the domain's root.
-    The first block computed after a cut is the `joint`. It depends on exactly which blocks remain before it, so its key
-    chains on all of their keys."""
+    The first block computed after a cut is called the joint. Its KV depends on exactly which blocks remain before it,
+    so its key hashes the keys of all of them, not only that of the block before."""
 
     domain: KeyDomain
     keys: list[BlockKey] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Lineage:
 
     def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
         """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: key
-        of an open block that stays after the last full one. The block that it grows into counts as begun in the longer
-        context."""
+        of an open block that stays after the last full one; its rows were computed before the cut, so the key of the
+        block that it grows into hashes `tail` too."""
         keys, start = [], 0
         for a, b in cuts:
             keys += self.keys[start : a // BLOCK_TOKENS]
@@ -65,8 +65,9 @@ class Lineage:
         return self.rejoined(keys, cuts[0][0] // BLOCK_TOKENS, tail)
 
     def rejoined(self, keys: list[BlockKey], same: int, tail: BlockKey | None) -> "Lineage":
-        """Return the lineage of a context of these blocks, of which only the first `same` stand where they stand in
-        this one. tail: key of an open block after the last full one, or None."""
+        """Return the lineage of a context that consists of these blocks after others were dropped or brought back.
+        same: how many leading blocks have the same index as in this lineage. tail: key of an open block after the last
+        full one, or None."""
         plain = min(self.num_plain, same)
         if tail is not None:
             return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))
@@ -75,8 +76,10 @@ class Lineage:
         return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
 
     def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
-        """Return whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open
-        one) may get this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
+        """Return whether blocks that are computed now may get this lineage's keys, which name all blocks that a
+        truncation kept. num_blocks, has_tail: how many full blocks were found in the cache, and whether the open
+        block's rows were. If some of the kept blocks were not found, the answer is False, because the KV to come
+        depends on other blocks."""
         if self.joint is None or num_blocks > self.joint:
             return True
         if num_blocks < self.joint:

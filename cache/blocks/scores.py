@@ -6,12 +6,12 @@ from reprise.cache.blocks.table import CacheTable
 
 class Scores:
     """A table of the scores by which blocks are evicted from HBM. A block's score is the sum over all requests that
-    need it: 1 while a request is in the window and 2 while it runs. The scheduler's view of the cache sets it, on the
-    engine's thread.
+    need it: 1 while a request is in the queue's window (its next few requests) and 2 while it runs. The scheduler's
+    view of the cache sets it, on the engine's thread.
 
-    The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting what a request
-    adds (its share) instead gives the same sums, and takes the share back exactly when a request is aborted or
-    preempted. A change costs time linear in the length of the request's context.
+    The paper CaR adds 1 when a request enters the window, adds 1 on dispatch and subtracts 2 on completion. Setting
+    what a request adds gives the same sums, and an abort or a preemption removes exactly what the request had added. A
+    change costs time linear in the length of the request's context.
     """
 
     def __init__(self, *, table: CacheTable) -> None:

@@ -50,13 +50,17 @@ def plan_cut(
     """Choose the ranges of a context of `length` tokens to drop, so that it and `reserve` more tokens fit into
     `window`. Returns nothing if it fits as it is.
 
-    Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
-    begins (a block may hold the end of the previous message), or more if that is not enough. Where `scores_of` has
-    scores, the blocks with the least are dropped instead, and nothing is extended. `marked` ranges stay if possible.
+    ratio: share of the window to drop. keep_first: leading tokens that always stay. newest: where the newest message
+    begins. starts: where messages begin. marked: ranges that stay if possible. scores_of: gives scores of blocks, or
+    None.
 
-    Never drops anything from `newest` on, where the newest message begins. If that leaves less than `reserve`,
-    everything before it that may be dropped is dropped, and the answer gets the room that is left. Raises DoesNotFit if
-    there is no room for a single token.
+    Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
+    begins (a block may hold the end of the previous message), or more if that is not enough. If there are scores, the
+    blocks with the least are dropped instead, and nothing is extended.
+
+    Never drops anything from `newest` on. If the rest cannot make room for `reserve` tokens, all of it that may be
+    dropped is dropped, and the answer gets the room that is left. Raises DoesNotFit if there is no room for a single
+    token.
     """
     head = _up(keep_first)
     needed = length + reserve - window
@@ -133,8 +137,8 @@ def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
 
 
 def _end_of(ranges: Sequence[Range], amount: int) -> int:
-    """Return the offset at which `amount` tokens of the ranges have passed, rounded up to whole blocks; the end of the
-    last range if the ranges have fewer tokens."""
+    """Return the offset in the context by which the ranges contain `amount` tokens, counted from the first range's
+    beginning and rounded up to whole blocks. If the ranges have fewer tokens, return the end of the last range."""
     end = ranges[0][0]
     for a, b in ranges:
         end = min(b, _up(a + amount))

@@ -20,9 +20,9 @@ class BeladyPolicy:
     """A policy that evicts the block whose next use is latest. It is the upper bound for the other policies.
 
     The next use is asked for when a block is touched, so `future` must already describe what comes after that touch.
-    Among blocks with the same next use, the newest touch leaves first, which is the head of a context touched from its
-    tail. The published bounds were measured this way; evicting the tail first would raise block hit rates by up to
-    0.013. A newcomer may itself be the first victim (bypass).
+    Among blocks with the same next use, the block touched last leaves first. Contexts are touched from their tail to
+    their head, so that block is the head of a context. The published bounds were measured this way; evicting the tail
+    first would raise block hit rates by up to 0.013. A block that has just come may be evicted at once.
     """
 
     def __init__(self, future: Future) -> None:

@@ -40,8 +40,9 @@ class EvictionPolicy(Protocol):
         afterwards. changed: sessions that joined or left since the last call; None: find them by comparison.
 
         Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
-        session's next return. Naming running turns admits those blocks before all that is not queued, however late they
-        return. This does no harm, but a rotation with half of the room it needs then hits 42 % instead of 50 %.
+        session's next return. If running turns are named, their new blocks count as queued and push out sessions that
+        are not queued, however late they return. This does no harm, but a rotation of sessions with half of the room it
+        needs then hits 42 % instead of 50 %.
         """
         ...
 
@@ -56,9 +57,10 @@ class EvictionPolicy(Protocol):
         """Choose up to `count` unpinned blocks, first to leave first. Changes nothing.
 
         newcomer: return only blocks that should leave before a block of this session. Fewer than `count`, or none,
-        means that the newcomer had better bypass the tier. Only DRAM gives it.
-        spare_queued: exempt the sessions given to `look_ahead` (AttentionStore §3.3.2: what leaves the whole hierarchy
-        spares the window). Only the disk gives it."""
+        means that the newcomer had better bypass the tier. Only DRAM passes it. spare_queued: exempt the sessions given
+        to `look_ahead`, because a block that leaves the last tier is lost (AttentionStore §3.3.2). Only the disk passes
+        it.
+        """
         ...
 
 

@@ -53,17 +53,19 @@ class LookaheadPolicy:
     that are not queued, those expected back last first (`reprise.cache.returns.return_times`), or oldest use first
     where nothing is known; (c) queued sessions, from the tail of the queue to its head.
 
-    A session leaves tail-first. A shared block leaves only after everything resident that follows it in any owner's
-    context has left (or is pinned), so what stays is always a usable prefix. Its rank combines the ranks of its owners,
-    since any of them may come for it; once an owner is queued, it ranks like the owner first in line. A newcomer (a
-    session whose block needs room) is admitted at the expense of blocks that rank before it, never of its own. In a
-    rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead of thrashing.
+    A session leaves tail-first. A shared block leaves only after all blocks in the tier that follow it in any owner's
+    context have left (or are pinned), so what stays is always a usable prefix. Its rank combines the ranks of its
+    owners, since any of them may come for it; once an owner is queued, it ranks like the owner first in line.
+
+    A newcomer (a session whose block needs room) gets room by evicting blocks that rank before it, never blocks of its
+    own session. In a rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead
+    of thrashing.
 
     Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `look_ahead` touches
     the sessions that joined or left the queue. Queued sessions are kept apart from the sorted rest and sorted only as
-    far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips. Memory: the resident
-    blocks and the contexts of live sessions. Ownership outlives a block's stay in the tier, so that a fetched block
-    knows its owners, until `forget` or until another block takes its place.
+    far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips. Memory: the blocks
+    in the tier and the contexts of live sessions. Ownership outlives a block's stay in the tier, so that a fetched
+    block knows its owners, until `forget` or until another block takes its place.
     """
 
     def __init__(self, returns: ReturnTimes) -> None:
@@ -194,8 +196,9 @@ class LookaheadPolicy:
             self._put_in_order()
 
     def _move(self, session: _Session) -> None:
-        """Move the session's entry in `_at_tail` to its last resident block, if it has one. Most blocks have a single
-        owner."""
+        """Move the session's entry in `_at_tail` (block -> the sessions whose last block in the tier it is) to the
+        block that is now its last, if it has one. The code is fastest for a block with a single session, which most
+        have."""
         at_tail, before, after = self._at_tail, session.waits_at, session.tail
         if before == after:
             return
@@ -316,8 +319,8 @@ class LookaheadPolicy:
         return (0, self._returns.rank(newcomer))
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
-        """Return the entry, a key that sorts by eviction, of a block none of whose owners is queued. waiting: its
-        owners, sorted by rank."""
+        """Return the sort key, ascending in order of eviction, of a block none of whose owners is queued. waiting: the
+        owners whose last block in the tier this is, sorted by rank."""
         if len(waiting) == 1:
             return (0, *waiting[0][0][1], key)
         return (0, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED_OWNERS:]]), key)

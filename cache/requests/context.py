@@ -19,8 +19,8 @@ from reprise.cache.stats import MissReason
 
 @dataclass(slots=True)
 class Cuts:
-    """The parts of the conversation that the context lacks. Written by the ContextOpener, the Recaller and, for
-    attention, the Keeper, while the context has no pages."""
+    """The parts of the conversation that the context lacks. Written while the context has no pages: `attention` by the
+    Keeper, all else by the ContextOpener and the Recaller."""
 
     rules: CutRules
     stream: list[int]  # the conversation as the client sent it, without generated tokens and with nothing cut
@@ -119,8 +119,8 @@ class Saving:
 
 @dataclass(slots=True)
 class Sources:
-    """The number of a prompt's tokens that came from each tier, counted at admission. Written by the Placer; `brought`
-    by Loads."""
+    """The number of a prompt's tokens that came from each tier, counted at admission. The Placer writes it, but Loads
+    writes `brought`."""
 
     by_tier: dict[str, int] = field(default_factory=dict)  # tier -> prompt tokens
     own_tokens: int = 0  # part of these tokens that only its own session had

@@ -49,7 +49,8 @@ class Keeper:
 
 
 def attention_now(before: float | None, share: float, num_blocks: int) -> float:
-    """Return a block's attention averaged with its earlier attention, in units of an equal share for each of
-    `num_blocks` blocks. before: the earlier average, None for a block that is seen for the first time."""
+    """Return a block's attention, averaged with its earlier attention. 1 means the average share of a context's
+    `num_blocks` blocks. before: the earlier result, None for a block that is seen for the first time. share: the share
+    of all attention that the block got now."""
     now = share * num_blocks
     return now if before is None else _OLD_SHARE * before + (1 - _OLD_SHARE) * now

@@ -147,9 +147,9 @@ class Lifecycle:
 
     def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
         """End a request whose context is its first `num_tokens` tokens (a stop string may have shortened it). Pages
-        that nothing else needs become free, and full blocks stay cached. The session's context becomes the request's,
-        or stays as it was if nothing was computed. goes_on: whether the conversation is expected to continue from
-        there; if not, the session's context also stays as it was."""
+        that nothing else needs become free, and full blocks stay cached. The request's context replaces the session's.
+        The session's context stays as it was if nothing was computed, or if `goes_on` is False: the conversation is not
+        expected to continue from there."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)

@@ -28,8 +28,8 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
     processors to others. Otherwise returns the number with which the first token comes soonest; 0: computing all is
     fastest. Adds one more block now and then to measure the link again (`Rates.passed_over`).
 
-    There is one load stream, so the times of all directions add up. A faster tier never makes it load less, because
-    speed-up gains most where most is loaded.
+    There is one load stream, so the times of all directions add up. If a tier becomes faster, the result never becomes
+    smaller, because the time saved is largest where most blocks are loaded.
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)

@@ -216,7 +216,7 @@ class Loads:
         self._tell_request(load, event)
 
     def _tell_request(self, load: Load, event: Loaded) -> None:
-        """Record in the request's context how its load has ended."""
+        """Record in the request's context how its load has ended: complete, failed, or too late for the request."""
         context, is_late = load.context, "late" in event.failed.values()
         was_wanted, was_outlived = load.state is LoadState.WANTED, load.state is LoadState.OUTLIVED
         if was_outlived or is_late:

@@ -196,9 +196,9 @@ class ContextOpener:
         )
 
     def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RequestContext | None:
-        """Return the context of a request whose client dropped messages itself. It uses the blocks that the client
-        kept. Where messages end inside of blocks, it may have up to a block more than was sent. None if that saves too
-        little."""
+        """Return the context of a request whose client dropped messages itself, so that it uses the blocks that the
+        client kept. Blocks are kept whole, so where messages end inside of blocks, the context may be up to a block
+        longer than what was sent. Return None if too few blocks could be used again."""
         moved = cut.resume - cut.keep
 
         def in_stream(offset: int) -> int:
@@ -229,8 +229,9 @@ class ContextOpener:
         return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
-        """Return how many leading blocks of a session's last context these tokens begin with. Only stored blocks count,
-        because the tokens of others are not known."""
+        """Return how many leading blocks of a session's last context these tokens begin with. The session knows only
+        the blocks' keys; their tokens are in the table as long as they are stored, so other blocks cannot be compared
+        and do not count."""
         count = 0
         for count, key in enumerate(session.keys):
             start = count * BLOCK_TOKENS

@@ -17,8 +17,9 @@ _PATIENCE_S = 30.0
 
 
 def chunk_pages(most_pages: int) -> int:
-    """Return how many pages one chunk may fill of a context that has at most `most_pages` in HBM. The chunk may begin
-    inside of a page, and the previous chunk may still be being saved."""
+    """Return how many pages one chunk may fill of a context that has at most `most_pages` in HBM. The previous chunk,
+    which may still be being saved, needs as many. Each of the two chunks may need one page more, because it begins
+    inside of a page."""
     return max(1, (most_pages - 2) // 2)
 
 
@@ -28,8 +29,8 @@ class Parking:
     that no two wait for each other's slots."""
 
     def __init__(self, *, tiers: Hierarchy, most_pages: int) -> None:
-        """Set up. most_pages: the most pages of such a context, if blocks can be parked in time; 0: every context has
-        to fit HBM."""
+        """Set up. most_pages: the most HBM pages that one context larger than HBM may have; 0: every context has to fit
+        HBM."""
         self.now = -math.inf
         """Time of the last plan, in seconds. The CacheManager sets it."""
         self._tiers = tiers
@@ -54,13 +55,14 @@ class Parking:
         return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RequestContext, num_tokens: int) -> bool:
-        """Return whether `grow`, and not the HBM pool, makes the room for `num_tokens` more rows of a context with
-        pages."""
+        """Return whether this context would be larger than HBM with `num_tokens` more rows, or already is, so that
+        `Parking.grow` and not the HBM pool makes the room. context: one with pages."""
         return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
     def waits(self) -> bool:
-        """Return whether the context that has room waits for slots or saves. Until then it takes part in no step."""
+        """Return whether the one context that is larger than HBM and has pages waits for DRAM slots or saves. While it
+        waits, it takes part in no step."""
         return self._waiting is not None and self._waiting[0] is self.owner
 
     def take_hopeless(self) -> list[str]:
@@ -79,8 +81,8 @@ class Parking:
         self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
 
     def usable(self, match: Match) -> Match:
-        """Return the part of a match that a context larger than HBM can use. Blocks without a DRAM slot need pages, and
-        a chunk of the step has to fit into the pages that are left."""
+        """Return the leading part of a match that a context larger than HBM can use. Blocks without a DRAM slot need
+        pages, and a chunk of the step needs pages besides, so the match is cut where the pages end."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
             room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])

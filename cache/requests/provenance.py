@@ -69,7 +69,8 @@ def _goes_on(context: RequestContext, expired: ExpiredContext) -> bool:
 
 
 def _holds_last(context: RequestContext, table: CacheTable) -> bool:
-    """Return whether the last token of a prompt is stored too, in any session, when all its other tokens were found."""
+    """Return whether a copy of the prompt's last token is stored, in any session, given that all tokens before it were
+    found. That token is computed in any case, to get its logits."""
     if context.cuts.ranges:
         return False
     block = (context.prompt_tokens - 1) // BLOCK_TOKENS
@@ -80,8 +81,8 @@ def _holds_last(context: RequestContext, table: CacheTable) -> bool:
 
 def _shared_history(context: RequestContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
     """Return (leading tokens that the request's conversation shares with the session's, tokens of the session's
-    conversation), both counted with nothing cut. If the two differ inside a full block, its tokens count only while the
-    block is stored, because the session knows only its key."""
+    conversation), both counted with nothing cut. If the two conversations differ inside a full block, the tokens that
+    they share in that block count only while the block is stored, because the session knows only its key."""
     known = [] if session is None else session.conversation_keys
     if session is None or (session.cuts and not known):  # saved before its conversation was written down
         return 0, 0

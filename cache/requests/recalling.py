@@ -77,8 +77,9 @@ class Recaller:
         return merge_cuts([], lost)
 
     def _candidates(self, context: RequestContext) -> list[int]:
-        """Return the dropped blocks that are stored and would stand among computed ones, ascending. Blocks that the
-        client dropped itself are left out."""
+        """Return the numbers of the dropped blocks that could be brought back, ascending: those that are stored and
+        whose place is before the first row that has to be computed. Blocks that the client dropped itself are left
+        out."""
         own = subtract(context.cuts.ranges, context.cuts.by_client)
         ends = [end for _, end in own]
         known = unmap_offset(context.reuse.open_place * BLOCK_TOKENS, context.cuts.ranges)

@@ -29,7 +29,7 @@ class Requests(dict[str, RequestContext]):
         return context
 
     def gave_way(self) -> None:
-        """Note that a request has given its pages back but has not ended."""
+        """Count in `changes` that a request has given its pages back but has not ended."""
         self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:

@@ -64,8 +64,8 @@ class Saver:
         return slot
 
     def _source(self, older: BlockRow | None) -> int | None:
-        """Return the slot with the rows of an older block, which are there or will be before any later order is carried
-        out; None if there is no such slot."""
+        """Return the slot with the rows of an older block; None if there is no such slot. The rows may still be on
+        their way into the slot, but will be there before any later order is carried out."""
         if older is None:
             return None
         return self._saves.slot_of(older) if self._only_as_computed else older.copies.get("dram")

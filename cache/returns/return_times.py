@@ -82,7 +82,7 @@ class SessionReturn:
         by last use, oldest first."""
 
     def put_in_rank(self) -> bool:
-        """Update the rank from the known facts. Returns whether it has changed."""
+        """Update `rank` from the session's worth, its last use and its usual gap. Returns whether it has changed."""
         before, expected_s = self.rank, _NEVER
         if self.used_s is not None and self.by_time.gap is not None:
             expected_s = -(self.used_s + self.by_time.gap)
@@ -91,21 +91,22 @@ class SessionReturn:
 
 
 class ReturnTimes:
-    """A ranking of sessions by what a second of their space is worth, estimated as the better of two guesses.
+    """A ranking of sessions by the expected hits per second that their space is held, estimated as the better of two
+    guesses.
 
     The first guess looks at all sessions (`survival.ReturnModel`, trained here on which sessions return and which do
     not). The second looks at the session alone, because programs keep their intervals: a return is expected one gap
-    after the last use, and if a share p of earlier returns was punctual, it is worth p squared / (the time until then).
-    Gaps are averaged as logarithms, since they spread over orders of magnitude. They are measured by two clocks, and
-    the one that promises more is used: seconds, which programs keep to, and turns of all sessions, because sessions
-    that take turns return in order, however slow the machine is.
+    after the last use, and if a share p of earlier returns was punctual, the guess is p squared / (the time until
+    then). Gaps are averaged as logarithms, since they spread over orders of magnitude. They are measured by two clocks,
+    and the clock with the higher guess is used: seconds, which programs keep to, and turns of all sessions, because
+    sessions that take turns return in order, however slow the machine is.
 
     A rank is computed at each turn, at the end of its answer, and whenever the session enters a new bin of age (time
     since its last use), whose widths grow about logarithmically. Before anything is learned, all turns are worth the
     same and the oldest use ranks first. A session that was never used is worth nothing.
 
-    An event costs logarithmic time, however many sessions are due together: at most `_SESSIONS_AT_ONCE` of them are
-    reconsidered with each event, and the others keep their rank until later.
+    An event costs logarithmic time, however many sessions enter a new bin at once: at most `_SESSIONS_AT_ONCE` of them
+    are reconsidered with each event, and the others keep their rank until later.
 
     All tiers of a hierarchy share one object: their policies `listen` and are told whose rank has changed.
     """
@@ -142,7 +143,8 @@ class ReturnTimes:
         return None if session is None else session.by_time.gap
 
     def rank(self, name: Hashable) -> tuple[float, float, int]:
-        """Return a session's rank; for an unknown session, the rank of a newcomer."""
+        """Return a session's rank, ascending by worth: (logarithm of its worth, minus its expected return in seconds,
+        order of last use). An unknown session has the rank of a new one."""
         session = self._sessions.get(name)
         return self.newcomer_rank() if session is None else session.rank
 
@@ -227,7 +229,8 @@ class ReturnTimes:
         return changed
 
     def newcomer_rank(self) -> tuple[float, float, int]:
-        """Return the rank that a new session would have if it came now."""
+        """Return the rank that a new session would have if it came now, ascending by worth: (logarithm of its worth,
+        lowest value as its return is not expected, order of last use)."""
         first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
         return (_steps(self._model.value(first, None, 0)), _NEVER, self._uses + 1)
 
@@ -286,8 +289,9 @@ class ReturnTimes:
 
 
 def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the rank of a block that several sessions own. ranks: those of the sessions, ascending. The values add up,
-    and ties are broken as for the highest rank. The result is never below any of `ranks`."""
+    """Return the rank of a block that several sessions own. ranks: those of the sessions, ascending; the first number
+    of each is the logarithm of the session's worth. The block's worth is the sum of the sessions'. The other numbers,
+    which break ties, are those of the highest rank. The result is never below any of `ranks`."""
     if len(ranks) == 1:
         return ranks[0]
     return (_steps(sum([2.0 ** (rank[0] / _STEPS_PER_DOUBLING) for rank in ranks])), *ranks[-1][1:])

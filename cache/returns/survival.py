@@ -62,10 +62,10 @@ def features(
 class ReturnModel:
     """A logistic regression of whether a session returns within a bin of age, given that it has not returned before.
 
-    The weights: one per bin, one per feature, one per distance between the age and the session's own last gap, and one
-    per length of the answer and period of age. A session that has not returned yet teaches as much as one that has, so
-    learning never waits for a label, and eviction does not affect what is learned. Each weight has its own learning
-    rate (AdaGrad), so weights seen often move little.
+    There is one weight for each bin, for each feature, for each distance between the age and the session's own last
+    gap, and for each combination of an answer's length and a period of age. A session that has not returned yet counts
+    in each bin that it has passed, so learning never waits for a return, and eviction does not affect what is learned.
+    Each weight has its own learning rate (AdaGrad), so weights seen often move little.
     """
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class ReturnModel:
 
 
 def best_rate(hazards: Iterable[float], widths_s: Iterable[float], least_s: float) -> float:
-    """Return the expected hits per second of space: the maximum, over all times to give up from `least_s` on, of
-    (chance that the session has returned by then) / (mean time that its space is held). 0 if the bins end before
-    `least_s`.
+    """Return the expected hits per second of space. That is the maximum, over all times from `least_s` on at which the
+    session could be evicted, of (chance that it has returned by then) / (mean time that its space is held). 0 if the
+    bins end before `least_s`. hazards: by bin of age, the chance to return in it; widths_s: lengths of the bins.
 
     This is the Gittins index, which ranks things that compete for the same space. A session ranks higher if it is
-    likelier to return within the time that it would be held, whether that time is short or long. Waiting through an
-    hour in which no session returns counts against a return after it.
+    likelier to return within the time that it would be held, whether that time is short or long. An hour in which no
+    session returns makes a return after that hour worth less, because the space is held through it.
     """
     # `least_s` is needed because the best of many guesses is biased upwards, and the guesses for short bins rest on
     # little data.
@@ -152,8 +152,8 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """Return what to add to the index of the weight of an answer's length to get the index of its weight for the period
-    of age that this bin is in."""
+    """Return the offset from the index of the weight of an answer's length to the index of the weight of that length
+    combined with the period of age that this bin is in."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 

@@ -31,8 +31,10 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """Return the sizes of our records by id, and the other records that `Foreign` describes. Deletes temporary files,
-    since no process is writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
+    """Return the sizes of this model's extent files by id, and the files that `Foreign` describes (of other models, or
+    not to be trusted). own: the directory of this model's files. beat: called now and then, so that the deadline of the
+    work begins anew. Deletes temporary files, since no process is writing now. Ignores files whose names do not follow
+    the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
     for directory in _directories(root, _FINGERPRINT):
@@ -54,7 +56,8 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
 
 
 def stored_bytes(directory: Path) -> int:
-    """Return the size of all records in a disk tier's directory, of any model; 0 if there are none. Raises OSError."""
+    """Return the size of all extent files in a disk tier's directory, of any model; 0 if there are none. Raises
+    OSError."""
     root = directory / "kv"
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
     shards = (shard for model in models for shard in _directories(model, _SHARD))
@@ -62,9 +65,9 @@ def stored_bytes(directory: Path) -> int:
 
 
 def stored_models(directory: Path, key: bytes) -> dict[bytes, SegmentSizes]:
-    """Return by fingerprint the segment sizes of every model that has an intact record in a disk tier's directory.
-    Tools need this to open the tier without the model. key: from `reprise.cache.storage.extent_format.record_key`.
-    Raises OSError."""
+    """Return by fingerprint the segment sizes of every model of which a disk tier's directory has an extent file with
+    an intact header. Tools need this to open the tier without the model. key: from
+    `reprise.cache.storage.extent_format.record_key`. Raises OSError."""
     models: dict[bytes, SegmentSizes] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
@@ -95,8 +98,8 @@ def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
 
 
 def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
-    """Return the records of models without any intact record; their contents cannot be identified any more. Raises
-    OSError."""
+    """Return the extent files of models of which no file has an intact header; their contents cannot be identified any
+    more. Raises OSError."""
     root = directory / "kv"
     intact = {fingerprint.hex() for fingerprint in stored_models(directory, key)}
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()

@@ -203,7 +203,8 @@ def altered(extent: ParsedExtent, layer: int, block: int) -> BlockMissing:
 
 
 def read_header(fd: int, file_bytes: int, key: bytes) -> tuple[ExtentHeader, int]:
-    """Read the header of a record of any model; returns it and its length. Raises BlockMissing, OSError."""
+    """Read the header of an extent file of any model. Returns the header and its length in bytes. Raises BlockMissing,
+    OSError."""
     start = bytearray(ALIGNMENT)
     got = _read_all(fd, [memoryview(start)], 0)
     size = header_size(bytes(start[:got]))

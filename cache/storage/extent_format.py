@@ -127,7 +127,8 @@ class Layout:
         return cls(header_bytes, segment_bytes, tuple(starts), end)
 
     def offset(self, layer: int, block: int) -> int:
-        """Return the offset at which a block's segment begins; for the number of blocks: where the last one ends."""
+        """Return the offset in bytes at which a block's segment of a layer begins. block: if it is the number of
+        blocks, the result is where the layer ends."""
         return self.layer_starts[layer] + block * self.segment_bytes[layer]
 
     def stored_bytes(self, layer: int, blocks: Sequence[int]) -> int:
@@ -154,7 +155,8 @@ def checksum(data: memoryview) -> bytes:
 
 
 def record_key(secret: bytes) -> bytes:
-    """Derive the key of the record MACs from the installation's persistent secret."""
+    """Derive, from the installation's persistent secret, the key of the MACs in extent files' headers and in rows of
+    the index."""
     return blake2b(typed_fields("reprise-records"), key=blake2b(secret).digest(), digest_size=32).digest()
 
 

@@ -88,14 +88,17 @@ class ExtentReader:
         outs: Sequence[memoryview],
         landed: Landed,
     ) -> int:
-        """Fill each of `outs` with one layer, beginning with `first_layer`, without verifying anything.
-        A layer consists of the given blocks' segments, back to back, in the order of `wanted`; all readers must belong
-        to the same tier. The first layer is read alone. `landed` is called as layers arrive while more are to come, and
-        returns how many to read next, or that it is enough. Returns the number of layers read.
+        """Fill each of `outs` with one layer, beginning with `first_layer`, without verifying anything. A layer
+        consists of the given blocks' segments, back to back, in the order of `wanted`; all readers must belong to the
+        same tier. Returns the number of layers read. Raises BlockMissing; if its reason is `deadline`, the kernel may
+        still write to `outs`, and `landed` may be called once more.
+
+        landed(number of layers just read): called as layers arrive while more are to come. It returns how many layers
+        to read next; 0 ends the read. The first layer is read alone.
+
         Without a bandwidth cap this is a single call of an I/O thread, because each such call costs more processor time
-        than the transfer. Bypasses the page cache where `outs` begin at pages and segments are whole pages. Raises
-        BlockMissing; if its reason is `deadline`, the kernel may still write to `outs`, and `landed` may be called once
-        more."""
+        than the transfer. Bypasses the page cache where `outs` begin at pages and segments are whole pages.
+        """
         layers = range(first_layer, first_layer + len(outs))
         sizes = self._extent.layout.segment_bytes
         count = sum(len(blocks) for _, blocks in wanted)
@@ -160,8 +163,8 @@ class ExtentReader:
         self._on_failure(altered(self._extent, layer, block))
 
     def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
-        """Return the checksums, by layer, of the segments of the block at this place. Raises BlockMissing if the record
-        has no block of this key there: the cache's table may be wrong."""
+        """Return the checksums, by layer, of the segments of the extent's block at index `block`. Raises BlockMissing
+        if that block does not have the key `key`: the cache's table may be wrong."""
         header = self._extent.header
         if not 0 <= block < len(header.blocks) or header.blocks[block].key != key:
             problem = f"extent {header.extent_id:016x} has no such block {block}"

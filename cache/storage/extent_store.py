@@ -273,7 +273,8 @@ class ExtentStore:
             return self._last_id
 
     def _known_id(self, extent_id: int) -> int:
-        """Take an id that was chosen elsewhere; our own exceed it from now on. Raises TierFailed if it is in use."""
+        """Use an id for a new extent that was chosen elsewhere. Ids that this store chooses are larger from now on.
+        Raises TierFailed if the id is in use."""
         if extent_id in self._space or not 0 < extent_id <= MAX_EXTENT_ID:
             raise TierFailed(f"write: the id {extent_id:016x} cannot be given to an extent", reason="format")
         with self._lock:

@@ -34,14 +34,15 @@ log = logging.getLogger(__name__)
 
 
 class _Memory(Protocol):
-    """A memory of places of equal size, mostly used from the first one on."""
+    """The memory of a pool of DRAM slots or HBM pages, called places here. Places are of equal size and are mostly
+    taken in order, from the first one on."""
 
     count: int
     size: int  # size of one place in bytes
     ready: int  # number of leading places that are in memory
 
     def spans(self, start: int, stop: int) -> list[Span]:
-        """Return the spans of the bytes of places start..stop."""
+        """Return the ranges of memory that hold the bytes of slots or pages `start` to `stop` - 1."""
         ...
 
 

@@ -41,8 +41,8 @@ Row = TypeVar("Row", ExtentInfo, SessionRecord)
 
 
 class DiskIndex:
-    """An index of the records of one fingerprint, for the ExtentStore. Thread-safe. Methods raise sqlite3.Error.
-    `stamp`: orders the records of a session; extent ids come from the same sequence."""
+    """An index of the extents of one fingerprint and of their sessions' records, for the ExtentStore. Thread-safe.
+    Methods raise sqlite3.Error. A `stamp` orders the records of a session; extent ids come from the same sequence."""
 
     def __init__(self, *, path: Path, key: bytes) -> None:
         """Set up. key: from `reprise.cache.storage.extent_format.record_key`."""
@@ -56,8 +56,8 @@ class DiskIndex:
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Return all intact rows: extents by id, and sessions by name with their stamps. An index that is damaged or of
-        another schema is renamed and replaced by an empty one. One that a full disk makes unusable is not, and is read
-        if possible."""
+        another schema is renamed and replaced by an empty one. An index that cannot be written, for example because the
+        disk is full, is kept, and read if possible. beat: called now and then, so that the deadline begins anew."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
@@ -85,8 +85,8 @@ class DiskIndex:
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
         """Add a row for the extent, now or with a later change. Its session record becomes the session's newest, unless
-        one has a later stamp or it is empty. After an error the batched rows are lost, and their extents are known only
-        by their headers."""
+        the index has one with a later stamp, or the extent's record is empty. After an error the batched rows are lost,
+        and their extents are known only by their headers."""
         data = msgspec.msgpack.encode(info)
         with self._lock:
             self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))

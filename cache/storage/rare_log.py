@@ -19,7 +19,8 @@ class RareLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *values: object) -> None:
-        """Log a warning, or only count it. kind: one of a few. message, values: passed to the logger."""
+        """Log a warning, or only count it if one of the same kind was logged lately. kind: a name, of a small fixed
+        set. message, values: passed to the logger."""
         now = time.monotonic()
         with self._lock:
             said_s, count = self._kinds.get(kind, (float("-inf"), 0))

@@ -108,8 +108,8 @@ class Segments:
 
 
 class Slab(Segments):
-    """The slots for blocks as rows. projection: makes K and V from the rows, which are activations; None: the rows are
-    K and V."""
+    """The DRAM slots of blocks that no codec has compressed. projection: makes K and V from the slots' rows, which are
+    activations; None: the rows are K and V."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Counts the bytes that records take on disk, and makes room for new ones."""
+"""Counts the bytes that extent files take on disk, and makes room for new ones."""
 
 import os
 import threading
@@ -52,8 +52,8 @@ class DiskSpace:
             return sorted(self._sizes)
 
     def reserve(self, size: int) -> None:
-        """Reserve room for a record that will be written; `settle` must follow. Deletes records of other fingerprints
-        to make room. Raises TierFull, OSError."""
+        """Reserve room for an extent file of `size` bytes that will be written; `settle` must follow. Deletes extent
+        files of other fingerprints to make room. Raises TierFull, OSError."""
         while True:
             status = os.statvfs(self._root)
             free = status.f_bavail * status.f_frsize

@@ -267,8 +267,8 @@ class DiskLedger:
             ]
 
     def delete_again(self, session: SessionName, waiter: str) -> bool:
-        """Try a refused deletion of a session again, for the request `waiter` from now on. Returns False if there is
-        none."""
+        """Try a refused deletion of a session again. waiter: the id of the request that waits for it from now on.
+        Returns False if no deletion of this session has been refused."""
         found = next((deletion for deletion in self.refused if deletion.session == session), None)
         if found is not None:
             self.refused.remove(found)

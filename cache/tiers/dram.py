@@ -33,8 +33,9 @@ _NEVER_CODED_BLOCKS = 2.0  # blocks of a session: its first, and the one that is
 
 
 def rows_share(session_blocks: float, ratio: float) -> float:
-    """Return the share of DRAM's bytes that is for rows. session_blocks: mean blocks of a session; 0: not known. ratio:
-    size of a block as rows over its size after the codec. Two blocks of a session are never compressed."""
+    """Return the share of DRAM's bytes that is for blocks as rows, the rest being for compressed blocks. A session's
+    first block and its open block are never compressed, so rows get at least their part. session_blocks: mean blocks of
+    a session; 0: not known. ratio: size of a block as rows over its size after the codec."""
     if session_blocks <= 0:
         return _LEAST_ROWS
     never = min(session_blocks, _NEVER_CODED_BLOCKS)
@@ -121,9 +122,9 @@ class Dram:
 
     @property
     def room_bytes(self) -> int:
-        """The paper's C_mem: bytes of KV, counted as rows, that DRAM may store for turns to come. `trim` leaves so many
-        there, less what has to stay until it is on disk. Slots for blocks that are only on their way to disk do not
-        count."""
+        """The bytes of KV, counted as rows, that DRAM may store for turns to come (C_mem in the paper AttentionStore):
+        the room that `trim` keeps filled, less the blocks that must stay only because they are not on disk yet. Slots
+        for blocks that are only on their way to disk do not count."""
         coded = max(0, self.coded.num_usable - self._coded_dirty)
         return (max(0, self.rows.most_resident - self._unwritten) + coded) * self.rows.slot_bytes
 

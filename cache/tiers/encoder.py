@@ -48,7 +48,7 @@ class Encoder:
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._encoding)
 
     def encode(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Order blocks to be compressed, because they have to be before their rows leave DRAM. Leaves some for later
+        """Order the codec to compress blocks whose rows may leave DRAM only after that. Leaves some for a later call
         while many are being compressed. Returns the blocks for which there is no slot for a compressed block."""
         left: list[BlockRow] = []
         blocks: list[tuple[BlockKey, int, int]] = []

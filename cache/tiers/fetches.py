@@ -70,9 +70,9 @@ class Fetches:
         return tier.most_resident - tier.resident - coming
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
-        """Fetch the blocks of `rows` that are only on disk or in Redis, as far as DRAM may store them. For them, only
-        blocks are evicted that should leave before a block of the session `newcomer`, and no slot is taken that `trim`
-        would empty again. Returns whether all were fetched."""
+        """Fetch the blocks of `rows` that are only on disk or in Redis. To make room, only blocks are evicted that
+        should leave before a block of the session `newcomer`. No more slots are filled than blocks may stay in DRAM;
+        `trim` would evict the excess at once. Returns whether all were fetched."""
         from_disk, from_redis = [], []
         wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
         num_coded = sum(map(self._form.is_coded_below, wanted))
@@ -108,8 +108,8 @@ class Fetches:
         self._orders.add(order)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str], now: float) -> None:
-        """Record the end of a fetch. Fetched blocks are in DRAM now, unless they have left the tier below meanwhile. A
-        bad copy is forgotten."""
+        """Record the end of a fetch. Fetched blocks are in DRAM now. A block whose copy on disk or in Redis was deleted
+        or replaced meanwhile is not entered. A bad copy is forgotten."""
         fetch = self._under_way.pop(job)
         order = fetch.order
         is_remote = isinstance(order, FetchRemote)

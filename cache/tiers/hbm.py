@@ -241,12 +241,13 @@ class HbmPool:
         return True
 
     def _make_run(self, num_pages: int, spare: int) -> None:
-        """Evict until a context finds `num_pages` adjacent free pages, and `spare` more if possible: a context in
-        pieces slows every step that attends to it.
+        """Evict until a context finds `num_pages` adjacent free pages, and `spare` more if possible: a context whose
+        pages are scattered slows every step that attends to it.
 
-        Only blocks that no request needs and that DRAM has may be evicted, and no more of them than the offloader would
-        evict after this context anyway, because free pages hold no history. Of the blocks to leave next, only those in
-        the way are evicted; otherwise a full pool would soon be in pieces too small to make a run.
+        Only blocks that no request needs and that DRAM has may be evicted. Free pages hold no history, so no more
+        blocks are evicted than background eviction, which keeps a reserve of free pages, would evict after this context
+        anyway. Of the blocks to leave next, only those that lie between free pages are evicted; otherwise a full pool
+        would soon consist of gaps too small for a run.
         """
         pages = self.pages
         run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free

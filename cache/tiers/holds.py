@@ -55,7 +55,7 @@ class DirtyBlocks:
             self.sessions.setdefault(row.owners[0], {})[row.key] = None
 
     def hold(self, row: BlockRow) -> bool:
-        """Return whether a block must stay in DRAM until it is on disk."""
+        """Return whether a block is dirty, so that it must stay in DRAM until it is on disk."""
         return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
@@ -92,6 +92,6 @@ class Holds:
         return ("disk" not in row.copies and self.dirty.hold(row)) or self.pinned.own(row)
 
     def keep_rows(self, row: BlockRow) -> bool:
-        """Return whether a block's rows must stay in DRAM. They must if the block has to stay and no slot has it
-        compressed, and until it is compressed if it has to be."""
+        """Return whether a block's rows must stay in DRAM. They must while the codec has yet to compress them. They
+        must also while the block itself has to stay in DRAM, unless a slot has it compressed."""
         return "coded" not in row.copies and (self._form.awaits(row) or self.keep(row))

@@ -28,8 +28,9 @@ class PageAllocator:
         return self.num_pages - self.num_free - self.num_pinned
 
     def take(self, after: int | None, wanted: int) -> int:
-        """Return a free page, pinned once. If runs are preferred, that is the page after page `after` if it is free.
-        wanted: how many will be taken one after the other, this one included. Raises IndexError when none is free."""
+        """Return a free page, pinned once. Where attention reads adjacent pages faster, that is the page after page
+        `after` if it is free. wanted: how many pages will be taken one after the other, this one included. Raises
+        IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
         self.reached = max(self.reached, page + 1)
@@ -74,7 +75,8 @@ class PageAllocator:
     def window_for_run(self, leaving: Iterable[int], wanted: int, most: int) -> set[int] | None:
         """Return the pages that have to become free, at most `most`, so that `wanted` free pages are adjacent; None if
         that cannot be. leaving: the pages of residents that may be evicted, the best to lose first. Of all possible
-        runs, chooses the one that is complete soonest in this order, with as many free pages in it as possible."""
+        runs, chooses the one for which this order has to be followed least far, and of several such runs the one with
+        the most pages that are free already."""
         is_free = bytearray(self._is_free)
         left: dict[int, int] = {}
         for page in leaving:

@@ -78,7 +78,8 @@ class RedisLedger:
         return len(self._uploads) + len(self._deletions)
 
     def bytes_of(self, row: BlockRow) -> int:
-        """Return the bytes that a block takes in Redis if no codec has compressed it."""
+        """Return the bytes of a block's rows, which is the most that it takes in Redis; a block that the codec has
+        compressed takes less."""
         return row.size_bytes
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -118,7 +119,8 @@ class RedisLedger:
         self._table.moved()
 
     def touch(self, row: BlockRow) -> None:
-        """Do nothing: Redis evicts by what is loaded from it (`settle`, `renew`)."""
+        """Do nothing: a touch does not extend a copy's life in Redis. `settle`, after a load from Redis, and `renew`,
+        after a turn, extend it."""
 
     def drop(self, row: BlockRow) -> None:
         """Forget a block's copy in Redis. Does not check whether another tier has the block."""

@@ -33,9 +33,9 @@ class SlotTier:
         holds: Holds,
         stats: CacheStats,
     ) -> None:
-        """Set up. most_resident: most blocks that stay when no slot is used for a block that is only on its way to
-        disk. covered_by: the tier of slots that may have the same blocks, so that they are evicted from here first;
-        None: there is none."""
+        """Set up. name: "dram" for slots of rows, "coded" for slots of compressed blocks. most_resident: how many
+        blocks may stay in this tier; further slots are for blocks that are only on their way to disk. covered_by: the
+        tier of slots that may have the same blocks, so that they are evicted from here first; None: there is none."""
         self.name: Literal["dram", "coded"] = name
         self._slots = slots
         self.num_slots, self.slot_bytes = slots.num_slots, slots.slot_bytes
@@ -58,7 +58,8 @@ class SlotTier:
 
     @property
     def num_usable(self) -> int:
-        """The number of slots in which blocks may lie."""
+        """The number of slots, free or not; 0 after the tier was quarantined (no longer used, because it gave wrong
+        results)."""
         return 0 if self._is_quarantined else self.num_slots
 
     @property
@@ -95,8 +96,8 @@ class SlotTier:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def attach(self, row: BlockRow, slot: int) -> bool:
-        """Record that a block, which was in no slot of this tier, is complete in `slot`. Returns False if it may not
-        stay, because the tier was quarantined meanwhile."""
+        """Record that a block, which was in no slot of this tier, is complete in `slot`. Returns False if the slot was
+        given back instead, because the tier was quarantined meanwhile."""
         if self._is_quarantined:
             self._slots.give_back(slot)
             return False
@@ -151,8 +152,8 @@ class SlotTier:
         return row is None or not self._is_covered(row) or self._is_immovable(key)
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
-        """Evict `count` blocks, or as many as may leave. With a newcomer, only blocks are evicted that should leave
-        before a block of that session. Returns False if none may leave."""
+        """Evict `count` blocks, or as many as may leave. newcomer: if given, only blocks are evicted that should leave
+        before a block of that session. Returns whether at least one block was evicted."""
         covered = self.leave_covered(count)
         if covered >= count:
             return True

@@ -94,8 +94,9 @@ class WriteBehind:
         self.unrecorded.pop(name, None)
 
     def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Order the writes that are possible now: blocks, then records of sessions. runners: a number that changes
-        whenever a request ceases to run."""
+        """Order the writes that are possible now: blocks, then records of sessions. is_running(session): whether a
+        request of it runs. runners: a number that changes whenever a request ceases to run. record(session): the
+        session's record to be stored, or None. now: in seconds."""
         changes = (self._dirty.changes, runners)
         # Without a change there is nothing new to write: while a turn runs, what is dirty is mostly its own.
         if changes != self.seen and self._may_write(now):

@@ -55,7 +55,7 @@ class CaptureSink:
         None: what layers write is not saved, for instance while the model is tried out."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Record a layer's K and V of a step, as `KvSink.write` demands."""
+        """Keep a layer's K, before rotation, and V of a step, [tokens, kv_heads, dim] each, if the step is captured."""
         if self.step is not None:
             self.step.keys.append(k_plain)
             self.step.values.append(v)

@@ -1,8 +1,8 @@
 """Orders the device's work for the step and for the transfer threads: streams, and fences between them.
 
 When a forward pass or a copy returns, it was launched, and the host goes on while the device works. The host decides
-which computation or copy gets which pages. Its stream has to follow a fence of the stream that used them before;
-nothing else orders the uses of a page by different streams.
+which computation or copy gets which pages. The stream of that computation or copy must wait for a fence of the stream
+that used the pages before; nothing else orders the uses of a page by different streams.
 """
 
 import time
@@ -37,8 +37,9 @@ class DeviceStream(Protocol):
     thread."""
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Have the device do some work. It may not have begun on return, and what it reads must not change until a
-        later fence is passed. On the host `work` runs once, at the latest while such a fence is waited for."""
+        """Have the device do what the call `work` launches. The device may not have begun on return, and what it reads
+        must not change until a later fence is passed. The call itself is made once, on the host: now, or at the latest
+        while a later fence is waited for."""
         ...
 
     def fence(self) -> Fence:

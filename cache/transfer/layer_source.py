@@ -43,7 +43,7 @@ class LayerSource(Protocol):
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
         """Make a layer ready for `segments`, `sums` and `altered`, if it is not yet. together: whether to use torch's
         team of threads. Returns the blocks whose bytes are not what was stored; if there is one, the layer must not be
-        placed."""
+        written to HBM pages."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -146,8 +146,9 @@ def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return how many layers of a load may have been read from disk before they are placed. sizes: of segments, by
-    layer."""
+    """Return how many layers of a load may have been read from disk without having been copied into HBM pages, which
+    bounds the memory that they are read into. sizes: bytes of a block's segment, by layer. num_blocks: blocks of the
+    load."""
     return min(len(sizes), max(LAYERS_LANDED, LANDING_BYTES // _room(sizes, num_blocks)))
 
 

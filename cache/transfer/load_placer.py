@@ -38,8 +38,8 @@ class LoadPlacer:
         self._log = RareLog()
 
     def run(self, rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Place the layers that no step places by itself, until the queue is closed. rotations, stream: the calling
-        thread's."""
+        """Place the layers of loads (write them into HBM pages) until the queue is closed, except those that the step
+        that needs them places itself. rotations, stream: the calling thread's."""
         while self.place_next(rotations, stream):
             pass
 
@@ -62,7 +62,8 @@ class LoadPlacer:
         return True
 
     def place(self, part: LoadPart, rotations: KeyRotations, stream: DeviceStream, *, together: bool) -> None:
-        """Place the next layer of a part, unless its load has failed. rotations, stream: the calling thread's."""
+        """Place the next layer of a part (write it into HBM pages), unless the load has failed. part: a load's blocks
+        from one tier. rotations, stream: the calling thread's. together: whether to use torch's team of threads."""
         if part.load.failed:
             return
         started = time.perf_counter()
@@ -98,7 +99,8 @@ class LoadPlacer:
                 self._changed.notify_all()
 
     def end(self, part: LoadPart) -> None:
-        """End a part that was placed or has failed. After the last part of a load, report that the load has ended."""
+        """End a part, which is a load's blocks from one tier, after it was written into HBM pages or has failed. After
+        the last part of a load, report that the load has ended."""
         failed = part.load.failed
         if part.placed == self._slab.num_layers:
             part.load.whole.update(block.key for block in part.blocks)

@@ -1,5 +1,6 @@
-"""Keeps the loads under way: how many layers of each part have arrived, what may be done for it, and which part is
-next."""
+"""Keeps the loads under way. The blocks of a load that come from one tier, all compressed or all raw, are a part. The
+queue tells how many layers of each part have arrived, whether a part may be read or written into HBM pages now, and
+which part is next."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class LoadJob:
 
     @property
     def arrived(self) -> int:
-        """The number of layers, counted from the first, that all parts have placed."""
+        """The number of layers, counted from the first, that are in HBM for all parts of the load (its blocks by
+        tier)."""
         return min([part.layers for part in self.parts])
 
 
@@ -64,7 +66,8 @@ class LoadPart:
 
     @property
     def has_come(self) -> bool:
-        """Whether there is a layer to place, or the part has to be ended."""
+        """Whether the placing thread or step has something to do for this part: a layer was read and is not yet written
+        into HBM pages, or the load has failed and the part has to be ended."""
         if self.load.failed:
             # A source must not be closed while its thread reads it.
             return not self.reading or self.load.is_abandoned
@@ -86,9 +89,10 @@ class LoadPart:
 
 
 class LoadQueue:
-    """A queue of the parts that have not ended, in the order in which they were given. A part whose request runs goes
-    first; any other is read and placed only for the first layers, as many as the read buffer allows. The engine's
-    thread and the transfer threads use it; a caller holds `changed` while it calls a method or changes a part."""
+    """A queue of parts (a load's blocks from one tier) that have not ended, in the order in which they were given. A
+    part whose request runs goes first. Of any other part only the first few layers, the read buffer, are read and
+    placed, that is written into HBM pages. The engine's thread and the transfer threads use it; a caller holds
+    `changed` while it calls a method or changes a part."""
 
     def __init__(self, *, num_layers: int, read_buffer_layers: int, changed: threading.Condition) -> None:
         """Begin empty. read_buffer_layers: how many layers of a load may be read and placed before its request runs."""
@@ -104,7 +108,8 @@ class LoadQueue:
         return [part for part in self.parts if part.load is load and part.is_far]
 
     def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:
-        """Wait for a part that `choose` returns. Returns None when the queue is closed and empty."""
+        """Call `choose`, again after each change or second, until it returns a part, and return that part. Returns None
+        when the queue is closed and empty."""
         while self.parts or not self.closing:
             if (part := choose()) is not None:
                 return part
@@ -118,14 +123,16 @@ class LoadQueue:
         return self._first(self._may_be_placed)
 
     def may_land(self, part: LoadPart) -> int:
-        """Return how many more layers of a part may be read from disk now."""
+        """Return how many more layers of a part (a load's blocks from one tier) may be read from disk now: as many as
+        there is memory for, and, before its request runs, none beyond the first few."""
         stop = min(self._num_layers, part.placed + part.ahead)  # what `ExtentSource` has room for
         if not self._may_come(part):
             stop = min(stop, self._read_buffer_layers)
         return stop - part.landed
 
     def gives_way(self, part: LoadPart) -> bool:
-        """Return whether reading another part of a load is more urgent."""
+        """Return whether reading this part should stop: its request does not run yet, and a part whose request runs
+        waits to be read from the same tier."""
         return not self._may_come(part) and any(
             p.tier == part.tier and self._may_come(p) and self._may_be_read(p) for p in self.parts
         )
@@ -135,13 +142,15 @@ class LoadQueue:
         return next((part for part in wanted if self._may_come(part)), wanted[0] if wanted else None)
 
     def _may_come(self, part: LoadPart) -> bool:
-        """Return whether a part may be read and placed further than the read buffer allows."""
+        """Return whether all layers of a part may be read and placed, not only the first few: its request runs or does
+        not wait any more, its load has failed, or the queue is closing."""
         return part.load.started or bool(part.load.failed) or self.closing
 
     def _may_be_read(self, part: LoadPart) -> bool:
         return part.is_far and not part.reading and not part.load.failed and self.may_land(part) > 0
 
     def _may_be_placed(self, part: LoadPart) -> bool:
-        """Return whether the thread that places may continue with a part."""
+        """Return whether the placing thread, and not a step, may now write the part's next layer into HBM pages or end
+        the part."""
         within = self._may_come(part) or part.placed < self._read_buffer_layers
         return not part.in_step and part.has_come and within

@@ -87,8 +87,9 @@ class LoadReader:
         """Note that `count` more layers were read. Returns how many to read next; 0, which ends the read, if the load
         has failed or another one is more urgent.
 
-        That is as many layers as wait to be placed. Every call takes processor time from the step that computes
-        meanwhile, and as long as there are layers to place, the next ones are not waited for.
+        The number to read next is that of the layers read but not yet written into HBM pages. Every call takes
+        processor time from the step that computes meanwhile, and as long as there are layers to write, the next ones
+        are not waited for.
         """
         with self._changed:
             part.landed += count

@@ -98,7 +98,8 @@ class LoadStream:
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def place(self, rotations: KeyRotations, stream: DeviceStream) -> None:
-        """Place the layers that no step places by itself, until `close`. rotations, stream: the calling thread's."""
+        """Place the layers of loads (write them into HBM pages) until `close`, except those that the step that needs
+        them places itself. rotations, stream: the calling thread's."""
         if self._coded is not None and self._coded.decodes.device.type != "cpu":
             self._decode_once(together=False)
         self._placer.run(rotations, stream)
@@ -121,7 +122,8 @@ class LoadStream:
         return self._placer.place_next(rotations, stream)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """Return a reader that copies blocks from pinned slots to pages whenever a step asks for it, without a load."""
+        """Return a reader for parked blocks, which no load brings to HBM for good: whenever a step asks for it, the
+        reader copies one layer of the blocks from their pinned DRAM slots to pages."""
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
@@ -205,8 +207,8 @@ class LoadStream:
         return load.arrived > layer
 
     def _may_be_placed(self, part: LoadPart, until: float) -> bool:
-        """Wait, at most until the time `until`, for the next layer of a part to be read. Returns whether it can be
-        placed."""
+        """Wait, at most until the time `until`, for the next layer of a part (a load's blocks from one tier) to be
+        read. Returns whether it can be placed, that is written into HBM pages."""
         if part.landed > part.placed and not part.load.failed:
             return True
         with self._changed:
@@ -232,7 +234,8 @@ class LoadStream:
                 self._changed.notify_all()  # there is room for another layer
 
     def leave_to_threads(self) -> None:
-        """Let the placing thread place the layers that steps have not, because no step waits for loads any more."""
+        """Let the placing thread write into HBM pages the layers that steps were to write themselves, because no step
+        waits for loads any more."""
         if not self._queue.parts:
             return
         with self._changed:

@@ -107,7 +107,8 @@ class SaveStream:
         return SavedRows(self._blocks, spots)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps are
+        """Save rows of a step to DRAM, except rows that its layers have saved themselves. step: the KV that was
+        captured; None: there is none. pieces: which rows of the batch go to which slots. Waits if too many steps are
         still to be saved, and always if saving is synchronous."""
         if step is None or not pieces:
             return
@@ -133,8 +134,8 @@ class SaveStream:
             self._save_orders(orders, self._rotations, self._compute)
 
     def flush(self) -> None:
-        """Pass the steps whose rows were given to `save` and held back to the thread. Every order about a slot has to
-        come after them."""
+        """Hand to the saving thread the steps that `save` has held back. This must be done before any later order about
+        their slots is given."""
         if not self._held:
             return
         held, self._held = self._held, []

@@ -164,7 +164,8 @@ class Transfer:
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, except rows that its layers have saved themselves. Waits if too many steps are
+        """Save rows of a step to DRAM, except rows that its layers have saved themselves. step: the KV that was
+        captured; None: there is none. pieces: which rows of the batch go to which slots. Waits if too many steps are
         still to be saved."""
         self._saves.save(step, pieces)
 
@@ -178,12 +179,13 @@ class Transfer:
         return self._saves.places(pieces, num_rows)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:
-        """Return a reader that copies blocks from pinned slots to pages whenever a step asks for it, without a load."""
+        """Return a reader for parked blocks, which no load brings to HBM for good: whenever a step asks for it, the
+        reader copies one layer of the blocks from their pinned DRAM slots to pages."""
         return self._loads.reader_of(blocks)
 
     def start(self, job_id: int) -> None:
-        """Allow the layers beyond the read buffer, because the request of a load runs now or does not wait for it any
-        more."""
+        """Let a load go on past the first few layers, to which loads of waiting requests are limited, because its
+        request runs now or does not wait for it any more."""
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:

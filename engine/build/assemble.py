@@ -152,9 +152,10 @@ def _drafter(most_tokens: int, loaded: LoadedModel, room: Room, warm: WarmModel)
 
 
 def _may_draft(loaded: LoadedModel, room: Room, warm: WarmModel) -> bool:
-    """Return whether computing drafts pays: a few rows cost little more than one, give the same bits as one by one (in
-    fp32 the last bits may differ), and all of a context is read. Never on CUDA, where a step of single rows is a graph
-    and any other step takes five times as long."""
+    """Return whether drafts may be computed. Steps must run on a CPU: on CUDA a step with one row per sequence is
+    replayed as a CUDA graph, and any other step takes five times as long. Several rows of a sequence must give the same
+    bits as one by one (in fp32 the last bits may differ). All of a context must be read: no selector, and no context
+    larger than HBM."""
     runner = warm.runner
     is_alike = warm.rows_agree or loaded.dtype == torch.float32
     reads_all = not room.most_pages and runner.selecting is None and runner.watch is None

@@ -32,7 +32,7 @@ from reprise.kernels.attention.watched import WatchedAttention
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
     """A model that several engines of one process may run, one step at a time. first_steps: the directory that keeps
-    what the trial steps at an engine's start have shown (`first_steps`)."""
+    the results (`FirstSteps`: step times, exactness proof) of the trial steps at an engine's start."""
 
     loaded: LoadedModel
     probed: ProbedModel

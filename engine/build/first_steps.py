@@ -62,9 +62,10 @@ def warm_up(
     *,
     remembered_in: str | Path,
 ) -> WarmModel:
-    """Run the first steps on pages that are not in use yet, and tell the tiers' rates how long steps take.
-    remembered_in: the directory that keeps their results; empty: nothing is kept. Raises ModelRefused if the settings
-    demand that a row does not depend on its batch and this is not proven."""
+    """Run the trial steps of an engine's start on pages that are not in use yet, and tell the tiers' rates, which price
+    computing against loading, how long steps take. remembered_in: the directory that keeps the steps' results; empty:
+    nothing is kept. Raises ModelRefused if model.exact is on and it is not proven that a row's result depends on its
+    own tokens alone."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}
@@ -118,8 +119,8 @@ def _graphs_or(
     room: Room,
     device: torch.device,
 ) -> Callable[..., ModelRunner]:
-    """Return a function that makes a runner which replays decode steps as graphs, where there may be graphs; otherwise
-    `make_runner`."""
+    """Return a function that makes a runner which replays decode steps as CUDA graphs, if the device is CUDA and the
+    settings allow graphs; otherwise `make_runner`."""
     if device.type != "cuda":
         return make_runner
     if why := why_eager(config, loaded, probed):
@@ -157,8 +158,9 @@ def _most_tokens(steps: WarmUp, wanted: int, device: torch.device, *, kept_bytes
 
 
 def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes: int) -> int:
-    """Return the largest step, in tokens, for which the device has memory while `kept_bytes` are taken. Raises
-    ModelRefused, or an error for which `lacks_memory` is true if there is no room for `kept_bytes`."""
+    """Return the largest step, in tokens, up to `wanted`, for which the device has memory while `kept_bytes` are
+    allocated besides. Raises ModelRefused if even a small step does not fit. If `kept_bytes` cannot be allocated,
+    raises an error for which `lacks_memory` is true."""
     kept = torch.empty(kept_bytes, dtype=torch.uint8, device=device)
     try:
         return steps.tokens_that_fit(wanted)
@@ -168,8 +170,8 @@ def _tokens_beside(steps: WarmUp, wanted: int, device: torch.device, kept_bytes:
 
 
 def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> int:
-    """Return the bytes of device memory that loads need to decode a whole window of stored rows, one layer at a
-    time."""
+    """Return the bytes of device memory that a load needs to undo the codec for all stored rows of a longest context,
+    one layer at a time; 0 if the CPU decodes or nothing is decoded."""
     decodes = probed.codec.projection or probed.codec.decodes
     if decodes is None or decodes.device.type == "cpu" or not tiers.num_slots:
         return 0
@@ -179,7 +181,8 @@ def _decoding_bytes(loaded: LoadedModel, probed: ProbedModel, room: Room, tiers:
 
 
 def _key(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, runner: ModelRunner) -> str:
-    """Return a key of everything that decides the results of first steps: these settings, the machine and the code."""
+    """Return a key of everything that decides the results of the trial steps at an engine's start: settings, machine
+    and code."""
     made = type(runner).__name__, type(probed.backend).__name__, runner.saves_rows, loaded.num_ranks, loaded.rank
     # The proof needs a few hundred tokens of room; how much more there is depends on the memory that is free.
     sizes = min(room.num_pages, _PROOF_PAGES), room.max_context, probed.page_size, config.step_tokens
@@ -201,8 +204,9 @@ def _exactness(
     runner: ModelRunner,
     token_s: float,
 ) -> Exactness:
-    """Find out whether this engine's rows depend only on their own tokens, not on the rest of a batch. Raises
-    ModelRefused if the settings demand that and it is not proven."""
+    """Find out whether this engine's rows depend only on their own tokens, not on the rest of a batch. token_s: seconds
+    that a token takes, to predict how long the proof takes. Raises ModelRefused if model.exact is on and the proof
+    fails."""
     if probed.codec.codec is not None:
         return Exactness(False, "not asked for (cache.codec is lossy)")
     if probed.codec.projection is not None:
@@ -225,8 +229,9 @@ def _exactness(
 
 
 def _proven(wanted: str, proof: Proof, proof_s: float) -> Exactness:
-    """Prove that rows depend only on their own tokens, if the setting `wanted` allows the proof and it does not take
-    too long. Raises ModelRefused if the setting demands the proof and it fails."""
+    """Prove that rows depend only on their own tokens. wanted: "off": no proof; "auto": only if it takes little time;
+    "on". proof_s: seconds that the proof is expected to take. Raises ModelRefused if `wanted` is "on" and the proof
+    fails."""
     if wanted == "off":
         return Exactness(False, "not asked for (model.exact off)")
     if wanted == "auto" and proof_s > _FREE_PROOF_S:

@@ -42,8 +42,9 @@ class Decoding:
 
 
 def decoding(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> Decoding | None:
-    """Time the decoding of one block and of many, after a first run. Returns None where the CPU decodes, or if there is
-    no memory for many. stream: the calling thread's."""
+    """Return how fast the device decodes blocks that the codec has compressed, from the time for one block and for many
+    after a first run. Returns None where the CPU decodes, or if there is no memory for many blocks. stream: the calling
+    thread's."""
     if coded.decodes.device.type == "cpu" or not slab.num_slots:
         return None
     times_s = []

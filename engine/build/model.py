@@ -68,7 +68,8 @@ class LoadedModel:
 
     @property
     def text(self) -> Any:
-        """The configuration of the language model within the model."""
+        """The configuration of the language model: a part of the configuration if the model is multimodal, otherwise
+        all of it."""
         return self.module.config.get_text_config()  # type: ignore[operator,union-attr]
 
     @property

@@ -27,10 +27,10 @@ _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a model's first steps. step_s, token_s: seconds of a step and of each token in it
-    (`WarmUp.step_times`). least_chunk_tokens: the result of `WarmUp.efficient_tokens`, 0 if not measured. rows_agree:
-    the result of `WarmUp.rows_agree`. proven, detail: whether rows depend on their own tokens alone, as `Exactness` has
-    it."""
+    """The results of the trial steps at an engine's start. step_s, token_s: seconds of a step without its tokens, and
+    of each token in it. least_chunk_tokens: fewest prompt tokens in a step with which the model is nearly as fast as it
+    can be; 0: not measured. rows_agree: whether several rows of a sequence give the same bits together as one by one.
+    proven, detail: whether it is proven that rows depend on their own tokens alone, and a text about it for people."""
 
     step_s: float
     token_s: float

@@ -80,7 +80,8 @@ def _disk_room(config: CacheConfig, num_ranks: int) -> int:
 
 
 def _window(wanted: int, text: Any, warnings: list[str]) -> int:
-    """Return the context window in tokens. wanted: the setting; text: the configuration of the language model."""
+    """Return the context window in tokens. wanted: the setting, 0 for the model's own; text: the configuration of the
+    language model. A text for people is added to `warnings` if the model supports less."""
     trained: int = text.max_position_embeddings
     limit = rope_limit(text)
     if limit is not None and limit < trained:
@@ -94,8 +95,10 @@ def _window(wanted: int, text: Any, warnings: list[str]) -> int:
 def _num_pages(
     given_tokens: int, automatic_tokens: int, page_size: int, window: int, warnings: list[str]
 ) -> tuple[int, int]:
-    """Return (pages, window). One request with the whole window must always fit, and so must the pages that its first
-    rows may have to be copied from; otherwise it would wait for ever."""
+    """Return (pages of HBM, context window in tokens). given_tokens: tokens that HBM has to hold by the settings, or 0;
+    automatic_tokens: how many it holds without a setting. One request with the whole window must always fit, besides
+    the pages from which its first blocks may have to be copied; otherwise it would wait for ever. A text is added to
+    `warnings` if this makes the window smaller."""
     spare = page_size // BLOCK_TOKENS
     tokens = given_tokens or automatic_tokens
     pages = tokens // page_size

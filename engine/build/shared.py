@@ -25,7 +25,8 @@ def encode_room(room: Room) -> msgspec.Raw:
 
 
 def decode_room(encoded: msgspec.Raw) -> Room:
-    """Decode the room that rank 0 has sent. Raises msgspec.DecodeError."""
+    """Decode the Room (window, pages and sizes of the tiers) that rank 0 has sent to this rank. Raises
+    msgspec.DecodeError."""
     return msgspec.msgpack.decode(encoded, type=Room)
 
 

@@ -103,7 +103,8 @@ def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list
 
 
 def parking_pages(num_pages: int, page_size: int) -> tuple[int, int]:
-    """Return (ring, most): the number of HBM pages through which contexts larger than HBM are read, and the most pages
-    of one such context. Half of the other pages stay for the requests that run beside it."""
+    """Return (ring, most): the number of HBM pages through which contexts larger than HBM are read, and the most other
+    pages that one context larger than HBM may have: half of the pages outside the ring. The other half stays for
+    requests that run beside it."""
     ring = max(1, min(_RING_TOKENS // page_size, num_pages // 8))
     return ring, (num_pages - ring) // 2

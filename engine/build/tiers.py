@@ -180,7 +180,8 @@ def _expected_bytes_per_s(rates: dict[str, float], projection: KvProjection | No
 
 
 def _lower_sizes(config: EngineConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
-    """Return (bytes of DRAM, number of further slots, for blocks that are only on their way to disk, bytes of disk)."""
+    """Return (bytes of DRAM, number of additional slots for blocks that are only on their way to disk, bytes of disk).
+    automatic: the sizes where a setting names none; slot_bytes: size of a DRAM slot."""
     cache, staging_bytes = config.cache, config.experiment.staging_bytes
     if cache.mode != "attentionstore":
         return 0, 0, 0

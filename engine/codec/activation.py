@@ -71,8 +71,9 @@ class KvProjection:
         self.weight_bytes = products * dtype.itemsize if device.type == "cpu" else 0
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
-        """Make the K and V rows of a layer from activations, as `Decodes.decode` demands. Torch's products use as many
-        threads as the caller has."""
+        """Make the K and V rows of a layer from activations. segments uint8 [blocks, bytes of a block's activations];
+        raw [blocks, elements] receives each block's K before rotation, then its V. together: has no effect; torch's
+        products use as many threads as the calling thread may."""
         project = self._layers[layer]
         x = segments.view(self._dtype).view(-1, project.width).to(self.device)
         keys, values = project(x)
@@ -83,8 +84,8 @@ class KvProjection:
 
 @torch.inference_mode()
 def find_projection(subject: Subject) -> KvProjection:
-    """Find the matrix products that make K and V in a model that was not optimised yet. Raises ModelRefused if
-    activations are not smaller than KV, or the model makes its KV in an unknown way."""
+    """Find the matrix products that make K and V in a model whose modules were not yet replaced by faster ones. Raises
+    ModelRefused if activations are not smaller than KV, or the model makes its KV in an unknown way."""
     found = _attentions(subject.model)
     if sorted(found) != list(range(len(subject.found.shapes))):
         raise ModelRefused(_unknown(f"its attention has none of {', '.join(('k_proj', *_FUSED))}"))
@@ -210,7 +211,7 @@ class _Seen:
         self.values: list[Tensor] = []
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Record a layer's K and V, as `KvSink.write` demands."""
+        """Record copies of a layer's K before rotation and V, [tokens, kv_heads, dim] each."""
         self.keys.append(k_plain.clone())
         self.values.append(v.clone())
 

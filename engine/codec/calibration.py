@@ -1,9 +1,9 @@
 """Finds the quantisation steps of the transform codec at which a model's answers change by no more than a budget, on
 texts that ship with Reprise.
 
-Some texts give the statistics, others the measured divergence. Keys and values get half of the budget each. One more
-bit lowers the divergence of either by the same factor, and both have as many numbers, so equal shares cost the fewest
-bits.
+The statistics come from one list of texts, and the divergence is measured on another. Keys and values get half of the
+budget each. One more bit divides the divergence that keys cause by the same factor as the divergence that values cause,
+and both have as many numbers, so equal shares cost the fewest bits.
 """
 
 import logging
@@ -63,8 +63,8 @@ class _Listener:
         return self._backend.forward(q, kv, meta, params)
 
     def energy(self, layer: int, rope: RopeSource | None) -> Tensor:
-        """Return the mean square of a layer's queries [kv_heads, k_dim], the same for both numbers of a rotated
-        pair."""
+        """Return the mean square of a layer's queries [kv_heads, k_dim], averaged over the two dims that the rotation
+        turns as a pair."""
         known = self._sums[layer]
         assert known is not None
         energy = known / self._rows[layer]
@@ -140,6 +140,7 @@ def calibrate(
 
 
 def _nearer(step: float, divergence: float, wanted: float) -> float:
-    """Return a quantisation step that should bring the divergence nearer to the wanted one."""
+    """Return the next guess in a search for the quantisation step whose divergence is `wanted`. step: the last guess;
+    divergence: what was measured with it. Both divergences in nats per token."""
     change = (wanted / max(divergence, 1e-12)) ** (1 / _STEP_POWER) if math.isfinite(divergence) else 1 / _MOST_CHANGE
     return max(_LEAST_STEP, step * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))

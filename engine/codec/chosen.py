@@ -14,15 +14,15 @@ from reprise.kernels.codecs.codec import Codec, Decodes
 class ChosenCodec:
     """The codec that a server uses, or the reason why it uses none.
 
-    codec: None: KV below DRAM is stored as it is in DRAM. decodes: makes rows from the codec's segments, for pages on
-    the model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers below HBM then
-    store instead of KV; None: they store KV. divergence: nats per token as measured on this model; None: not measured.
-    warning: text for people, if the settings asked for another codec. budget: nats per token to which the codec was
-    calibrated; None: there is no codec.
+    codec: None: KV below DRAM is stored as it is in DRAM, uncompressed. decodes: makes rows from the codec's segments,
+    for pages on the model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers
+    below HBM then store instead of KV; None: they store KV. divergence: nats per token as measured on this model; None:
+    not measured. warning: text for people, if the settings asked for another codec. budget: nats per token to which the
+    codec was calibrated; None: there is no codec.
 
     refusals: the file that notes that the codec must not be used. is_refused: whether an earlier start has condemned
-    the codec, because it changed answers too much. It then still names the KV of earlier starts, but compresses and
-    decodes nothing.
+    the codec, because it changed answers too much. The codec's name then stays in the names of blocks, so that KV
+    stored by earlier starts is still found, but it compresses and decodes nothing.
     """
 
     codec: Codec | None = None

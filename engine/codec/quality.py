@@ -90,8 +90,8 @@ class Subject:
 
 class HistoryCoder:
     """A runner of a model over single texts, each a history and the tokens after it, with the KV of the history either
-    as computed or as a codec returns it. most_tokens: of a text. page_format: of the pages. Used by one thread at a
-    time."""
+    as computed or as a codec returns it. most_tokens: tokens of the longest text. page_format: number format of the KV
+    pages that it runs on. Used by one thread at a time."""
 
     def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
@@ -102,7 +102,7 @@ class HistoryCoder:
         self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in subject.found.shapes]
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """Record a layer's K and V, as `KvSink.write` demands."""
+        """Record copies of a layer's K before rotation and V, [tokens, kv_heads, dim] each."""
         k, values = self._seen[layer]
         k.append(k_plain.clone())
         values.append(v.clone())

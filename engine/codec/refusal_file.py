@@ -26,8 +26,9 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def save(path: Path, *, codec: str, made_of: str, why: str) -> None:
-    """Write a refusal to a file, either whole or not at all. A failure is logged as an error: the next start will not
-    know of the refusal."""
+    """Write to a file that a codec must not be used, either whole or not at all. codec: its name; empty: calibration
+    found no codec. made_of: digest of the text it was calibrated with. why: text for people. A failure is logged as an
+    error: the next start will not know of the refusal."""
     refusal = Refusal(codec=codec, made_of=made_of, why=why, at=int(time.time()))
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -58,8 +59,8 @@ def load(path: Path) -> Refusal | None:
 
 
 def refuses(refusal: Refusal | None, *, made_of: str, codec: str | None) -> bool:
-    """Return whether a refusal holds for the named codec; None stands for any codec that a calibration with `made_of`
-    would find."""
+    """Return whether a refusal holds for the codec named `codec`. None stands for any codec that calibration would find
+    now. made_of: digest of the text with which calibration would work."""
     if refusal is None or not refusal.made_of:
         return refusal is not None
     return refusal.made_of == made_of if codec is None else refusal.codec == codec

@@ -2,8 +2,8 @@
 tokens may follow them again, for example when code is edited, a document quoted or a tool's result passed on.
 
 A step computes a draft after a choice's newest token, and so finds out for each drafted token whether the model would
-have chosen it. Wrong tokens are computed for nothing and change no answer, so choices get drafts only as long as these
-are worth their rows.
+have chosen it. Wrong tokens are computed for nothing and change no answer, so choices get drafts only as long as the
+tokens gained are worth the time of the drafts' rows.
 
 No torch, no clock. Called by the engine's thread alone.
 """
@@ -40,9 +40,9 @@ _KEPT_STEPS_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A proposed continuation. token_ids: the tokens that may follow. matched: how many of the choice's last tokens are
-    the same as those before the earlier occurrence. is_predicted: whether it comes from the prediction in the
-    request."""
+    """A proposed continuation. token_ids: the tokens that may follow. matched: length of the match, which is how many
+    of the choice's last tokens also stand directly before the place that token_ids were copied from. is_predicted:
+    whether they come from the prediction in the request."""
 
     token_ids: list[int]
     matched: int
@@ -73,8 +73,9 @@ class DraftSource:
         self._count += 1
 
     def find(self, most: int) -> Draft | None:
-        """Return up to `most` tokens that followed the longest match of the last tokens: in the prediction if that has
-        a match as long, otherwise the latest one. None if nothing matches."""
+        """Return up to `most` tokens that followed an earlier occurrence of the last tokens, at the longest match.
+        Among matches of that length, one in the request's prediction is preferred, then the latest one. None if nothing
+        matches."""
         tokens, last = self._tokens, self._count - 1
         if most <= 0 or last < _LEAST_MATCHED_TOKENS:
             return None
@@ -92,8 +93,8 @@ class DraftSource:
         return Draft(drafted, matched, is_predicted) if drafted else None
 
     def _following(self, place: int, most: int) -> list[int]:
-        """Return `most` tokens that follow index `place`, fewer at the end of a prediction. If the tokens end first,
-        the ones after `place` are repeated."""
+        """Return `most` tokens that follow the one at index `place`; in a prediction, fewer where it ends. Where the
+        context ends first, the tokens from `place` + 1 on are repeated, as in a loop."""
         following: list[int] = self._tokens[place + 1 : min(place + 1 + most, self._count)].tolist()
         if _NO_TOKEN in following:
             return following[: following.index(_NO_TOKEN)]
@@ -104,8 +105,8 @@ class DraftSource:
 
 class Acceptance:
     """An estimate of how likely the next token of a draft is right, by how many tokens before the draft match
-    (`Draft.matched`). It counts recent drafts. While these are few, another estimate, `before`, or else a constant,
-    counts besides."""
+    (`Draft.matched`). It counts recent drafts. While few are counted, they are averaged with a first guess: the
+    estimate `before`, or else a constant."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
         self._before = before
@@ -129,8 +130,8 @@ class Acceptance:
             self._before.learn(matched, drafted, accepted)
 
     def forget(self, matched: int) -> None:
-        """Record that a draft was not worth the rows that it would add to a step: the evidence fades, so that drafts
-        with as many matched tokens are tried again later."""
+        """Record that a draft was not worth the rows that it would add to a step. The counts for drafts with as many
+        matched tokens are reduced, so that these are tried again later."""
         kind = _class_of(matched)
         self._seen[kind] *= _DRIFT_SHARE
         self._right[kind] *= _DRIFT_SHARE
@@ -177,8 +178,9 @@ class Candidate:
 def worthwhile(
     candidates: Sequence[Candidate], *, rows: int, most_rows: int, fixed_s: float, row_s: float
 ) -> list[int]:
-    """Return how many tokens of each draft to compute in a step of `rows` rows, one for each choice: the numbers that
-    give the most tokens a second. A step of n rows takes fixed_s + n * row_s."""
+    """Return how many tokens of each draft to compute in a step. The numbers are those with the most expected tokens
+    per second of the step. rows: the step's rows without drafts, one for each choice. A step of n rows takes fixed_s +
+    n * row_s and may have `most_rows`."""
     lengths = [0] * len(candidates)
     expected, taken_s, step_rows = float(rows), fixed_s + rows * row_s, rows
     queue = [(-candidate.probability, place) for place, candidate in enumerate(candidates) if candidate.tokens > 0]

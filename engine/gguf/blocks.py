@@ -38,7 +38,7 @@ def _q4_1(raw: Tensor) -> _Parts:
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """Return the bits of four bytes, the fifth of each code, lowest first, [..., 32]."""
+    """Return the 32 bits of four bytes, lowest first [..., 32]; each is the fifth bit of one code."""
     return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
@@ -56,7 +56,8 @@ def _q8_0(raw: Tensor) -> _Parts:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 12 bytes into eight scales and eight lows of six bits, [..., 8] each."""
+    """Unpack 12 bytes into eight scales and eight lows of six bits, [..., 8] each. A low, times its block's factor, is
+    subtracted from scale * code."""
     scales, lows, rest = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
     return (
         torch.cat((scales & 63, (rest & 15) | scales >> 6 << 4), -1),
@@ -106,7 +107,8 @@ _FORMATS: dict[int, tuple[Bits, int, Callable[[Tensor], _Parts]]] = {
 
 
 def is_kept(kind: int) -> bool:
-    """Return whether weights of this ggml format can stay packed with the codes of the file."""
+    """Return whether weights of this ggml format can be computed with the file's own codes, without being quantised
+    anew."""
     return kind in _FORMATS
 
 

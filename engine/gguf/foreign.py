@@ -63,8 +63,8 @@ def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
 
 
 def _weights(file: GgufFile, model: Any) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield the model's weights by transformers' names. A weight stays packed as it is in the file if the file has the
-    same rows in the same order."""
+    """Yield the model's weights by transformers' names. A weight stays packed with the file's codes if the file's
+    matrix has the same rows in the same order as transformers' weight."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = file.get("general.architecture", str, "")

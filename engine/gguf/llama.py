@@ -93,7 +93,8 @@ class LlamaShape:
 
 
 def read_shape(file: GgufFile) -> LlamaShape:
-    """Return the shape given by the metadata, after checking that the tensors have it. Raises GgufRefused."""
+    """Return the model's dimensions (layers, heads, widths) as the file's metadata gives them, after checking that the
+    tensors have these sizes. Raises GgufRefused."""
 
     def size(key: str, default: int | None = None) -> int:
         value = file.get(f"{ARCHITECTURE}.{key}", int, default)
@@ -192,8 +193,8 @@ def _short(value: float) -> float:
 
 
 def dtype_of(file: GgufFile) -> torch.dtype:
-    """Return float32 or float16 if all matrices are stored in it; otherwise bfloat16, for weights already rounded to 4
-    to 8 bits."""
+    """Return the dtype to convert a file's weights to: float32 or float16 if all its matrices are stored in that type;
+    otherwise bfloat16, which suits weights that were already rounded to 4 to 8 bits."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     return {frozenset({_F32}): torch.float32, frozenset({_F16}): torch.float16}.get(frozenset(kinds), torch.bfloat16)
 

@@ -194,8 +194,9 @@ class _Header:
         return name, shape, self._number(_U32), self._number(_U64)
 
     def _placed(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any) -> dict[str, TensorInfo]:
-        """Return the tensors by name, with their offsets. Raises GgufRefused if one does not lie within the file or
-        overlaps another, since the output could be many times as large as the file."""
+        """Return the tensors by name, with their offsets. Raises GgufRefused if a tensor does not lie within the file
+        or overlaps another. Overlapping tensors would let a small file become many times as large when it is
+        converted."""
         if not (isinstance(alignment, int) and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0):
             raise self._refused(f"an alignment of {_shown(alignment)} is no power of two")
         start = -(-self._at // alignment) * alignment

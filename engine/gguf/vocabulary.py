@@ -41,7 +41,8 @@ def is_known(file: GgufFile) -> bool:
 
 
 class Vocabulary:
-    """The vocabulary of a file for which `is_known` is true. Methods raise GgufRefused."""
+    """The vocabulary of a GGUF file whose kind of tokenizer is known (`is_known`). The constructor and methods raise
+    GgufRefused if the file's vocabulary is damaged."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -81,7 +82,7 @@ class Vocabulary:
         return made
 
     def config(self, context: int) -> dict[str, Any]:
-        """Return the content of tokenizer_config.json."""
+        """Return the content of tokenizer_config.json. context: the model's longest context in tokens."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
         config["clean_up_tokenization_spaces"] = False
         for name, token_id in self.special.items():

@@ -78,7 +78,7 @@ class Proof:
 
     def _compute(self, steps: list[tuple[int, int]], *, all_logits: bool) -> tuple[list[Tensor], Tensor]:
         """Return the text's keys and values, layer by layer, and the logits of all rows or of the last row of each
-        step. steps: for each step, rows of the text and rows of other sequences."""
+        step. steps: for each step, (number of rows of the text, number of rows of other sequences in the batch)."""
         for layer in self._runner.pages:
             spoil(layer, self._pages)
         tables = BlockTables(max_seqs=3, max_pages=len(self._others))

@@ -44,8 +44,8 @@ class FixedPlan(Protocol):
 
 @runtime_checkable
 class PlanMaker(Protocol):
-    """An attention backend that makes such plans, for steps in which every sequence has one query row.
-    `TritonPagedAttention` implements it."""
+    """An attention backend that makes plans of constant size, as CUDA graphs need them: how the work of steps is split
+    in which every sequence has one query row. `TritonPagedAttention` implements it."""
 
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 
@@ -124,9 +124,9 @@ class GraphRunner(ModelRunner):
         capture: Capture,
         **model: Any,
     ) -> None:
-        """Set up without any graph. scratch_page: a page of `pages` that no context ever gets. held_tokens: number of
-        tokens that all pages together have room for. planner: the attention backend. model: the arguments of
-        ModelRunner."""
+        """Set up without any graph. scratch_page: an HBM page that no context ever gets. max_context: longest context
+        in tokens. held_tokens: number of tokens that all pages together have room for. planner: the attention backend.
+        capture: records a computation as a CUDA graph. model: the arguments of ModelRunner."""
         super().__init__(**model)
         page_size = self.pages[0].k.shape[1]
         self._device = self.pages[0].k.device
@@ -167,9 +167,9 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_all(self, most_sequences: int, batch_of: Callable[[int, int], BatchInput]) -> None:
-        """Capture steps of up to `most_sequences` sequences, with contexts of any length. The largest comes first, so
-        that the others fit into its memory. batch_of: makes a step on the host from a number of sequences and a length
-        of their contexts, in tokens; it may make fewer."""
+        """Capture steps of up to `most_sequences` sequences, with contexts of any length, as CUDA graphs. The largest
+        comes first, so that the others fit into its memory. batch_of(number of sequences, length of their contexts in
+        tokens): makes a step on the host; it may have fewer sequences."""
         most_rows = _rounded_up(min(most_sequences, _MOST_ROWS))
         row_counts = [1 << power for power in range(most_rows.bit_length())]
         keys = [(rows, items) for rows in row_counts for items in self._item_counts(rows)]
@@ -208,8 +208,9 @@ class GraphRunner(ModelRunner):
         return counts
 
     def _can_replay(self, batch: BatchInput) -> bool:
-        """Return whether a graph can compute this step: all of its sequences decode one token, and no option needs code
-        between the layers."""
+        """Return whether a graph can compute this step: all of its sequences decode one token, and no option (a
+        selector, watching attention, parked contexts, streamed weights, saved activations) needs host code between
+        layers."""
         meta = batch.meta
         return (
             not self.why_not
@@ -262,7 +263,8 @@ class GraphRunner(ModelRunner):
         return graph
 
     def _may_capture(self, key: tuple[int, int]) -> bool:
-        """Return whether a graph may be captured now: at the start, or some steps after it had no memory."""
+        """Return whether a graph of this size may be captured now: at the engine's start, or when a number of steps
+        have passed since a capture of it failed for want of memory."""
         left = self._refused.get(key, 0)
         if not left:
             return not self._is_complete
@@ -275,7 +277,8 @@ class GraphRunner(ModelRunner):
         log.warning("decode steps run without graphs: %s", why)
 
     def _compute(self, inputs: _Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the logits and, if there is a sink, K and V before rotation."""
+        """Return the logits and, if KV is saved below HBM, K and V before rotation, [layers, rows, kv_heads, dim]
+        each."""
         sink = None if self.sink is None else CaptureSink()
         step = Step(meta=inputs.meta, pages=self.pages.__getitem__, backend=self.backend, sink=sink)
         kept = None

@@ -72,7 +72,8 @@ class RopeCall:
         return min(self.cos.shape[-1], self.width)
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
-        """Return the first `width` dims of each of `rows` [tokens, heads, dim], rotated, as new tensors."""
+        """Return `rows`, each [tokens, heads, dim], as new tensors in which the leading dims are rotated; dims beyond
+        those that the layer gave to its rotation are copied unchanged."""
         if self.is_by_halves:
             cos, sin = self.cos[0][:, None], self.sin[0][:, None]
             return [turn_halves(x, cos, sin) for x in rows]
@@ -371,7 +372,8 @@ class ModelRunner:
     ) -> Tensor:
         """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
         slot. arrive(layer): called before a layer attends; returns when the KV that the batch needs in that layer is
-        loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
+        loaded. saved: where layers that can save their own rows in DRAM write them; all other layers hand their KV to
+        the KvSink."""
         backend: AttentionBackend = self.backend
         if self.stand_in is not None:
             backend = self.stand_in

@@ -34,7 +34,8 @@ class SharedProduct:
 
 
 class SharedPart(nn.Module):
-    """A module that takes the place of one projection, and returns its part of a SharedProduct."""
+    """A module that takes the place of one projection (such as Q of Q, K and V) whose matrix product is computed
+    together with others of the same input. It returns its slice of the SharedProduct."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()

@@ -37,12 +37,13 @@ class _Guess:
 
 
 class Lookahead:
-    """A guesser of each layer's queries from the input of the layer before it, in the steps of a model. Made before the
-    model's layers are replaced, because it keeps their parts; later it watches the layers that replaced them. Called by
-    the thread that runs the model."""
+    """A guesser of each layer's queries from the input of the layer before it, while a model runs. It is made before
+    the model's layers are replaced by faster ones, because it copies their norms and query projections. `watch` later
+    hooks the replaced layers to see their inputs. Called by the thread that runs the model."""
 
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
-        """Keep the parts of all layers. Raises ValueError for layers of a kind whose queries it cannot guess."""
+        """Copy what makes the queries of each layer: norms, query projection, rotation. Raises ValueError for layers of
+        a kind whose queries it cannot guess."""
         self._guesses: list[_Guess] = []
         for number, layer in enumerate(decoder_layers(model, len(found.shapes))):
             attention: Any = getattr(layer, "self_attn", None)
@@ -65,7 +66,7 @@ class Lookahead:
             )
 
     def watch(self, model: nn.Module) -> None:
-        """Have every layer but the last guess the queries of the next one, in steps that want it."""
+        """Have every layer but the last guess the queries of the next one, in steps whose selector uses guesses."""
         for number, layer in enumerate(decoder_layers(model, len(self._guesses))[:-1]):
             layer.register_forward_pre_hook(self._hook(number + 1), with_kwargs=True)
 

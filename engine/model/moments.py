@@ -47,8 +47,8 @@ def measure_moments(
     device: torch.device,
 ) -> list[LayerMoments]:
     """Run a model over texts [tokens] and return the moments of each layer's queries and keys (means of the products of
-    their dims with each other). Overwrites pages from 0 on, which must not be in use. most_rows: rows of these pages
-    together."""
+    their dims with each other). Overwrites pages from 0 on, which must not be in use. most_rows: how many rows the
+    usable pages hold together; longer texts are shortened to it."""
     watching = _Watching(runner.backend, len(ropes))
     plain, runner.backend = runner.backend, watching
     try:

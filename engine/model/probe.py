@@ -79,7 +79,8 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The findings of the probe about a model: shapes of its KV, rotations, and whether saved keys can be moved."""
+    """The findings of the probe about a model: shapes of its KV, rotations, and whether saved keys can be rotated for
+    other positions."""
 
     shapes: list[KvShape]  # per layer
     decouplable: bool
@@ -118,8 +119,10 @@ def single_sequence_meta(device: torch.device, done: int, num_tokens: int, page_
 
 @torch.inference_mode()
 def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeResult:
-    """Run the three checks. Raises ModelRefused if one of the first two fails or the model cannot be run at all; the
-    third is part of the result. Raises AttentionUnsupported if another backend may do what this one cannot."""
+    """Check that a model (1) calls our attention once per layer and remembers nothing but KV, (2) has the same logits
+    as with its own attention, (3) shows keys before rotation. Raises ModelRefused if check 1 or 2 fails or the model
+    cannot be run at all; the outcome of check 3 is in the result. Raises AttentionUnsupported if another backend may do
+    what this one cannot."""
     with _refusing(model):
         return _probe(model, backend, page_size)
 

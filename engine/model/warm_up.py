@@ -46,14 +46,15 @@ class WarmUp:
         return rows
 
     def decode(self, most_sequences: int) -> None:
-        """Have the runner capture its decode steps of up to `most_sequences` sequences, if it captures steps."""
+        """Have the runner record its decode steps of up to `most_sequences` sequences as CUDA graphs, if it uses
+        graphs."""
         if isinstance(self._runner, GraphRunner):
             self._runner.capture_all(most_sequences, self._decode_batch)
 
     def _decode_batch(self, sequences: int, context: int) -> BatchInput:
-        """Return a decode step, on the host, of `sequences` sequences with contexts of about `context` tokens. Their
-        histories repeat the first page, which an earlier step has written, and the last row of each is the first one of
-        a page."""
+        """Return a decode step, on the host, of `sequences` sequences with contexts of about `context` tokens. Every
+        page of a sequence's history is the first page, which an earlier step has written. The new token has its own
+        page, the last."""
         history = (context - 1) // self._page_size
         pages = [0] * history + [self._table[-1]]
         items = [
@@ -81,7 +82,8 @@ class WarmUp:
         raise ModelRefused("the device has no memory for a step beside weights and KV: lower cache.hbm_tokens")
 
     def efficient_tokens(self, most_tokens: int) -> int:
-        """Return the number of prompt tokens per step that `efficient_tokens` finds for this model."""
+        """Return the fewest prompt tokens per step (a power of 2 from 32, or `most_tokens`) at which this model
+        computes at least two thirds of its best rate of tokens."""
 
         def seconds(tokens: int) -> float:
             return min(self._seconds(0, tokens) for _ in range(2))
@@ -90,7 +92,7 @@ class WarmUp:
 
     def rows_agree(self, most_rows: int) -> bool:
         """Return whether up to `most_rows` rows of a sequence have the same logits together as one by one, to the bit.
-        If so, a step may compute a draft, whose tokens only later turn out to be right."""
+        A draft is computed as several rows of one sequence, so drafts change no answer if this is true."""
         first = self._page_size
         count = min(most_rows, self._most_rows - first)
         if count < 2:

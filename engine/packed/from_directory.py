@@ -63,7 +63,7 @@ def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | Pa
 
 
 def _is_packable(name: str, weight: Tensor) -> bool:
-    """Return whether a tensor can be packed: a matrix whose rows are whole groups, and not a gate of experts, since
-    gates are small and decide much."""
+    """Return whether a tensor can be packed: a matrix whose row length is a multiple of GROUP (numbers that share a
+    scale), and not a gate of experts, since gates are small and decide much."""
     is_matrix = weight.dim() == 2 and weight.is_floating_point() and weight.shape[1] % GROUP == 0
     return is_matrix and name.endswith("weight") and "router" not in name and weight.dtype != torch.float64

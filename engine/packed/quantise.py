@@ -31,8 +31,9 @@ def _eight(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _four(x: Tensor) -> tuple[Tensor, ...]:
-    """Round groups of numbers to 4 bits: for each of some ranges, round, fit scale and low to the codes, and keep the
-    best."""
+    """Round groups of numbers to 4 bits. Several ranges are tried for each group: round to codes within the range, then
+    fit the scale and the low (the value of code 0) to the codes. The range with the least error is kept. Returns
+    (codes, scales, lows)."""
     weights = x.square() + x.square().mean(-1, keepdim=True)
     low, high = x.amin(-1), x.amax(-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -59,8 +60,8 @@ def _codes(x: Tensor, scale: Tensor, start: Tensor) -> Tensor:
 
 
 def _fit(x: Tensor, codes: Tensor, weights: Tensor, scale: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and low with the least weighted squared error for given codes; the given ones where all codes of
-    a group are equal."""
+    """Return the scale and the low (the value of code 0) of each group with the least weighted squared error for given
+    codes. scale, start: the scale and low to return where all codes of a group are equal."""
     total = weights.sum(-1)
     mean_code, mean = (weights * codes).sum(-1) / total, (weights * x).sum(-1) / total
     spread = (weights * (codes - mean_code[..., None]).square()).sum(-1)

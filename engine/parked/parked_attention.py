@@ -111,8 +111,8 @@ class ParkedAttention:
             yield self._piece([block * BLOCK_TOKENS for block in blocks], firsts, BLOCK_TOKENS, None, reader)
 
     def _pieces_here(self, context: RequestContext, num_rows: int) -> Iterator[_Piece]:
-        """Yield the rows of a context that have pages in pieces as large as the ring, so that they need no more memory
-        than parked blocks do."""
+        """Yield those rows of a context that lie in HBM, in pieces as large as the ring (the pages through which parked
+        blocks are read). So attending to them needs no more memory than attending to parked blocks."""
         size, used = self._page_size, -(-num_rows // self._page_size)
         here = [index for index, page in enumerate(context.rows.pages[:used]) if page != PARKED]
         for start in range(0, len(here), len(self._ring)):
@@ -123,8 +123,9 @@ class ParkedAttention:
     def _piece(
         self, rows: list[int], slots: list[int], count: int, num_rows: int | None, reader: SlotReader | None
     ) -> _Piece:
-        """Make a piece from runs of `count` adjacent rows. rows, slots: the first row of each run, in the context and
-        in HBM. num_rows: length of the context, if it may end within the last run."""
+        """Make a piece, a part of a context whose rows lie in HBM at the same time, from runs of `count` adjacent rows.
+        rows, slots: the first row of each run, in the context and in HBM. num_rows: length of the context, if it may
+        end within the last run. reader: copies the rows to these slots; None: they are there already."""
         within = np.arange(count)
         found = (np.array(rows)[:, None] + within).reshape(-1)
         places = (np.array(slots)[:, None] + within).reshape(-1)

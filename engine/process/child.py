@@ -1,4 +1,4 @@
-"""Starts one engine process and holds the app's ends of it: its pipes, its socket and the end of its output."""
+"""Starts one engine process, and keeps the app's side of it: its pipes, its socket and the last lines of its output."""
 
 import asyncio
 import codecs

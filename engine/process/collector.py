@@ -7,10 +7,10 @@ _EVERY_S = 600.0
 
 
 class Collector:
-    """Prevents full collections between steps. One would walk the whole cache: with 20,000 sessions of eight blocks it
-    stopped every stream for more than a second. What the cache forgets is freed by its reference counts, and the young
-    generations catch nearly all else. The rest is collected while nothing runs; objects found alive then are not walked
-    again. Used by the engine's loop."""
+    """Prevents full garbage collections between steps. A full collection would walk the whole cache: with 20,000
+    sessions of eight blocks it stopped every stream for more than a second. Objects that the cache drops have no
+    cycles, so reference counting frees them, and collections of the young generations catch nearly all else. The rest
+    is collected while nothing runs; objects found alive then are not walked again. Used by the engine's loop."""
 
     def __init__(self) -> None:
         self._last_s = float("-inf")

@@ -13,8 +13,9 @@ class EngineLost(Exception):
 
 
 class OutputStream(AsyncIterator[Output]):
-    """The outputs of one request, all choices interleaved, for one consumer. Ends when every choice has finished, by a
-    finish_reason or by `EngineClient.finish`; raises EngineLost after what had arrived when the engine died.
+    """The outputs of one request, all choices interleaved, for one consumer. It ends when every choice has finished, by
+    a finish_reason or by `EngineClient.finish`. If the engine dies, it yields the outputs that had arrived, then raises
+    EngineLost.
 
     If a consumer is slow, it finds the outputs of a choice merged into one, so that at most one per choice is kept.
     """

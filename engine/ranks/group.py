@@ -58,7 +58,8 @@ class RankGroup:
         command: Sequence[str] = RANK_COMMAND,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the processes. config: its source is a directory. end_process(status): ends this process at once."""
+        """Start the processes of all ranks but this one, rank 0. config: its model has to be a local directory.
+        command: starts a rank. end_process(status): ends this process at once."""
         self.num_ranks = num_ranks
         self._end_process = end_process
         self._is_closing = False

@@ -28,8 +28,8 @@ Answer = Saved | Loaded | Fetched | Written | Deleted
 
 class JoinedEvents:
     """A merger of the ranks' events for the cache, which sees one engine. A move has ended when all ranks have reported
-    its end, and a block that one rank has lost is lost. Bytes are those of all ranks together, because every rank holds
-    equally many. Called by the engine's thread of rank 0."""
+    its end, and a block that one rank has lost is lost. Reported bytes are those of one rank times the number of ranks,
+    because every rank holds equally many. Called by the engine's thread of rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -57,7 +57,8 @@ class JoinedEvents:
         return 0 in self._answers.get((Loaded, job_id), ())
 
     def delete(self, extent_ids: Sequence[int]) -> None:
-        """Have extents deleted that only some ranks have: adds the deletion to `for_all`."""
+        """Have extents deleted that only some ranks have: adds a deletion to `for_all`, the messages that the caller
+        sends to every rank."""
         if extent_ids:
             self._own_jobs -= 1
             self.for_all.append(DeleteExtents(self._own_jobs, tuple(extent_ids), None))
@@ -131,8 +132,8 @@ class JoinedEvents:
 
 
 def _union(failed: Sequence[dict[BlockKey, str]]) -> dict[BlockKey, str]:
-    """Return the blocks that failed on any rank, with the reason. A reason that proves the copy bad counts before one
-    that proves nothing."""
+    """Return the blocks that failed on any rank, each with one reason. A reason that proves that the stored copy is bad
+    (such as a wrong checksum) takes precedence over one that does not (such as a read error)."""
     joined: dict[BlockKey, str] = {}
     for blocks in failed:
         for key, reason in blocks.items():

@@ -15,5 +15,5 @@ def rank_fingerprint(model: bytes, rank: int, num_ranks: int) -> bytes:
 
 def rank_directory(directory: str, rank: int) -> str:
     """Return the directory in which a rank stores its KV. Rank 0 uses `directory` itself, so that its lock keeps any
-    other server away from all of them."""
+    other server away from the directories of all ranks."""
     return directory if rank == 0 else str(Path(directory) / f"rank{rank}")

@@ -60,8 +60,8 @@ _EVENTS: dict[str, type[Any]] = {
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The one frame on a rank's stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as
-    rank 0 lives."""
+    """The order to start a rank: its number, where to connect, and the settings. It is the only frame on the rank's
+    stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as rank 0 lives."""
 
     rank: int
     endpoint: str  # ZeroMQ, bound by rank 0
@@ -103,7 +103,8 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run_step"):
 
 
 class SaveRows(msgspec.Struct, frozen=True, tag="save_rows"):
-    """Save rows of the last step."""
+    """The order to save rows of the step that ran last. pieces: which rows of the batch go to which slots of this
+    rank's DRAM."""
 
     pieces: list[CapturePiece]
 
@@ -198,7 +199,8 @@ def unpack_events(tagged: Sequence[Tagged]) -> list[Event]:
 
 
 def pack_step(batch: BatchInput, *, captures: bool, jobs: Sequence[int] = (), has_bystanders: bool = False) -> RunStep:
-    """Encode a step for the ranks. Waits for the device, if the batch is on one."""
+    """Encode a step for the ranks. Waits for the device, if the batch is on one. captures: whether rows of the step are
+    saved in DRAM. jobs: ids of the loads that the step needs. has_bystanders: whether some sequences need no load."""
     return RunStep(
         token_ids=_bytes(batch.token_ids),
         positions=_bytes(batch.positions),

@@ -22,9 +22,9 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """Allow the loads' layers that were held back until the step. jobs: request id -> job id of its load.
-        patience_s(request id): the longest wait, in seconds, for the load's next layer. has_bystanders: whether some
-        sequences of the step need no load."""
+        """Tell the transfer that these loads may go on past the few layers that are loaded before a request runs. jobs:
+        request id -> job id of its load. patience_s(request id): the longest wait, in seconds, for the load's next
+        layer. has_bystanders: whether some sequences of the step need no load."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders
@@ -36,8 +36,8 @@ class Arrival:
             transfer.start(job)
 
     def __call__(self, layer: int) -> None:
-        """Wait until a layer's KV is loaded for every request of the step, except those whose load was too late in an
-        earlier layer or is in this one (`late`)."""
+        """Wait until a layer's KV is loaded for every request of the step. A request whose load takes too long is added
+        to `late`, and is not waited for in this layer or later ones."""
         for request_id, job in list(self._jobs.items()):
             before_s = self._transfer.waited_s
             timeout_s = max(0.0, min(self._left_s, self._patience_s(request_id)))

@@ -105,7 +105,7 @@ class BatchStep:
         self._moves.fail()
 
     def close(self) -> None:
-        """Free what the steps hold. No other call follows."""
+        """End the thread that copies layers' weights to HBM, if there is one. No other call follows."""
         self._compute.close()
 
     def _schedule(self, now: float) -> Schedule:

@@ -67,8 +67,8 @@ class RunningChoice:
             self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
-        """Return everything besides the logits that decides the choice's next token. ahead: how many tokens later than
-        the next; only for a stateless choice."""
+        """Return everything besides the logits that decides one of the choice's tokens. ahead: 0 for the next token, n
+        for the n-th after it, which a draft needs; above 0 only for a choice whose draws depend on no earlier token."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,

@@ -49,8 +49,8 @@ class Computed:
 
     @property
     def first_rows(self) -> list[int]:
-        """The rows of `logits` from which the choices in `ready` draw their next tokens; the rows of a choice's draft
-        follow its own."""
+        """The rows of `logits` from which the choices in `ready` (those that draw a token in this step) draw their next
+        tokens. The rows of a choice's draft follow that row."""
         if not self.drafts:
             return list(range(len(self.ready)))
         return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]
@@ -96,9 +96,10 @@ class Computed:
 class StepCompute:
     """A runner of forward passes. Called by `BatchStep`, once for each step, in the engine's loop.
 
-    On CUDA a forward pass is launched and not waited for. Its rows are committed and saved, and room is made for them,
-    before it ends; only drawing a token waits for it. A pass is launched when the previous one has ended, so that no
-    request waits for more than one pass, and the host memory that a pass reads may be filled anew.
+    On CUDA a forward pass is launched and not waited for. While it still runs, its KV rows are recorded as computed,
+    their saves are ordered, and room is made for them; only drawing a token waits for it. A pass is launched when the
+    previous one has ended, so that no request waits for more than one pass, and the host memory that a pass reads may
+    be filled anew.
     """
 
     def __init__(
@@ -204,12 +205,13 @@ class StepCompute:
         return True
 
     def _watched(self) -> dict[int, list[float]]:
-        """Return the attention that was recorded in the step that has just run, by place in the batch."""
+        """Return the attention that was recorded in the step that has just run: for each watched sequence, by its index
+        in the batch, the share of its attention that each of its blocks got, in order."""
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """Return (KV, pieces): the KV that layers passed to the sink, None if all have saved their rows by themselves;
-        and where the rows of all sequences but `failed` are saved."""
+        """Return (KV, pieces). KV: what layers handed over to be saved; None if all layers have written their rows to
+        DRAM by themselves. pieces: which rows go to which DRAM slots, for all sequences but `failed`."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -220,8 +222,8 @@ class StepCompute:
         return shown if shown is not None and shown.layers else None, pieces
 
     def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
-        """Have the accepted rows of a draft saved too, unless they have been. Call it after `capture` and before these
-        rows are committed."""
+        """Have the accepted rows of a draft saved too, if they were not saved with the step's other rows. Call it after
+        `capture`, and before these rows are counted as part of the computed context."""
         if computed.pieces is not None and not computed.saves_drafts:
             row = computed.batch_row(request_id) + 1
             computed.pieces += self._cache.requests.capture(request_id, accepted, row)
@@ -234,8 +236,9 @@ class StepCompute:
         *,
         only_newest: bool = False,
     ) -> list[CapturePiece]:
-        """Return where the rows of a step are saved. only_newest: leave drafts out. Otherwise their rows are saved
-        before it is known whether they are right; a later step overwrites wrong rows before their block is complete."""
+        """Return which rows of a step go to which DRAM slots. The rows of drafts are saved too, before it is known
+        whether they are right; a later step overwrites wrong rows before their block is complete. only_newest: leave
+        rows of drafts out."""
         pieces: list[CapturePiece] = []
         batch_row = 0
         for chunk in chunks:

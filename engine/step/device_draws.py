@@ -18,8 +18,9 @@ _LOW = (1 << 32) - 1
 
 def draw(logits: Tensor, settings: Sequence[SamplingParams], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Draw a token for each row. logits fp32 [rows, vocab], contiguous, with a finite maximum in each row and no NaN.
-    starts: by row, the first word of Philox at its position, unsigned 64 bit. Returns the tokens int64 [rows], and for
-    each row whether its token is final [rows], so that `Sampler` need not draw it; both asynchronous."""
+    starts: for each row, the first random word (unsigned, 64 bits) of the generator Philox for the row's seed and
+    position. Returns the tokens int64 [rows], and for each row whether its token is final [rows], so that `Sampler`
+    need not draw it; both asynchronous."""
     device = logits.device
     numbers = torch.tensor(
         [[one.temperature, one.top_k, one.top_p, one.min_p] for one in settings], dtype=torch.float64

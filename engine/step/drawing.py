@@ -70,7 +70,8 @@ class Drawing:
 
     def _without_unusable(self, computed: Computed, bad: Sequence[tuple[int, int]]) -> list[Output]:
         """End the choices whose next token cannot be drawn. If only a later token, of a draft, cannot be drawn, no
-        drafts are used in this step. bad: (place in `computed.ready`, place among that choice's rows)."""
+        drafts are used in this step. bad: (index in `computed.ready`, row of that choice: 0 for the next token, n for
+        the draft's n-th)."""
         ended = [computed.ready[place] for place, ahead in bad if ahead == 0]
         outputs = [self._endings.end_unusable(choice) for choice in ended]
         computed.drop({choice.sequence.request_id for choice in ended})

@@ -19,8 +19,11 @@ class StepMoves:
 
     The rows that a step leaves are held back until its tokens are sent, because no token may wait for them. Moves that
     are decided later come after these rows, because they may seal (mark as complete) or overwrite the slots of the
-    rows. Blocks whose rows kernels have saved by themselves are sealed together at the end of an answer, as long as the
-    batch is steady and there is room: between two steps, threads of the kernels wait awake for what the engine does.
+    rows.
+
+    Blocks whose rows kernels have saved by themselves are sealed together at the end of an answer, as long as no turn
+    comes or ends and HBM has room. Sealing them after each step would cost time: between two steps, threads of the
+    kernels wait without sleeping, until the engine starts the next one.
     """
 
     def __init__(self, *, cache: CacheManager, transfer: Transfer, scheduler: Scheduler) -> None:
@@ -33,8 +36,8 @@ class StepMoves:
         self._is_steady = False  # no request has come, ended or given way lately
 
     def catch_up(self, now: float) -> list[str]:
-        """Carry out what the last step has left, and tell the cache which moves have ended. Returns the ids of
-        sequences whose load has failed."""
+        """Make the moves and saves that were held back after the last step, and tell the cache which moves have ended.
+        Returns the ids of sequences whose load has failed."""
         changes, self._changes = self._changes, self._cache.changes
         self._is_steady = changes == self._changes
         self._carry_out()
@@ -67,8 +70,8 @@ class StepMoves:
         self._carry_out(self._cache.take_moves(), running)
 
     def hold(self, captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Hold back what a step has left: the moves decided in it, then its rows. Nothing else may be held at that
-        time."""
+        """Hold back what a step has left: the moves decided in it, then its rows. captured: the KV rows to save; None
+        if there are none. pieces: which of them go to which DRAM slots. Call it only while nothing is held back."""
         assert self._held is None
         moves = self._cache.take_moves()
         if moves or captured is not None:
@@ -88,8 +91,8 @@ class StepMoves:
         self._transfer.wait(_LOAD_WAIT_S)
 
     def _carry_out(self, moves: Sequence[Move] = (), running: Container[str] = ()) -> None:
-        """Carry out what is held, then these moves (`Transfer.carry_out`). If all of them are seals that may wait,
-        postpone them."""
+        """Carry out the moves and saves that were held back after the last step, then `moves`. If all of them are seals
+        that may wait, postpone them. running: ids of the requests that take part in the step."""
         if (moves or self._held or self._seals) and not (self._seals_may_wait() and self._put_off(moves)):
             self._carry_out_all(moves, running)
 
@@ -104,8 +107,9 @@ class StepMoves:
         self._transfer.carry_out(moves, running)
 
     def _seals_may_wait(self) -> bool:
-        """Return whether seals may wait. They may not after a turn has come or ended, or while one waits: a block that
-        is sealed late may also leave HBM late."""
+        """Return whether seals, which mark saved blocks as complete, may wait. They may not after a turn has come or
+        ended, nor while a turn waits to start: a block that is sealed late can leave HBM only late, to make room for
+        that turn."""
         scheduler = self._scheduler
         return self._is_steady and not scheduler.num_waiting and self._cache.is_roomy(len(scheduler.running))
 

@@ -16,9 +16,10 @@ from reprise.scheduler.scheduler import Scheduler
 
 
 class Restarts:
-    """A part that makes a choice start anew when what it has computed is void (its load has failed or was late, or a
-    recompute contradicts loaded KV), or when its window is full in the middle of an answer. The choice is admitted
-    again, with what is left of its history. Called by the step, in the engine's loop."""
+    """A part that makes a choice start anew: it is admitted again, with what is left of its history. That happens when
+    what the choice has computed is void (its load has failed or was late, or a recompute contradicts loaded KV), and
+    when its window is full in the middle of an answer, so that history has to be dropped. Called by the step, in the
+    engine's loop."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Draws one token id from each row of logits: penalties, temperature, top-k, top-p, min-p, seeded draws, logprobs.
 
-A draw depends only on the row's logits, parameters, seed and position, and not on its batch or on preemptions. All
-arithmetic between tokens is row by row.
+A draw depends only on the row's logits, parameters, seed and position, and not on its batch or on preemptions. All sums
+over the vocabulary are computed for each row alone.
 
 Tokens are drawn in a race (Gumbel's trick). Each waits for an exponential time whose rate is its probability, and the
 first wins, so each wins as often as its probability says. A token's time depends on the seed, the position, its id and
@@ -140,9 +140,10 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def waits(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how long tokens of rate 1 wait in the race by which the token at a position is drawn, by token id. The
-    times are exponential and independent. Each is made of a word of SplitMix64 (Steele et al., OOPSLA 2014), which
-    starts from Philox at the position and steps by ids."""
+    """Return, for each token id, its exponential random time of rate 1. The token at a position is drawn by a race: the
+    token with the smallest time / probability wins. The times are independent. Each is made of word number `id` of the
+    generator SplitMix64 (Steele et al., OOPSLA 2014), whose start is the generator Philox's word for (seed,
+    position)."""
     words = ids.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(0x9E3779B97F4A7C15)
@@ -254,9 +255,9 @@ def _edited(work: Tensor, picked: list[SampleRow]) -> Tensor:
 def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
     """Draw the token of each row. work [rows, vocab] fp32, overwritten.
 
-    Only tokens above a log-probability, of `FLOORS`, are ranked, and further ones if the answer lies below it. At most
-    10^4 tokens reach the first floor. With a vocabulary of 150k, a row takes 40 us to find them and a few us to rank
-    them; torch.topk takes 290 us, a stable sort of all 12 ms, our sort of all 2 ms.
+    Only tokens whose log-probability is above the first of `FLOORS` are ranked. If the drawn token may lie below it,
+    the next floor is used. At most 10^4 tokens reach the first floor. With a vocabulary of 150k, a row takes 40 us to
+    find them and a few us to rank them; torch.topk takes 290 us, a stable sort of all 12 ms, our sort of all 2 ms.
     """
     if any(row.sampling.temperature != 1 for row in picked):
         work /= torch.tensor([[row.sampling.temperature] for row in picked], device=work.device)
@@ -275,8 +276,8 @@ def _drawn(work: Tensor, picked: list[SampleRow]) -> list[int]:
 
 
 def _draw(ids: NDArray[np.int64], logprobs: NDArray[np.float32], row: SampleRow, level: int) -> int | None:
-    """Return the token that wins the race among those that top_k, top_p and min_p keep; None if the ranked tokens do
-    not suffice to tell. ids and logprobs [n]: the most likely tokens, down to log-probability FLOORS[level]."""
+    """Return the token that wins the race among those that top_k, top_p and min_p keep; None if a token below this
+    floor may be the winner. ids and logprobs [n]: the most likely tokens, down to log-probability FLOORS[level]."""
     sampling, complete = row.sampling, level == len(FLOORS) - 1
     held = len(ids)
     if not held:

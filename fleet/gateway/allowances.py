@@ -1,7 +1,7 @@
 """Enforces the limits of keys over the whole fleet: requests and tokens a minute, and running answers.
 
-The directory counts. While it does not answer, this gateway counts requests and answers by itself, and replicas the
-tokens, each as if it were alone: a key then has its limits once for every gateway, and its tokens for every replica.
+The directory counts. While it does not answer, each gateway counts requests and answers by itself, and each replica
+tokens. A key may then use its limits once at every gateway, and its tokens once at every replica.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted, and the places that it takes until `leave`, of those that its key has for running
-    answers."""
+    """A request that was counted against its key's limits. Until `leave` it takes places, of which a key has one for
+    each answer that it may run at a time."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself
@@ -56,8 +56,8 @@ class Allowances:
     def __init__(
         self, *, directory: Directory, places: Places, limits: Callable[[str], KeyLimits], metrics: Metrics
     ) -> None:
-        """Set up. places: counts the running answers of this gateway, and, while the directory does not answer, its
-        requests."""
+        """Set up. places: counts the running answers of this gateway. While the directory does not answer, it also
+        counts the requests that reach this gateway."""
         self._directory = directory
         self._places = places
         self._limits = limits
@@ -104,7 +104,8 @@ class Allowances:
             raise
 
     async def _ask(self, admission: Admission, tenant: str, count: int, limits: KeyLimits) -> None:
-        """Ask the directory for tokens and places. Raises DirectoryUnavailable, or ApiError 429."""
+        """Ask the directory whether a key has tokens left for this minute, and take `count` places for running answers.
+        Puts the limits into the admission's headers. Raises DirectoryUnavailable, or ApiError 429."""
         if per_minute := limits.tokens_per_minute:
             taken = await self._directory.take(tenant, "k", per_minute=per_minute, amount=0, need=1)
             admission.headers |= _of_bucket("tokens", per_minute, taken)

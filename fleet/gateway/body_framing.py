@@ -16,7 +16,7 @@ class BadBody(ValueError):
 
 
 class Body(Protocol):
-    """A body that is being received."""
+    """A body that is being received, however its end is marked."""
 
     ended: bool
 
@@ -65,7 +65,7 @@ class SizedBody:
         return data
 
     def end(self) -> None:
-        """A body whose connection ends early stays incomplete."""
+        """Do nothing: a body whose connection ends early stays incomplete."""
 
 
 class EndlessBody:

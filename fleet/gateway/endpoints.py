@@ -91,7 +91,7 @@ class Endpoints:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
-        """All models of the fleet: one replica of each is asked."""
+        """Answer with all models of the fleet. One replica of each fingerprint is asked, and their lists are joined."""
         of_model: dict[str, list[str]] = {}
         for name in self._open():
             of_model.setdefault(self._members.beats[name].fingerprint, []).append(name)

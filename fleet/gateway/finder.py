@@ -28,7 +28,8 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica that a turn goes to, in the form for metrics and answers."""
+    """The replica that a turn goes to and the reasons for choosing it, as words that metrics and the answer's headers
+    show."""
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
@@ -39,7 +40,8 @@ class Route:
 
 @dataclass(slots=True)
 class Found:
-    """The session that a turn continues, as far as the directory knows it, and what routing needs of the turn."""
+    """The session that a turn continues, as far as the directory knows it, and the turn's sizes by which a replica is
+    chosen."""
 
     question: Question
     session_id: str | None  # the client's name for it, or that of the session that its messages go on with
@@ -128,7 +130,8 @@ class Finder:
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:
-        """Return the live replica that is home of a session without a salt; None if it is not known."""
+        """Return the replica that is home of a session without a salt, that is, has claimed it last. None if it is not
+        known or takes no turns."""
         try:
             for fingerprint in self._fingerprints(""):
                 record = await self._directory.look(SessionName(tenant, session_id), fingerprint=fingerprint)
@@ -140,7 +143,8 @@ class Finder:
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
     def cannot_serve(self, model: str) -> frozenset[str]:
-        """Return the replicas that serve other models; none if no replica serves this one."""
+        """Return the replicas that serve only other models. If no replica serves this one, return none of them: any may
+        then answer that there is no such model."""
         return self._others(model, "")
 
     def runs_at(self, response_id: str) -> str | None:
@@ -188,11 +192,13 @@ class Finder:
 
 
 def _pin(turn: Turn) -> str:
-    """Return a name for a turn's conversation that is the same for all its turns, on every gateway."""
+    """Return a name for a turn's conversation that is the same for all its turns, on every gateway. While the directory
+    does not answer, it decides the replica."""
     given = turn.session_id
     return _name_of(turn.tenant, turn.salt, turn.conversation.opening if given is None else given)
 
 
 def _name_of(tenant: str, salt: str, conversation: str | bytes) -> str:
-    """Return a name of constant length, because clients may name their conversations with megabytes."""
+    """Return a digest of tenant, salt and conversation. It has a constant length; clients may name their conversations
+    with megabytes."""
     return digest("pin", tenant, salt, conversation).hex()

@@ -103,8 +103,8 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the part of the body that has arrived, waiting for some; no bytes if the body has ended. Raises
-        ReplicaFailed."""
+        """Return the part of the body that has arrived and was not read yet; if there is none, wait until some arrives.
+        No bytes if the body has ended. Raises ReplicaFailed."""
         while not self._unread:
             if self._failure is not None:
                 raise ReplicaFailed(self._failure, was_asked=True)
@@ -134,8 +134,8 @@ class Connection(asyncio.Protocol):
         return self.heard_s > self._asked_s
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the replica has sent nothing for longer than allowed. False while only the client delays the
-        answer."""
+        """Return whether the replica has sent nothing for longer than `silence_s` of `ask`. False while only the client
+        delays the answer."""
         return 0 < self.silence_s < now - self.heard_s and not self._is_paused
 
     def abort(self, problem: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -38,9 +39,10 @@ class Passing:
     async def run(
         self, request: Request, body: bytes, send: Send, *, silence_s: float, is_counted: bool = False
     ) -> None:
-        """Relay a request, and its answer as it arrives. A request about a session goes to that session's home, one
-        about a response to where it runs. is_counted: whether the directory has counted the request. Raises ApiError
-        before the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
+        """Relay a request, and its answer as it arrives. A request about a session goes to that session's home (the
+        replica that has claimed it), one about a response to where it runs. is_counted: whether the directory has
+        counted the request against its key's limits. Raises ApiError before the client's first byte, ClientGone, or
+        ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         foreign = self._finder.cannot_serve(model) if (model := await _model_of(request, body)) else frozenset()
@@ -78,8 +80,8 @@ class Passing:
         raise no_replica()
 
     async def ask_all(self, request: Request, groups: Iterable[Sequence[str]]) -> list[Any]:
-        """Ask one replica of each group, and return the JSON answers that have status 200. If none does, raises
-        ApiError with one of the answers."""
+        """Ask one replica of each group, and return the answers that have status 200 and are JSON. If there is none,
+        raises ApiError with one of the other answers."""
         free = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def ask(group: Sequence[str]) -> tuple[int, bytes] | None:
@@ -96,7 +98,7 @@ class Passing:
             return None
 
         answers = [answer for answer in await asyncio.gather(*map(ask, groups)) if answer is not None]
-        good = [msgspec.json.decode(body) for status, body in answers if status == 200]
+        good = [said for status, body in answers if status == 200 and (said := _said(body)) is not None]
         if good:
             return good
         if not answers:
@@ -162,7 +164,8 @@ def headers_of(request: Request, body: bytes) -> Headers:
 
 
 def counted(fleet_key: bytes, *, path: str, request_id: str) -> Headers:
-    """Return the headers that tell a replica that a request has been counted against its key's limits."""
+    """Return the headers that tell a replica that a request has been counted against its key's limits. fleet_key: the
+    fleet's secret, which proves that a gateway sent them."""
     token = relay_token(fleet_key, path=path, request_id=request_id)
     return [(RELAY_HEADER.encode(), token.encode()), (COUNTED_HEADER.encode(), b"1")]
 
@@ -176,10 +179,17 @@ def _unknown() -> ApiError:
     return ApiError(502, message, code="replica_lost")
 
 
+def _said(body: bytes) -> Any:
+    """Return a replica's JSON; None for an answer that is none."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(body)
+    return None
+
+
 def _told(status: int, body: bytes) -> ApiError:
     """Return an error answer of a replica as an ApiError."""
     try:
-        error = msgspec.json.decode(body)["error"]
+        error = _said(body)["error"]
         return ApiError(status, error["message"], code=error["code"], param=error.get("param"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return ApiError(502, "A server of the fleet gave an answer that is none.", code="bad_answer")

@@ -75,7 +75,7 @@ class ReplicaAccess:
 
 
 class _NextReplica(Exception):
-    """The replica that was tried cannot answer the turn; another one may."""
+    """Raised when the replica that was tried cannot answer the turn, and another one may."""
 
 
 class _Busy(_NextReplica):
@@ -296,8 +296,8 @@ class Relay:
         self._metrics.failed(began=self._has_begun)
 
     def _note(self, frame: Frame) -> None:
-        """Record a frame, whose events the client has received, in the journal from which another replica can
-        continue."""
+        """Record a frame in the journal, from which another replica can continue the answer. The client must have
+        received the frame's events."""
         if self._lease.grow(len(frame.note)):
             self._journal.add(frame)
         else:
@@ -320,7 +320,8 @@ class Relay:
         self._tried.clear()
 
     async def _waits_for_a_replica(self) -> bool:
-        """Wait a moment for a replica that can take the turn or continue the answer. Returns whether to try again."""
+        """Wait a moment for a replica that can take the turn or continue the answer. Returns whether to try again: not
+        if the turn has waited for too long, or if replicas refuse it because they are overloaded."""
         if self._refusal is not None and self._refusal.is_overload and not self._has_begun:
             return False  # trying again and again would add to the load
         since_s, most_s = (self._broke_s, RESUME_WAIT_S) if self._has_begun else (self._turn.arrived_s, START_WAIT_S)

@@ -34,7 +34,8 @@ class Replicas:
         return replica
 
     def lost(self, name: str) -> None:
-        """Exclude a replica, which was found dead, until its next beat (its report to the directory)."""
+        """Exclude a replica until its next beat (its report to the directory), because a connection to it has
+        failed."""
         self._members.lost(name)
 
     def under_way(self, name: str) -> int:
@@ -54,8 +55,8 @@ class Replicas:
             await asyncio.sleep(BEAT_S)
 
     def _leave_the_stopped(self) -> None:
-        """Abort the answers of silent replicas that send nothing. A replica whose beats are late, as on a busy machine,
-        still sends tokens."""
+        """Abort the answers of replicas whose beats have stopped and whose connections bring no bytes either. A replica
+        whose beats are late, as on a busy machine, still sends tokens."""
         since_s = asyncio.get_running_loop().time() - STALE_S
         for name in self._members.silent():
             if (replica := self._replicas.get(name)) is not None:

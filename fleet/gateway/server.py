@@ -96,8 +96,8 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
 
 
 def with_middleware(gateway: Gateway, settings: Settings) -> ASGIApp:
-    """Return the application that the server calls: the gateway inside the layers that every request passes, as in
-    `reprise.app.main`."""
+    """Return the application that the server calls: the gateway, inside the layers that every request passes first:
+    request ids, the check of keys, and CORS."""
     server, parts = settings.server, gateway.parts
 
     def count(scope: Scope, status: int) -> None:

@@ -69,8 +69,9 @@ async def read_turn(
     arrived_s: float,
     body: bytes,
 ) -> Turn:
-    """Return the parts of a request that the gateway needs. An invalid body is a turn too: the replica tells the client
-    what is wrong with it. headers: from `forwarded`."""
+    """Return the parts of a request that the gateway needs. A request with an invalid body is returned too, with an
+    empty conversation: the replica tells the client what is wrong with it. is_exact: whether its key demands exact KV
+    for all turns. target: path and query. headers: from `forwarded`. arrived_s: on the monotonic clock."""
     if len(body) > LONG_BODY_BYTES:
         said, conversation = await asyncio.to_thread(_read, body)
     else:
@@ -105,8 +106,8 @@ def target_of(scope: Scope) -> bytes:
 
 
 def forwarded(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return a request's headers, with names in lower case, without those of its connection and those that only a
-    gateway may send."""
+    """Return a request's headers, with names in lower case, without those that concern only its connection and those
+    that only a gateway may send."""
     kept = [(name, value) for name, value in headers if name not in _NOT_FORWARDED and not name.startswith(_OURS)]
     named = [value for name, value in headers if name == b"connection"]  # what it names is of the connection too
     dropped = {word.strip().lower() for value in named for word in value.split(b",")}

@@ -26,8 +26,9 @@ from reprise.fleet.replica.resume import Resumption, cannot_resume
 def arrived(
     home: TurnHome, key: bytes, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]
 ) -> ArrivedRequest:
-    """Return the object that represents a request from its arrival on: relayed by a gateway, or direct. key: from
-    `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request that resumes an answer without a gateway."""
+    """Return the object that represents a request from its arrival on: relayed by a gateway, or direct. home: the parts
+    of this replica that turns use. key: from `reprise.fleet.protocol.fleet_key`. Raises ApiError 403 for a request that
+    resumes an answer without a gateway."""
     value = headers.get(RELAY_HEADER)
     if value is not None and is_relay(key, value, path=path, request_id=request_id):
 

@@ -70,19 +70,15 @@ class Beats:
                     self._readiness.joining = False
             except Exception:
                 log.exception("a beat failed")
-            if self._readiness.model is None:
-                with contextlib.suppress(TimeoutError, EngineFailed):
-                    await asyncio.wait_for(self._readiness.wait_loaded(), BEAT_S)
-            else:
-                await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
+            await self._pause()
 
     async def beat(self) -> None:
-        """Report that this server lives, carry out deletions, and send the commits that wait. Raises
+        """Report that this server lives, carry out deletions, and send the commits (results of turns) that wait. Raises
         DirectoryUnavailable."""
         await self._follow(await self._say_alive())
 
     def stop(self) -> None:
-        """Cancel the work that the last answer has asked for."""
+        """Cancel the work that the directory's answer to the last beat has asked for."""
         for task in (self._deleting, self._following):
             if task is not None:
                 task.cancel()
@@ -110,6 +106,17 @@ class Beats:
             tiers=tiers_of(stats, model) if stats is not None and model is not None else {},
         )
 
+    async def _pause(self) -> None:
+        """Wait for the time of the next beat: sooner if the model has come, or if this server still joins."""
+        readiness = self._readiness
+        if readiness.failure is not None:  # `wait_loaded` would not wait any more
+            await asyncio.sleep(BEAT_S)
+        elif readiness.model is None:
+            with contextlib.suppress(TimeoutError, EngineFailed):
+                await asyncio.wait_for(readiness.wait_loaded(), BEAT_S)
+        else:
+            await asyncio.sleep(JOIN_LOOK_S if readiness.joining else BEAT_S)
+
     async def _say_alive(self) -> Heard:
         try:
             heard = await self._directory.beat(self.heartbeat(), since=self._deletions.since)
@@ -126,7 +133,8 @@ class Beats:
             await self._follow(heard)
 
     async def _follow(self, heard: Heard) -> None:
-        """Carry out what the answer to a beat asks for."""
+        """Carry out what the directory's answer to a beat asks for: the deletions in it, and to tell it everything
+        again if it has lost its data. Then send the commits that wait."""
         if self._born and heard.born != self._born:
             # Before anything is awaited: the directory would take a turn that ends under its old epoch for a deleted
             # one's. Then what was deleted is said, and then what this replica was home of.

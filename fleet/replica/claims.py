@@ -70,8 +70,8 @@ class Claims:
                 return False
 
     async def _adopt(self, name: SessionName, held: HeldSession, head: bytes) -> None:
-        """Fetch a session's transcript and have the engine take over its KV. KV that cannot be taken over is
-        computed."""
+        """Fetch a session's transcript, and have the engine take over the KV that another replica has stored in Redis.
+        head: the record that names this KV; empty: there is none. KV that cannot be taken over is computed."""
         if (transcripts := self._server.shared_transcripts) is not None:
             rows = await self._directory.transcript(name, fingerprint=self._server.fingerprint)
             held.exported = await transcripts.adopt(

@@ -45,7 +45,9 @@ class Commits:
         self._deadline_s, self._last_epoch = deadline_s, last_epoch
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """Commit a turn that has ended. Waits up to the deadline; after that it is committed later."""
+        """Commit a turn that has ended. Waits up to the deadline; after that it is committed later. tokens: length of
+        the session's context. ttl_s: time after its last use until the session expires; None: it is pinned. chains:
+        digests of the conversation, by which its next request finds the session."""
         task = self._background.spawn(self._commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains))
         await asyncio.wait({task}, timeout=self._deadline_s)
 
@@ -76,8 +78,8 @@ class Commits:
                         await self._send(name, held, ends_turn=False)
 
     def forget_directory(self) -> list[tuple[SessionName, HeldSession]]:
-        """Forget the claims and commits that the directory had, because it has lost its data. Returns the sessions of
-        which this replica was the home."""
+        """Forget which claims and commits the directory had, because it has lost its data. Returns the sessions of
+        which this replica was the home, which must be sent to it again."""
         owned = []
         for name, held in self._held.items():
             owned += [(name, held)] if held.epoch else []
@@ -148,8 +150,8 @@ class Commits:
             self._background.spawn(self._copies.delete_soon(name.tenant, name.session_id))
 
     async def _epoch_at_home(self, name: SessionName) -> int:
-        """Return the epoch under which this process is a session's home, 0 if it is not: Redis may have carried out a
-        call whose answer came too late. Raises DirectoryUnavailable."""
+        """Ask the directory for the epoch under which this process is a session's home; 0 if it is not. A claim or
+        commit whose answer came too late here may have been carried out in Redis. Raises DirectoryUnavailable."""
         record = await self._directory.look(name, fingerprint=self._server.fingerprint)
         identity = self._server.identity
         is_home = record is not None and (record.home, record.boot) == (identity.name, identity.boot)

@@ -51,15 +51,15 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies as soon as no request of the session runs, unless it was begun again after the deletion
-        that has this epoch."""
+        """Delete the copies as soon as no request of the session runs. Does nothing if the session was begun again
+        after the deletion with this epoch (a number that grows with every claim and deletion)."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)
 
     async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Forget the sessions of an id, with any salt, that were begun by this epoch, so that this replica no longer
-        commits to them. Drops the id's commits that wait in the outbox."""
+        """Forget the sessions of an id, with any salt, whose first claim has this epoch or an earlier one, so that this
+        replica no longer commits to them. Drops the id's commits that wait in the outbox."""
         for name, held in self._held.of_id(tenant, session_id).items():
             if held.begun <= epoch:
                 self._held.forget(name)
@@ -77,5 +77,6 @@ class Copies:
 
 
 def scope_of(name: SessionName) -> str:
-    """Return the tenant of a session in the form that transcripts use."""
+    """Return the name under which transcripts keep a session's tenant: "tenant", or "tenant/salt" if the session has a
+    salt."""
     return f"{name.tenant}/{name.salt}" if name.salt else name.tenant

@@ -37,8 +37,8 @@ class Copies(Protocol):
 
 
 class Deletions:
-    """A part that carries out deletions here, and stores on disk the epoch (the number of a deletion) up to which that
-    was done. One per replica, on its event loop."""
+    """A part that carries out the fleet's deletions here. It stores on disk the epoch (a number that grows with every
+    deletion) up to which they were carried out. One per replica, on its event loop."""
 
     def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
         self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out
@@ -85,8 +85,9 @@ class Deletions:
                 await self._directory.acknowledge(deletion.epoch)
 
     async def _clear(self, fingerprint: str) -> None:
-        """Delete every session that may have been deleted by a deletion that the directory has forgotten: all except
-        those that were begun before the last deletion that this server has carried out."""
+        """Delete every session here that a deletion may concern which the directory has forgotten. A session stays only
+        if it still has a record whose first claim came no later than the last deletion carried out here: a deletion
+        after that would have removed the record."""
         here = sorted(await self._copies.names(), key=lambda name: (name.tenant, name.session_id, name.salt))
         gone: dict[tuple[str, str], None] = {}
         for start in range(0, len(here), PROVEN_AT_ONCE):

@@ -10,7 +10,7 @@ from reprise.fleet.keys import SessionName
 
 @dataclass(slots=True)
 class HeldSession:
-    """The knowledge that this replica has of a session: its claim, and what was committed of it."""
+    """The knowledge that this replica has of a session: its claim, and what the directory has recorded of it."""
 
     ttl_s: float | None  # after its last use; None: it is pinned
     epoch: int = 0  # epoch of its claim; 0: none
@@ -61,7 +61,8 @@ class HeldSessions:
         }
 
     def are_begun_after(self, name: SessionName, epoch: int) -> bool:
-        """Return whether a session of the same id, with any salt, was begun here after the epoch."""
+        """Return whether a session of the same id, with any salt, was first claimed here at an epoch (a number that
+        grows with every claim and deletion) above this one."""
         return any(held.begun > epoch for held in self.of_id(name.tenant, name.session_id).values())
 
     def forget(self, name: SessionName) -> None:

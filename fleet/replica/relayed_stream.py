@@ -13,9 +13,9 @@ _OF_THIS_SERVER = ("draining", "engine_lost", "internal_error")  # errors that a
 
 
 class RelayedFrames:
-    """The frames in which one stream goes to a gateway: its events for the client, each with a note from which another
-    replica can continue the answer. A stream that resumes an answer has no opening, because the client has received
-    it."""
+    """The frames of one stream to a gateway. Each has events that the endpoint's own frames made for the client, and a
+    note from which another replica can continue the answer. A stream that resumes an answer has no opening, because the
+    client has received it."""
 
     def __init__(self, events: Frames, turns: Sequence[RunningTurn], *, is_resumed: bool) -> None:
         self._events = events
@@ -43,8 +43,9 @@ class RelayedFrames:
 
 
 class ResumedDeltas(AsyncIterator[Delta]):
-    """The remaining deltas of an answer that another replica began. The events that the client has received are made
-    once more before the first of them, so that later events continue correctly."""
+    """The remaining deltas of an answer that another replica began. First the deltas of that replica are encoded as
+    events again and thrown away, so that the encoder continues, for example its counters, where the client's stream
+    broke off."""
 
     def __init__(self, rest: Deltas, events: Frames, resumption: Resumption) -> None:
         self._rest, self._events, self._resumption = rest, events, resumption

@@ -50,10 +50,10 @@ LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 
 class Replica:
     """The parts of a replica together, as the app uses them. One per app, on its event loop. None of the methods that a
-    turn calls raises because of the fleet.
+    turn calls raises because of the fleet. Two of its parts:
 
-    beats        reports that this server lives, and does what the answers ask for
-    deletions    deletes here what has been deleted in the fleet
+        beats        reports that this server lives, and does what the directory's answers ask for
+        deletions    deletes here what has been deleted in the fleet
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Replica:
 
     @property
     def claims(self) -> Counter[str]:
-        """Counts of claims by result: new, home, adopted, failed."""
+        """Counts of claims by result. new: the session had no turn yet. home: this replica had all of its turns.
+        adopted: turns of another replica were taken over. failed: the directory did not answer."""
         return self._claims.results
 
     @property
@@ -164,7 +165,7 @@ class Replica:
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
-        """Note that a turn has ended without a token."""
+        """Note that a turn has ended without a token. Nothing is committed, and the session stays claimed."""
         held = self.held.of(name)
         held.running = max(0, held.running - 1)
 

@@ -130,15 +130,16 @@ class ResumedTurn:
     deltas: Sequence[DeltaNote]  # every choice has one
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ApiError 409 for an answer that this server's model cannot continue."""
+        """Raise ApiError 409 if this server's model has another fingerprint or another `model.exact` than the one that
+        began the answer."""
         if self.fingerprint != model.fingerprint:
             raise cannot_resume("This answer was begun by another model.")
         if self.exact != model.exact:
             raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
 
     def submit(self, begun: Submit) -> Submit:
-        """Return the message with which the engine continues what another server has generated. begun: the message with
-        which it would begin the turn."""
+        """Return the message with which the engine continues what another server has generated: `begun`, with which it
+        would begin the turn, and the tokens of the other server."""
         if self.note.prompt != digest_of(begun.token_ids):
             # The text is the same, so the answer goes on validly, though not as it would have where it began.
             log.warning(
@@ -157,7 +158,8 @@ class ResumedTurn:
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return the tokens that the other server generated for each choice; None for one that has ended."""
+        """Return the tokens that the other server generated for each choice. None for a choice that has ended, which is
+        not continued."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)
@@ -169,7 +171,8 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the first choice if it has ended; otherwise None."""
+        """Return the tokens of the prompt's first choice if that choice has ended; None if it goes on. The engine needs
+        them to keep the whole answer in the session although it does not generate it again."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None

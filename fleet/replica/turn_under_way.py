@@ -18,7 +18,7 @@ class EndedChoice:
 
 
 class Home(Protocol):
-    """The methods of the replica at which the turn runs."""
+    """The methods that a turn calls on the replica at which it runs."""
 
     async def commit(
         self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]
@@ -46,7 +46,9 @@ class TurnUnderWay:
     ) -> None:
         """Commit the turn. Waits for the directory as long as `fleet.deadline_ms` says; after that it is committed
         later. chain: digest of the request's messages, see `reprise.fleet.identify`; None: the next request does not
-        find the session by it. names: other digests by which it does. tokens: those of the session's context."""
+        find the session by its messages. names: further digests by which a request finds the session, such as that of a
+        response's id. tokens: length of the session's context. ttl_s: time after its last use until the session
+        expires; None: it is pinned."""
         if self._ended:
             return
         self._ended = True

@@ -100,11 +100,28 @@ class LocalFleet:
                 _in_time(ray.shutdown, RAY_ENDS_S)
 
     def _start(self) -> None:
+        """Start everything. Raises FleetFailed."""
+        self._tell("starting Ray")
+        try:
+            self._start_ray()
+        except Exception as error:  # Ray raises many kinds
+            raise FleetFailed(f"Ray does not start: {error}") from error
+        self._tell(f"starting {self._options.replicas} replicas")
+        is_up = threading.Event()
+        threading.Thread(target=self._tell_progress, args=(is_up,), daemon=True).start()
+        try:
+            self._deploy()
+        except RuntimeError as error:
+            raise FleetFailed(f"the replicas do not start: {error}") from None
+        finally:
+            is_up.set()
+        self._start_gateway()
+
+    def _start_ray(self) -> None:
         import ray
 
         from reprise.fleet.supervise.cluster import start_serve
 
-        self._tell("starting Ray")
         ray.init(
             address="local",
             include_dashboard=False,
@@ -118,16 +135,6 @@ class LocalFleet:
         if self._finds_gpus and ray.cluster_resources().get("GPU", 0) >= 1:
             self._options = self._options.model_copy(update={"gpus": 1.0})
         start_serve()
-        self._tell(f"starting {self._options.replicas} replicas")
-        is_up = threading.Event()
-        threading.Thread(target=self._tell_progress, args=(is_up,), daemon=True).start()
-        try:
-            self._deploy()
-        except RuntimeError as error:
-            raise FleetFailed(f"the replicas do not start: {error}") from None
-        finally:
-            is_up.set()
-        self._start_gateway()
 
     def _deploy(self) -> None:
         """Start the replicas and return when all serve. Raises RuntimeError."""
@@ -209,8 +216,7 @@ class LocalFleet:
 
         if self._gateway is not None:
             self._gateway.stop(drain_s(self._settings))
-        if ray.is_initialized():
-            _in_time(delete, drain_s(self._settings) + RAY_ENDS_S)
+        _in_time(delete, drain_s(self._settings) + RAY_ENDS_S)
 
 
 def _answers(url: str) -> bool:

@@ -32,7 +32,7 @@ class Unhealthy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A directory for the state of one replica, which this process has locked."""
+    """A directory for the state of one replica. This process has locked it."""
 
     directory: Path
     lock: int  # descriptor; the directory is taken while a process holds it open

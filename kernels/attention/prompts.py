@@ -46,8 +46,8 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Return whether a sequence with so many query rows and context rows is worth gathering its pages and the extra
-        calls."""
+        """Return whether a sequence with so many query rows and context rows is so long that gathering its pages
+        pays."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(
@@ -70,13 +70,16 @@ class PromptAttention:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Call torch's flash kernel, as an `Attend`. Raises RuntimeError or NotImplementedError where it cannot run."""
+    """Call torch's flash kernel. q [1, heads, rows, dim]; k, v [1, kv_heads, keys, dim]. causal: row i sees the keys up
+    to i. Returns (attention, of q's shape; logs of the softmax sums, fp32 [1, heads, rows]). Raises RuntimeError or
+    NotImplementedError where it cannot run."""
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return found[0], found[1]
 
 
 def prompt_attention() -> PromptAttention | None:
-    """Return a PromptAttention for this CUDA device, if its results equal those of the formula; otherwise None."""
+    """Return a PromptAttention for this CUDA device. None if there is no such device, or if a trial gives other results
+    than attention computed by its definition."""
     if not torch.cuda.is_available():
         return None
     generator = torch.Generator().manual_seed(0)

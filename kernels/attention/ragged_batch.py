@@ -28,8 +28,8 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The context rows that some sequences with one query row attend to. All other sequences attend to all of theirs.
-    Used only for layers without window, softcap and sinks."""
+    """The context rows, for each kv head, that some sequences with one query row attend to. All other sequences attend
+    to all of their rows. Used only for layers without window, softcap and sinks."""
 
     sequences: tuple[int, ...]
     rows: Tensor  # [sequences, kv_heads, most] int32, ascending
@@ -56,9 +56,9 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages, with the numbers of keys and values stored as they are. Keys are rotated for their current
-    positions. Pages of another format derive from this class, and override `beside`, `is_packed`, `to_rows` and
-    `to_numbers`."""
+    """One layer's pages of KV. Keys are rotated for their current positions. This class stores the numbers of keys and
+    values unchanged. Classes for pages of another format derive from it, and override `beside`, `is_packed`, `to_rows`
+    and `to_numbers`."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim + beside]
     v: Tensor  # [pages, page_size, kv_heads, v_dim + beside]
@@ -81,19 +81,19 @@ class KvPages:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether compiled kernels for CPUs can read such rows."""
+        """Whether compiled kernels for CPUs can read the rows of these pages."""
         return self.is_packed or self.k.dtype == self.v.dtype == torch.bfloat16
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Return numbers in the form in which the pages store them, with `beside` more elements a head: [..., dim] ->
-        [..., dim + beside]."""
+        """Return numbers in the form in which these pages store them: [..., dim] -> [..., dim + beside]. The last
+        `beside` elements are what a head of this format has in addition, such as a scale."""
         return numbers
 
     @staticmethod
     def to_numbers(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return the numbers of stored rows: [..., dim + beside] -> [..., dim]. Numbers that have to be computed have
-        the given dtype; rows stored as they are keep theirs."""
+        """Return the numbers of stored rows: [..., dim + beside] -> [..., dim]. A packed format unpacks them to
+        `dtype`. A format that stores numbers unchanged returns them in their own dtype."""
         return rows
 
 

@@ -47,8 +47,8 @@ def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMoments:
-    """The moments of one layer's rotated queries and keys on calibration texts: means of the products of their dims
-    with each other. Selectors take what they need."""
+    """The second moments of one layer's rotated queries and keys on calibration texts: for every two dims of a head,
+    the mean of their product."""
 
     queries: Tensor  # [kv_heads, k_dim, k_dim]: mean of the outer product with itself, over a group's heads and tokens
     keys: Tensor  # [kv_heads, k_dim, k_dim]
@@ -57,7 +57,7 @@ class LayerMoments:
 
 @dataclass(frozen=True, slots=True)
 class Selecting:
-    """A selector of context rows, and the rule for which contexts it is used."""
+    """A selector of context rows, and the length of the contexts from which on they are read in part."""
 
     selector: "KvSelector"
     min_context: int
@@ -76,7 +76,7 @@ class Selecting:
 
 @dataclass(frozen=True, slots=True)
 class SelectorInputs:
-    """The values from which a selector is made."""
+    """The arguments for making a selector, which chooses the rows of long contexts that attention reads."""
 
     share: float  # share of a context's rows that may be read, both ends included
     num_pages: int  # pages of the pool
@@ -118,7 +118,8 @@ class StepSelection:
 
 
 def most_rows(context: int, share: float) -> int:
-    """Return the most rows of a context that may be read."""
+    """Return the most rows of a context that may be read: `share` of them, but at least one more than both ends, which
+    are always read."""
     return min(context, max(2 * ALWAYS + 1, int(share * context)))
 
 
@@ -129,14 +130,15 @@ def context_keys(kv: KvPages, pages: Tensor, context: int) -> Tensor:
 
 
 def weights(scores: Tensor) -> Tensor:
-    """Return log2 of each context row's weight in the softmax relative to the strongest row of a head, for the head
-    that gives the row the most. scores [kv_heads, group, rows], as logits to the base of 2 -> [kv_heads, rows]."""
+    """Return log2 of how large each context row's softmax weight is, as a share of the largest weight of the same query
+    head. Of a kv head's query heads the greatest share counts. scores fp32 [kv_heads, group, rows]: logits to the base
+    of 2. Returns [kv_heads, rows]."""
     return (scores - scores.amax(-1, keepdim=True)).amax(1)
 
 
 def strongest(weight: Tensor, most: int) -> Tensor:
-    """Return the `most` rows of greatest weight, including both ends of the context, [kv_heads, most] int32, ascending.
-    weight [kv_heads, rows]."""
+    """Return the indices of `most` context rows, int32 [kv_heads, most], ascending: the first and last ALWAYS rows, and
+    those of the greatest weight. weight [kv_heads, rows]."""
     weight = weight.clone()
     weight[:, :ALWAYS] = weight[:, -ALWAYS:] = float("inf")
     return weight.topk(most, dim=-1).indices.sort(-1).values.int()

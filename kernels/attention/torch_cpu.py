@@ -34,8 +34,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The places of one sequence's queries in the batch, and of its context rows in the pool, as pool rows:
-    page * page_size + row in page."""
+    """The place of one sequence's queries in the batch, and of its context in the pool. Rows of the pool are counted as
+    page * page_size + row in the page."""
 
     query_start: int
     query_len: int
@@ -97,13 +97,13 @@ class TorchAttention:
 
 
 class ExactAttention(TorchAttention):
-    """A backend that computes each row from its own context alone, bit for bit. Every row, even a single one, goes
-    through the kernel for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this
-    backend works like `TorchAttention` and promises nothing."""
+    """A backend whose result for a row has the same bits whatever else is in the batch, and however its prompt is cut.
+    Every row, even a single one, goes through the kernel for many rows, whose blocks of keys begin at fixed positions.
+    Where that kernel cannot run, this backend works like `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """Set up. kind: a name for how the model's matrix products round on this processor. KV that was rounded in
-        different ways must not be mixed."""
+        """Set up. kind: a name for how the model's matrix products round on this processor. It becomes a part of the
+        backend's name, because KV that was rounded in different ways must not be mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
         self._flash = flash_kernels(exact=True)
@@ -137,7 +137,8 @@ def fits_kernels(heads: int, kv: KvPages) -> bool:
 
 
 def _fits_flash(kv: KvPages) -> bool:
-    """Return whether the kernels for many rows can use pages that fit the kernels for single rows."""
+    """Return whether the compiled kernels for many query rows can read these pages too, which need sizes that are
+    multiples of 32. The kernels for single rows must be able to read them."""
     return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k_dim, kv.v_dim))
 
 
@@ -219,8 +220,8 @@ def attend_selected(
 
 
 def attend_to_chosen(q: Tensor, kv: KvPages, pages: Tensor, chosen: list[Tensor], params: AttentionParams) -> Tensor:
-    """Attend from the last row of a context, q [heads, k_dim], to rows of it, gathered by kv head. pages [pages] int64.
-    Returns [heads, v_dim]."""
+    """Attend from the last row of a context, q [heads, k_dim], to some of its rows. chosen: for each kv head the
+    indices of the rows in the context. pages int64 [pages]: the context's. Returns [heads, v_dim]."""
     page_size, heads = kv.k.shape[1], q.shape[0]
     per_head = heads // kv.k.shape[2]
     mixed = []
@@ -306,8 +307,8 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
 
 
 def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_lse: Tensor, out: Tensor) -> None:
-    """Merge two partial attentions own, old [kv_heads, groups, rows, dim], each with a log-sum-exp per row, into out
-    [rows, kv_heads, groups, dim]."""
+    """Merge the attention of rows to the keys of their own chunk (own) and to earlier keys (old). Both are [kv_heads,
+    groups, rows, dim], each with a log-sum-exp per row; out [rows, kv_heads, groups, dim]."""
     parts = []
     for x in (own, own_lse, old, old_lse):
         parts += [as_stream(x), x.stride()[:3]]

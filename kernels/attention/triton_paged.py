@@ -46,7 +46,9 @@ _DECODE_ROWS = 16  # the smallest size that tl.dot accepts
 def _finish(
     top: tl.tensor, weight: tl.tensor, mixed: tl.tensor, sink_ptr: tl.tensor, heads: tl.tensor, has_sink: tl.constexpr
 ) -> tl.tensor:
-    """Normalise rows and include the sink. top, weight [rows]: running maximum and sum of exponentials."""
+    """Return attention's results [rows, dims] from running sums. top, weight [rows]: maximum of the logits and sum of
+    their exponentials; mixed [rows, dims]: sum of the weighted values. heads [rows]: the query head of each row, whose
+    sink (a logit without a value, at sink_ptr) is included if `has_sink`."""
     if has_sink:
         sink = tl.load(sink_ptr + heads).to(tl.float32)
         highest = tl.maximum(top, sink)
@@ -239,8 +241,8 @@ class _Launch:
 
 
 def _warps(rows: int, v_padded: int) -> int:
-    """Return how many warps a program of `_attend` has, so that a thread's part of the sums stays within its
-    registers."""
+    """Return how many warps a program of `_attend` has, so that the sums that a thread keeps fit into its registers.
+    The program's sums are fp32 [rows, v_padded]."""
     return 8 if rows * v_padded >= 8192 else 4
 
 
@@ -272,9 +274,10 @@ class TritonPagedAttention:
 
     @staticmethod
     def plans(scratch: dict[str, Any], most_items: int, most_sequences: int) -> dict[str, "DecodePlan"]:
-        """Return a DecodePlan (a work list in tables of a fixed size) by kind of layers, for steps of one query row per
-        sequence. scratch: `AttentionMeta.scratch` after a step; its keys, also those of the result, name kinds (query
-        heads to a kv head, window). most_items, most_sequences: most ranges of keys and sequences of a step."""
+        """Return for each kind of layers a DecodePlan (a work list in tables of a fixed size), for steps of one query
+        row per sequence. A kind is the number of query heads per kv head and the window; keys of the result name it.
+        scratch: `AttentionMeta.scratch` after a step of all kinds. most_items, most_sequences: most ranges of keys and
+        sequences of a step."""
         return {
             key: DecodePlan(kind=launches[0].kind, most_items=most_items, most_sequences=most_sequences)
             for key, launches in scratch.items()
@@ -367,7 +370,8 @@ def _plan(
     meta: AttentionMeta, group: int, window: int | None, device: torch.device, without: Sequence[int]
 ) -> list[_Launch]:
     """Make the work list of one step: one grid of small blocks for decoding sequences, another for prefilling ones.
-    without: sequences that another kernel computes."""
+    group: query heads per kv head. window: keys that a query sees; None: all. without: sequences that another kernel
+    computes."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = _decode_rows(group)
@@ -408,7 +412,8 @@ def _work(
     rows: int,
     split: int | None,
 ) -> _Work:
-    """Cut the queries of these sequences into blocks of at most `rows`, and their keys into ranges of `split`."""
+    """Cut the queries of some sequences into blocks of at most `rows`, and their keys into ranges of `split`; None: do
+    not cut the keys. sequences: indices into query_lens and context_lens."""
     step = rows // group
     blocks = -(-query_lens[sequences] // step)
     sequence = np.repeat(sequences, blocks)
@@ -445,7 +450,8 @@ class DecodePlan:
         self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
 
     def launch(self, device: torch.device) -> list[_Launch]:
-        """Return the empty tables that the kernels read; `fill` copies the host's tables to them."""
+        """Return tables on the device, still empty, from which the kernels read their work. `fill` copies the host's
+        tables to them."""
         items, merges = (torch.zeros_like(table, device=device) for table in (self._items, self._merges))
         items[:, 6] = -1  # a part would be written
         kind = self._group, self._window

@@ -15,14 +15,14 @@ class Decodes(Protocol):
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor, *, together: bool = False) -> None:
         """Decode blocks. segments uint8 [blocks, bytes of a segment of this layer]; raw [blocks, elements] receives the
-        rows: K of a block's 32, without position, then V. together: whether to use torch's team of threads, which must
-        belong to the calling thread and be numba's too."""
+        keys of a block's 32 rows, un-rotated, and then their values. together: whether to use torch's team of threads,
+        which must belong to the calling thread and be the one that numba uses."""
         ...
 
 
 class Projection(Decodes, Protocol):
-    """A decoder that makes K and V from activations, which are the input of a layer's attention. A segment is 32 of
-    them, in the model's dtype."""
+    """A decoder that makes K and V from activations, which are the input of a layer's attention. A segment holds the
+    activations of 32 tokens, in the model's dtype."""
 
     widths: tuple[int, ...]
     """The elements of a token's activation, by layer."""

@@ -33,7 +33,8 @@ _TOTAL = 1 << PROBABILITY_BITS
 
 
 def symbol_tables() -> Tables:
-    """Return the tables of the entropy coder, the same on every machine that rounds sums of doubles the same."""
+    """Return the tables of the entropy coder. They are equal on all machines that round sums of doubles alike, so
+    blocks can be decoded where they were not encoded."""
     classes = range(LEAST_CLASS, LARGEST_CLASS + 1)
     frequencies = np.stack([_frequencies(2 ** (c / 4)) for c in classes])
     starts = np.concatenate([np.zeros((len(classes), 1), np.int64), frequencies.cumsum(1)[:, :-1]], 1)
@@ -64,22 +65,24 @@ def classes_of(deviations: Fp64, step: float) -> Int64:
 
 
 def _below(x: float) -> float:
-    """Return the probability that a variable of unit deviation is less than x."""
+    """Return the probability that a number is less than x. Numbers are taken to be distributed as a mixture of a
+    Gaussian and a Laplacian with a standard deviation of 1."""
     gaussian = 0.5 * (1 + erf(x / sqrt(2)))
     laplacian = 0.5 * exp(sqrt(2) * x) if x < 0 else 1 - 0.5 * exp(-sqrt(2) * x)
     return _GAUSSIAN * gaussian + (1 - _GAUSSIAN) * laplacian
 
 
 def _shares(deviation: float) -> Fp64:
-    """Return the probability of each symbol (a rounded number that the tables have), and of a number that is no symbol,
-    for a number with this deviation, in units of the step."""
+    """Return the probability of each symbol from -REACH to REACH (a number that is rounded to it), and last that of a
+    number beyond these. deviation: the numbers' standard deviation, in rounding steps."""
     edges = [(symbol - 0.5) / deviation for symbol in range(-REACH, REACH + 2)]
     shares = np.diff([_below(edge) for edge in edges])
     return np.append(shares, max(0.0, 1 - shares.sum()))
 
 
 def _frequencies(deviation: float) -> Int64:
-    """Return the frequency of each symbol among 2^PROBABILITY_BITS. deviation: in units of the step."""
+    """Return the symbols' probabilities as whole numbers that add up to 2^PROBABILITY_BITS; 0 for symbols that are
+    escaped. deviation: the numbers' standard deviation, in rounding steps."""
     share = _shares(deviation)
     # Symbols rarer than one in 2^PROBABILITY_BITS are escaped, except 0 and its neighbours.
     kept = share * _TOTAL >= 0.5
@@ -90,7 +93,8 @@ def _frequencies(deviation: float) -> Int64:
 
 
 def _values(deviation: float) -> Fp64:
-    """Return the mean of the numbers that round to each symbol, in units of the step."""
+    """Return for each symbol the number that decoding gives for it: the mean of those that are rounded to it, in
+    rounding steps. deviation: the numbers' standard deviation, in rounding steps."""
     means = np.zeros(SYMBOLS)
     inside = (np.arange(64) + 0.5) / 64 - 0.5
     for symbol in range(1, REACH + 1):

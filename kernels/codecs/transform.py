@@ -1,10 +1,11 @@
 """Compresses blocks by a transform: keys without position in a calibrated basis, entropy-coded, at a constant size.
 
-A layer's keys of all heads together are decorrelated by the eigenvectors of their covariance, in a metric in which an
-error counts as much as queries see of it. That pays only because keys are stored without position: rotation would
-spread every direction over a circle. Values have no such basis; each row and head of theirs is scaled by its own size.
-Both are rounded in equal steps, and the whole numbers are entropy-coded. The quality budget decides the steps. A block
-whose code would be too long for the constant size is rounded more coarsely, by as little as suffices.
+A layer's keys of all heads together are decorrelated by the eigenvectors of their covariance. Before that their dims
+are weighted by how large queries are along them, because an error in a key matters only as far as queries multiply it.
+This pays only because keys are stored without position: rotation would spread every direction over a circle. Values
+have no such basis; each row and head of theirs is scaled by its own size. Both are rounded in equal steps, and the
+whole numbers are entropy-coded. The quality budget decides the steps. A block whose code would be too long for the
+constant size is rounded more coarsely, by as little as suffices.
 
 Sources: transform coding and reverse water-filling as in any textbook of rate-distortion theory; keys before RoPE,
 principal components and sinks kept exact also in KVTC (https://arxiv.org/abs/2511.01815).
@@ -61,7 +62,8 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """The part of a layer's calibration that does not depend on the steps in which numbers are rounded."""
+    """The part of a layer's calibration that does not depend on the rounding steps: means, the matrices between keys
+    and their components, and standard deviations."""
 
     k_mean: Fp64
     v_mean: Fp64
@@ -130,8 +132,10 @@ class TransformCodec:
         dtype: torch.dtype,
         segment_bytes: Sequence[int] | None = None,
     ) -> "TransformCodec":
-        """Make a codec that rounds in these steps, in the metrics of `LayerBasis`. bases: by layer. segment_bytes: None
-        for the size that blocks with the calibrated deviations need. Raises ValueError for steps that are too fine."""
+        """Make a codec from bases by layer. k_step: the step in which components of keys are rounded, in the units of
+        `LayerBasis.into`. v_step: that of values, as a share of the size of their row and head. segment_bytes: by
+        layer; None for the size that blocks need which deviate as in calibration. Raises ValueError for steps that are
+        too fine."""
         layers = [_layer(basis, k_step, v_step) for basis in bases]
         if segment_bytes is None:
             segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
@@ -178,12 +182,12 @@ class TransformCodec:
         return raw.view(self._bits).numpy()
 
     def _room(self, layer: int) -> Scratch:
-        """Return the calling thread's scratch memory for a layer."""
+        """Return the scratch memory with which the calling thread codes blocks of a layer."""
         return Scratch(*(array[0] for array in self._rooms(layer, 1)))
 
     def _rooms(self, layer: int, count: int) -> Scratch:
-        """Return scratch memory (rooms) for a layer and `count` threads at once. Each calling thread makes it once for
-        all layers of one shape."""
+        """Return scratch memory for `count` threads that code blocks of a layer at the same time; each thread's part is
+        called a room. It is kept for the calling thread, and used again for all layers of the same shape."""
         calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
         kept: dict[tuple[int, int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
@@ -259,7 +263,8 @@ def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
 
 
 def _begin(layer: Layer) -> int:
-    """Return the index of the first word of the entropy coder in a segment."""
+    """Return the index, in a segment's 16-bit words, at which the words of the entropy coder begin. Before it lie the
+    step, the coder's states and the exponents of the values."""
     return HEAD_WORDS + (ROWS * layer.heads + 1) // 2
 
 

@@ -1,4 +1,5 @@
-"""Decodes transform coding on the device of the pages: compressed bytes cross the link and are decoded after it."""
+"""Decodes transform coding on the device of the pages: blocks cross the link to the device compressed, and are decoded
+there."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -53,7 +54,7 @@ class TransformOnDevice:
         raw[:, split:].view(values.shape).copy_(values)
 
     def _power(self, quarters: Tensor) -> Tensor:
-        """Return 2^(quarters / 4), in fp64, a number of quarter octaves as a factor."""
+        """Return 2^(quarters / 4), in fp64."""
         return self._powers[(quarters + len(POWERS) // 2).long()]
 
 

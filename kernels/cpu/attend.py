@@ -46,7 +46,8 @@ class Pool(NamedTuple):
 
 
 def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
-    """Split the attention of single query rows into tasks, each with a part of a row's context."""
+    """Split the attention of single query rows into tasks, each with a part of a row's context. contexts: length of
+    each row's context. window: only so many of the last rows of a context are read; None: all."""
     return AttentionTasks(*_plan(np.array(contexts, np.int64), _NO_WINDOW if window is None else window))
 
 
@@ -65,8 +66,9 @@ def _plan(contexts: Int64, window: int) -> tuple[Int64, Int64, Int64, Int64]:
 
 
 def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, next_run: Any, size: int) -> None:
-    """Prefetch the row of `size` bytes that is read some rows after `index`, from the run of `count` rows at `here` or
-    from the next run."""
+    """Prefetch the row that will be read some rows after row `index`. here: address of a run of `count` adjacent rows,
+    which lie `step` bytes apart. next_run: address of the run that is read next, if the row is beyond this one. size:
+    bytes."""
     ahead = e.add(index, max(1, min(_AHEAD, _PREFETCH // size)))
     inside = e.b.icmp_signed("<", ahead, count)
     row = e.b.select(inside, ahead, e.b.sub(ahead, count))
@@ -78,8 +80,9 @@ def _prefetch_row(e: Emit, here: Any, step: Any, index: Any, count: Any, next_ru
 def _multiplied(
     e: Emit, is_packed: bool, by_words: bool, queries: Any, bases: Sequence[Any], group: int, lanes: int
 ) -> list[list[Any]]:
-    """Return for each query head and each key, at an address of `bases`, a vector whose lanes add up to their product.
-    Lanes are int32 where int16 queries multiply int8 keys."""
+    """Return for each of `group` query heads, and for the key at each address of `bases`, a vector whose lanes sum up
+    to their dot product. lanes: vectors of 16 numbers in a head. is_packed: keys are int8, otherwise bf16. by_words:
+    queries are int16 and the vectors int32; otherwise both are fp32."""
     number, width = (1 if is_packed else 2), (2 if by_words else 1)  # bytes; vectors of a query at once
     totals = [[e.words(0) if by_words else e.splat(0.0)] * len(bases) for _ in range(group)]
     for place in range(0, lanes, width):
@@ -114,9 +117,13 @@ def _emit_scores(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; words, scales: q as int16, and the factor of each
-    of its heads, used where keys are packed as int8. next_run: address of the keys that will be read next. A product
-    has the same bits at whatever place its key is among the others."""
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. A product's bits do not depend on the place of its key in the
+    run.
+
+    q, out: fp32; out_row: bytes from head to head of out. words, scales: the queries as int16, with a factor for each
+    head, used where keys are packed as int8. group: query heads. lanes: vectors of 16 numbers in a head. k, k_row:
+    address of the first key, and bytes from key to key. next_run: address of the keys that will be read next.
+    """
     size = lanes * LANES * (1 if is_packed else 2)
     by_words = is_packed and lanes % 2 == 0 and "+avx512bw" in e.features
     heads = next(n for n in (1, 2, 4, 8, 16) if n >= group)
@@ -204,8 +211,8 @@ def _packed_scores(
 
 @emitted
 def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value, scales: ir.Value) -> None:
-    """Round queries, fp32 [group, 16 * lanes], to int16, with a scale for each head: to a 32,000th of its largest
-    number. A head that is not finite gets a scale of NaN."""
+    """Round queries, fp32 [group, 16 * lanes], to int16 numbers up to 16,383, with a scale for each head: its largest
+    number divided by 16,383. A head that is not finite gets a scale of NaN."""
     for g in range(group):
         numbers = [e.load(e.at(q, (g * lanes + lane) * LANES * 4)) for lane in range(lanes)]
         top, total = e.splat(0.0), e.splat(0.0)
@@ -226,8 +233,8 @@ def _round_queries(e: Emit, q: ir.Value, group: int, lanes: int, words: ir.Value
 
 @emitted
 def _soften(e: Emit, scores: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
-    """Replace scores by their weights in the softmax, 2 ** (scores - max), and store the maximum and the sum in
-    stats."""
+    """Replace scores by their weights in the softmax, 2 ** (score - maximum). vectors: how many vectors of 16 scores.
+    stats: address where the maximum and the sum of the weights are stored, as two fp32 numbers."""
     top = e.vector(ir.Constant(VEC, [float("-inf")] * LANES))
     with cgutils.for_range(e.b, vectors) as loop:
         x, old = e.load(e.at(scores, e.mul(loop.index, LANES * 4))), e.b.load(top)
@@ -330,8 +337,10 @@ def attend_part(
     mixed: int,
     stats: int,
 ) -> None:
-    """Attend from one row's query heads of one kv head to a part of its context. q: address of fp32 [group, k_dim],
-    multiplied by scale * log2(e); table [pages]; mixed, stats: addresses of fp32 [group, v_dim] and [group, 2]."""
+    """Attend from one row's query heads of one kv head to `count` rows of its context, from row `first` on. q: address
+    of fp32 [group, k_dim], multiplied by scale * log2(e). table [pages]: the context's. mixed: address of fp32 [group,
+    v_dim]. stats: address of fp32 [group, 2], the greatest score and the sum of weights. group, k_lanes, v_lanes:
+    tuples whose lengths are the query heads and the vectors of 16 numbers."""
     padded = (count + LANES - 1) // LANES * LANES
     scores = np.empty((len(group), padded), np.float32)
     # Each run: page, row in it, number of rows; adjacent pages form one run. After the last run: where the next part
@@ -390,7 +399,7 @@ def _clear(e: Emit, where: ir.Value, vectors: ir.Value) -> None:
 @compiled()
 def merge_parts(mixed: Fp32, stats: Fp32, begin: int, end: int, head: int, out: Fp32) -> None:
     """Merge one head's attention to the parts `begin` to `end` - 1 of a context. mixed fp32 [parts, heads, dim]; stats
-    [parts, heads, 2]; out [dim]."""
+    [parts, heads, 2], the greatest score (to the base of 2) and the sum of weights; out [dim]."""
     top = np.float32(-np.inf)
     for part in range(begin, end):
         if stats[part, head, 0] > top:

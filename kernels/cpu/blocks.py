@@ -3,14 +3,16 @@
 All are compiled by numba. A row's sums are the same, bit for bit, however many rows there are: with dot products of
 bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors of any length.
 
-Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. A number is
-`scale * code + low` (the low is the number of code 0), with codes of 0 to 15 (minus 8 where there are no lows) or -128
-to 127, and a scale and a low in fp16 for each group and output. Sums of products with codes are scaled once a group, a
-fifth of the work of unpacking numbers.
+Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. Each group has, for
+every output, a scale and perhaps a low (the number that code 0 stands for) in fp16. A number is `scale * code + low`.
+Codes of 4 bits are 0 to 15; without lows, 8 is subtracted from them. Codes of 8 bits are -128 to 127. Sums of products
+with codes are scaled once a group, a fifth of the work of unpacking numbers.
 
-Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within 32 inputs: for 8 bits 16
-pairs of inputs of 32 outputs, each pair adjacent; for 4 bits four times two vectors of 16 outputs, with four codes in
-each 16-bit word, for the inputs 2 * (4 * quad + n) + j of word j. Scales and lows are fp16 [blocks, groups, 32].
+Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within 32 inputs a block of 8-bit
+codes has 16 pairs of inputs, one after the other, each with the 32 outputs; the codes of a pair are adjacent. A block
+of 4-bit codes has four quads of 8 inputs. A quad has two vectors, each of 16 outputs, and a vector has a 32-bit word
+for each output, which holds its 8 codes. Half j (0 or 1) of the word holds four codes of 4 bits, lowest first: code n
+belongs to input 2 * n + j of the quad. Scales and lows are fp16 [blocks, groups, 32].
 
 Arguments are addresses, so nothing checks them; `reprise.kernels.cpu.layers` and `reprise.kernels.cpu.decode` own the
 arithmetic.
@@ -59,8 +61,8 @@ def _bf16_bits(value: int) -> int:
 
 
 def _code_table(zero: int) -> ir.Constant:
-    """Return the numbers that four-bit codes stand for, twice, because a look-up takes five bits. zero: code of the
-    number 0."""
+    """Return the 16 bf16 numbers that 4-bit codes stand for, twice, because the look-up instruction takes five bits.
+    zero: the code that stands for 0; it is 8 for weights without lows, else 0."""
     return ir.Constant(PAIRS, [_bf16_bits(code - zero) for code in range(16)] * 2)
 
 
@@ -97,9 +99,13 @@ def _by_dots(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute the outputs of one block for `rows` rows by dot products of bf16 pairs. x: bf16; sums fp32: of each row's
-    inputs, by group; out fp32. bits: 16 for codes that are bf16 numbers already; quads: four pairs of inputs each, in a
-    group. `x_row` and the like: bytes from row to row."""
+    """Compute the 32 outputs of one block for `rows` rows by dot products of bf16 pairs.
+
+    bits: of a code, or 16 for codes that are bf16 numbers already. has_lows: whether a group has lows, numbers to be
+    added to all of its products. quads: sets of eight inputs in a group. x: the rows, bf16. sums: the sum of each group
+    of a row's inputs, fp32, by which its low is multiplied. codes, scales, lows: of the block, for `groups` groups.
+    out: fp32. x_row, sums_row, out_row: bytes from row to row.
+    """
     totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
     size = _QUAD_BYTES[bits] * quads
     zero = 0 if has_lows or bits != 4 else 8
@@ -145,7 +151,8 @@ def _scale(
     parts: list[list[Any]],
     totals: list[list[Any]],
 ) -> None:
-    """Add a group's sums of products with codes to the totals."""
+    """Add one group to the totals: totals += scale * parts, and if there are lows, low * (sum of the group's inputs).
+    parts, totals: variables [rows][2], vectors of 16 outputs; parts are sums of products with the codes."""
     for lane in range(2):
         where = e.add(e.mul(group, BLOCK * 2), lane * 32)
         scale = e.b.fpext(e.load(e.at(scales, where), VEC_F16), VEC)
@@ -203,8 +210,8 @@ def _by_sums(
 
 
 def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
-    """Load the 4-bit codes of four pairs of inputs for 16 outputs. Returns 8 vectors of numbers in fp32, one for each
-    input."""
+    """Load the 4-bit codes of four pairs of inputs for 16 outputs. is_centred: subtract 8, as for weights without lows.
+    Returns 8 vectors of numbers in fp32, one for each input."""
     words = e.load(pointer, VEC_I32)
     found = []
     for pair in range(4):
@@ -217,8 +224,8 @@ def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
-    """Load the 8-bit codes of a pair of inputs for 16 outputs. Returns two vectors of numbers in fp32, one for each
-    input."""
+    """Load the 8-bit codes of a pair of inputs for 16 outputs. lane: which half of the block's 32 outputs, 0 or 1.
+    Returns two vectors of numbers in fp32, one for each input."""
     words = e.b.sext(e.load(e.at(pointer, lane * 32), VEC_I16), VEC_I32)
     low = e.b.ashr(e.b.shl(words, e.words(24)), e.words(24))
     return [e.b.sitofp(low, VEC), e.b.sitofp(e.b.ashr(words, e.words(8)), VEC)]
@@ -226,7 +233,9 @@ def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
 
 @emitted
 def _unpack(e: Emit, bits: int, has_lows: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
-    """Write a block's codes as bf16 numbers, by group, pair and output."""
+    """Write a block's codes to `out` as bf16 numbers [quads, 4 pairs of inputs, 32 outputs, 2]. quads: sets of eight
+    inputs in the block. bits: of a code. has_lows: whether groups have lows; without them 8 is subtracted from 4-bit
+    codes."""
     size, zero = _QUAD_BYTES[bits], 0 if has_lows or bits != 4 else 8
     with cgutils.for_range(e.b, quads) as quad:
         here, there = e.at(codes, e.mul(quad.index, size)), e.at(out, e.mul(quad.index, _QUAD_BYTES[16]))
@@ -252,8 +261,10 @@ def _by_words(
     out: ir.Value,
     out_row: ir.Value,
 ) -> None:
-    """Compute `columns` vectors of outputs for `rows` rows, with a weight in bf16. x: bf16 if there are dot products,
-    else fp32; w: pairs of bf16, `w_pair` bytes from one to the next."""
+    """Compute outputs for `rows` rows with a weight in bf16. columns: how many vectors of 16 outputs. dots: 1 if the
+    processor has dot products of bf16 pairs, else 0. x: the rows, bf16 with dots, else fp32. w: a word of two bf16 (a
+    pair of inputs) for each output; w_pair: bytes from one pair of inputs to the next. x_row, out_row: bytes from row
+    to row."""
     sums = [[e.vector() for _ in range(columns)] for _ in range(rows)]
     with cgutils.for_range(e.b, pairs) as loop:
         here, ours = e.at(w, e.b.mul(w_pair, loop.index)), e.at(x, e.mul(loop.index, 4 if dots else 8))
@@ -298,8 +309,9 @@ def _few(
     out: int,
     out_row: int,
 ) -> None:
-    """Compute one block of a packed weight's outputs for rows at addresses: x bf16 if there are dot products, else
-    fp32."""
+    """Compute one block of a packed weight's outputs for a few rows. The block is unpacked anew for every few of them,
+    with dot products for eight at most. x: address of the rows, bf16 with dot products, else fp32. For the other
+    parameters see `_by_dots`. A Constant is a tuple whose length is meant."""
     row = 0
     while row < rows:
         at, total, to = x + row * x_row, sums + row * sums_row, out + row * out_row
@@ -391,7 +403,7 @@ def _many(
     out_row: int,
     scratch: int,
 ) -> None:
-    """Compute the same as `_few` with dot products, but unpack the block once."""
+    """Do the same as `_few`, with dot products, for many rows: the block is unpacked only once, into `scratch`."""
     _unpack(bits, has_lows, codes, groups * len(quads), scratch)
     row = 0
     while row < rows:
@@ -484,8 +496,9 @@ among those of other products of the same inputs, and of packed weights the bits
 
 
 class Place(NamedTuple):
-    """The addresses and strides, in bytes, of the operands and the result of one block of a product: rows of inputs, in
-    bf16 if dot products are used, otherwise in fp32; fp32 sums of groups of inputs; fp32 outputs."""
+    """The operands and the result of one block of a product, as addresses and bytes from row to row. x: rows of inputs,
+    in bf16 if dot products are used, otherwise in fp32. sums: of each group of a row's inputs, fp32, for weights with
+    lows. out: fp32."""
 
     rows: int
     x: int
@@ -539,7 +552,9 @@ def _by_address(kernel: Callable[..., None]) -> CFunc:
 
 @functools.cache
 def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
-    """Return a kernel that multiplies by one block of a packed weight. Its `address` is valid as long as it lives."""
+    """Return a kernel that multiplies by one block of a packed weight. bits: of a code. has_lows: whether each group
+    has lows (numbers to be added) besides scales. group: adjacent inputs that share a scale. dots: use dot products of
+    bf16 pairs. The result must be kept as long as its `address` is used."""
     bits_, lows_, quads = (0,) * bits, (0,) * has_lows, (0,) * (group // 8)
     if dots:
 
@@ -574,8 +589,8 @@ def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
 
 @functools.cache
 def words_kernel(columns: int, dots: bool) -> CFunc:
-    """Return a kernel that multiplies by one block of a weight in bf16, with blocks of `columns` vectors. Its `address`
-    is valid as long as it lives."""
+    """Return a kernel that multiplies by one block of a weight in bf16. A block has `columns` vectors of 16 outputs.
+    The result must be kept as long as its `address` is used."""
     dots_, columns_, size = (0,) * dots, (0,) * columns, columns * LANES
 
     def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]

@@ -12,8 +12,7 @@ from reprise.kernels.row_copies import save_kernels
 
 
 def compile_all() -> None:
-    """Compile the functions with which kernels are checked when they are first asked for. Does nothing where they
-    cannot run."""
+    """Compile all kernels that this processor can run, by asking for each, which also runs its first check."""
     for kernels in (
         available.decode_kernels,
         available.load_kernels,

@@ -1,5 +1,5 @@
-"""Provides kernels for decoding in bf16 on CPU, compiled by numba, for what a step of a few rows computes outside of
-runs of layers. Prefill uses some of them too.
+"""Provides kernels for decoding in bf16 on CPU, compiled by numba. A decode step computes most layers in runs, several
+layers in one call of `reprise.kernels.cpu.layers`; these kernels are for the rest of it. Prefill uses some of them too.
 
 Import this through `reprise.kernels.cpu.available.decode_kernels`.
 """
@@ -106,7 +106,8 @@ def _widen(x: Bf16, dots: Constant, wide: Fp32, narrow: Bf16, sums: Fp32) -> Non
 
 @compiled()
 def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
-    """Return rows in the form in which products read them."""
+    """Return rows prepared for matrix products: as bf16 if the processor has dot products of bf16 pairs (`dots`), else
+    as fp32, with the sums of their groups. width: numbers of a row, with padding."""
     inputs: Inputs = make_inputs(len(x), width)
     if x.size < _TOGETHER:
         for row in range(len(x)):
@@ -118,7 +119,8 @@ def _inputs(x: Bf16, width: int, dots: Constant) -> Inputs:
 
 @compiled()
 def _find(products: Int64, task: int) -> tuple[int, int]:
-    """Return the index of the product to which a task belongs, and the task's block in that product."""
+    """Return (index of a product, block of its outputs) for a task. products: int64 [products, PRODUCT_FIELDS], each
+    row describing a matrix product. Tasks are numbered through the blocks of all products."""
     which, block = 0, task
     while block >= blocks_of(products[which]):
         block -= blocks_of(products[which])
@@ -152,8 +154,8 @@ def _multiply(x: Inputs, products: Int64, dots: Constant, residual: Bf16, out: B
 @compiled()
 def linear(x: Bf16, products: Int64, dots: Constant, residual: Bf16, out: Bf16) -> None:
     """Compute linear layers of the same rows: x bf16 [rows, inputs] -> out bf16 [rows, outputs of all layers]. products
-    int64 [layers, PRODUCT_FIELDS]; residual bf16, shaped like out, is added before rounding, or has no rows; dots as in
-    `reprise.kernels.cpu.layers.run`."""
+    int64 [layers, PRODUCT_FIELDS]: a description of each layer's weight. residual bf16, shaped like out, is added
+    before rounding; with no rows nothing is added. dots: of length 1 to use dot products of bf16 pairs, else 0."""
     _multiply(_inputs(x, products[0, INPUTS], dots), products, dots, residual, out)
 
 

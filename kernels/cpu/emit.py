@@ -42,7 +42,8 @@ class Emit:
     """An emitter of code at a builder's position, for the kernels of this folder."""
 
     def __init__(self, builder: Any, features: frozenset[str] = frozenset()) -> None:
-        """Set up. features: of the processor for which code is compiled, by LLVM's names."""
+        """Set up. builder: llvmlite's, of the function to be compiled. features: of the processor for which code is
+        compiled, by LLVM's names."""
         self.b = builder
         self.features = features
 
@@ -104,7 +105,8 @@ class Emit:
         return self.fma(x, y, total)
 
     def dot(self, total: Any, x: Any, y: Any) -> Any:
-        """Add products of bf16 pairs, 16 words each. Needs AVX512_BF16."""
+        """Return total + the dot product of x and y in each of 16 lanes: a lane of x or y is a pair of bf16, of total
+        an fp32 number. Needs AVX512_BF16."""
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VEC, total, x, y)
 
     def reduce(self, name: str, x: Any) -> Any:
@@ -113,7 +115,8 @@ class Emit:
         return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
 
     def sum_lanes(self, x: Any) -> Any:
-        """Return the sum of a vector's lanes, added in the same order as in `sums`."""
+        """Return the sum of a vector's lanes. They are added in the same order as by `Emit.sums`, so results have the
+        same bits."""
         while x.type.count > 1:
             half = x.type.count // 2
             parts = [self.shuffled(x, x, [*range(first, first + half)]) for first in (0, half)]
@@ -133,7 +136,8 @@ class Emit:
         return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
 
     def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
-        """Select lanes of two vectors, by their indices in both together."""
+        """Return a vector of lanes of x and y, which have n lanes each. An index below n is a lane of x; other indices
+        are lanes of y, counted from n on."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def dot_words(self, total: Any, x: Any, y: Any) -> Any:
@@ -141,7 +145,7 @@ class Emit:
         return self.b.add(total, self.call("llvm.x86.avx512.pmaddw.d.512", VEC_I32, x, y))
 
     def upper(self, x: Any) -> Any:
-        """Return the bf16 numbers in the upper halves of words."""
+        """Return the bf16 numbers in the lower halves of words, as fp32: bits move to the upper halves."""
         return self.b.bitcast(self.b.shl(x, self.words(16)), VEC)
 
     def bf16(self, pointer: Any) -> Any:
@@ -187,7 +191,7 @@ class Emit:
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Hide numba's own type hints for the intrinsic that it makes of `function`, because they are wrong."""
+    """Return numba's intrinsic made of `function`, without numba's own type hints, which are wrong."""
     return extending.intrinsic(function)
 
 
@@ -281,7 +285,8 @@ def keep_compiled(made: Any) -> None:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function when it is first called with arguments of some types."""
+    """Decorate a function so that numba compiles it when it is first called with arguments of some types. options: of
+    numba's njit."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = njit(nogil=True, **options)(function)

@@ -47,7 +47,8 @@ _EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
 
 
 class _Emit:
-    """Emits vector code into a function that numba compiles. Offsets count 32-bit words, or bf16 numbers in a pool."""
+    """Emits vector code into a function that numba compiles. Offsets count elements of the pointer's type: 32-bit
+    words, or bf16 numbers in a pool."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -129,8 +130,8 @@ class _Emit:
 
 
 def _vectors(emit: Callable[..., None]) -> Any:
-    """Turn an emitter of vector code into a statement for compiled functions. The emitter receives an array argument as
-    its pointer, and a tuple as its length, which is a constant."""
+    """Turn an emitter of vector code into a function without result that compiled code can call. The emitter receives
+    an array argument as its pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -156,7 +157,8 @@ def _vectors(emit: Callable[..., None]) -> Any:
 def _pack_queries(
     e: _Emit, q: ir.Value, rows: ir.Value, words: ir.Value, w: ir.Value, to: ir.Value, lanes: int
 ) -> None:
-    """Set w[to + i, lane] = word i of row rows[lane]."""
+    """Transpose queries into working memory: w[to + i, lane] = word i of query rows[lane]. A word is two adjacent bf16
+    numbers; a query has `words` of them. lanes: vectors of 16 queries."""
     with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
         taken = []
@@ -171,7 +173,8 @@ def _pack_queries(
 def _unpack(
     e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Unpack rows of int8, `step` apart, to bf16 [rows, 32 * chunks] from w[to] on (`packed_heads` has the format)."""
+    """Unpack rows of int8, in the format of `packed_heads`, to bf16 [rows, 32 * chunks] from w[to] on. at, step: the
+    first row in the pool and the distance of rows, in elements of two bytes."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
         bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
@@ -188,7 +191,9 @@ def _unpack(
 def _pack_values(
     e: _Emit, v: ir.Value, at: ir.Value, row: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
-    """Set w[to + i, d] = value d of rows 2 i and 2 i + 1, for chunks of 32 dimensions; 0 after an odd last row."""
+    """Put values of two keys side by side for dot products: word w[to + i, d] = value d of row 2 i, and value d of row
+    2 i + 1, both bf16; 0 after an odd last row. at, row: the first row and the distance of rows in v. chunks: of 32
+    dimensions."""
     with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, _I64(1)), _I64(2))) as pair:
         even = e.mul(pair.index, 2)
         alone = e.b.icmp_signed("==", e.b.add(even, _I64(1)), rows)
@@ -215,7 +220,9 @@ def _scores(
     to: ir.Value,
     lanes: int,
 ) -> None:
-    """Compute w[to + t, lane] = key t . query `lane`, for groups of 8 keys, or of 16 if a tile is one vector."""
+    """Compute w[to + t, lane] = key t . query `lane` for `groups` groups of keys, each of 8, or of 16 if `lanes` is 1.
+    lanes: vectors of 16 queries. words: pairs of bf16 in a key. q: where w has the queries. at, row: the first key and
+    the distance of keys in k."""
     keys, width = 16 if lanes == 1 else 8, lanes * LANES
     with cgutils.for_range(e.b, groups) as group:
         first = e.mul(group.index, keys)
@@ -245,7 +252,8 @@ def _hide(
     window: ir.Value,
     lanes: int,
 ) -> None:
-    """Set scores to -inf where key `first` + t is not visible from a lane's position."""
+    """Set the scores of `keys` keys to -inf in the lanes that do not see them. first: index of the first key. A lane
+    sees keys up to its own position, at most `window` of them."""
     here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
     past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
     with cgutils.for_range(e.b, keys) as loop:
@@ -260,8 +268,9 @@ def _hide(
 def _soften(
     e: _Emit, w: ir.Value, scores: ir.Value, pairs: ir.Value, scale: ir.Value, stats: ir.Value, lanes: int
 ) -> None:
-    """Replace scores by their weights in the softmax, 2 ** (scale * (score - maximum)), in bf16 pairs of keys. From
-    w[stats] on lie the maximum, sum and correction of every lane; earlier sums must be multiplied by the correction."""
+    """Replace scores by their weights in the softmax, 2 ** (scale * (score - maximum)), a word holding those of two
+    adjacent keys in bf16. From w[stats] on lie each lane's maximum, sum of weights, and correction: the factor by which
+    the sums of earlier keys must be multiplied, because the maximum has grown."""
     width = lanes * LANES
     by, minus = e.splat(scale), e.b.fsub(_F32(0.0), scale)
     old = [e.load(e.at(w, stats, lane * LANES)) for lane in range(lanes)]
@@ -308,7 +317,8 @@ def _mix(
     to: ir.Value,
     lanes: int,
 ) -> None:
-    """Compute w[to + d, lane] = its old value * correction + the sum over keys of weight * value."""
+    """Add values to the running results: w[to + d, lane] = its old value * correction + the sum over keys of weight *
+    value. The correction, in w[stats], is the factor by which a new maximum of the scores rescales earlier sums."""
     step, width = 16 if lanes == 1 else 8, lanes * LANES
     corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
     with cgutils.for_range(e.b, e.b.sdiv(dims, _I64(step))) as loop:
@@ -372,8 +382,14 @@ def _next(_: Any, counter: types.Type) -> Any:
 def _guard(
     words: Words, values: int, pairs: int, dims: int, first: int, positions: Int32, window: int, w: Fp32, to: int
 ) -> None:
-    """Replace values that are not finite by 0 and add them to the lanes that see them. A value that a lane must not see
-    would otherwise be multiplied by a weight of 0, which gives NaN. words: w as integers."""
+    """Replace values that are not finite by 0 in the working memory, and add them to the results of the lanes (query
+    rows) that see their keys. A value that a lane must not see would otherwise be multiplied by a weight of 0, which
+    gives NaN.
+
+    words: w as integers. values: where the values of `pairs` pairs of keys lie in it, `dims` words a pair. first: index
+    of the first key. positions: of each lane. window: how many keys a lane sees at most, the one at its position
+    included. to: where w has the results.
+    """
     width, odd = len(positions), 0
     for i in range(values, values + pairs * dims):
         word = words[i]
@@ -411,8 +427,9 @@ def _tile(
     out: Words,
     lanes: Constant,
 ) -> None:
-    """Compute one tile, up to TILE query rows: queries rows[lane] at positions[lane], over the keys of a span (first,
-    end, head) of the sequence with these pages."""
+    """Compute attention for one tile, up to TILE query rows: queries rows[lane] at positions[lane]. span: (first key,
+    key after the last one, kv head) of the sequence with these pages. window: keys that a query sees. w: working
+    memory. lanes: a tuple whose length is the vectors of 16 queries."""
     k, k_strides, v, v_strides, is_packed = pools
     begin, end, head = span
     k_words, v_words = q.shape[2], out.shape[2]
@@ -518,9 +535,9 @@ def _attend(
 
 
 def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
-    """Return the tasks (blocks of query rows with a kv head) of one step's attention [tasks, 6]: sequence, its first
-    query row in the batch, that row's position, first and end of the task's query rows (row * group + head in the
-    group), kv head. Sequences of fewer rows than `least` get no tasks."""
+    """Return the tasks of one step's attention, int64 [tasks, 6]: sequence; index in the batch of its first token; that
+    token's position; first and end of the task's query rows, counted in the sequence as token * group + head in the
+    group; kv head. Sequences of fewer tokens than `least` get no tasks."""
     tasks = []
     query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
     # Long sequences first and the shortest last, so that threads end together; a head's tasks together, so that its

@@ -139,7 +139,7 @@ def _wait_for(counters: Int64, phase: int) -> None:
 
 @emitted
 def gate_in_place(e: Emit, gate: ir.Value, up: ir.Value, vectors: ir.Value) -> None:
-    """Compute silu(gate) * up in place of gate, both fp32."""
+    """Compute silu(gate) * up in place of gate, both fp32. vectors: how many vectors of 16 numbers."""
     with cgutils.for_range(e.b, vectors) as loop:
         here = e.at(gate, e.mul(loop.index, LANES * 4))
         e.store(e.b.fmul(e.swish(e.load(here)), e.load(e.at(up, e.mul(loop.index, LANES * 4)))), here)
@@ -163,8 +163,8 @@ def _sum(x: Fp32) -> np.float32:
 
 
 class Inputs(NamedTuple):
-    """The operands of matrix products: rows in fp32 (`wide`) and in bf16 (`narrow`), of which the products multiply
-    one, and the sum of each group of inputs."""
+    """The operands of matrix products: rows in fp32 (`wide`), rows in bf16 (`narrow`), and the sum of each group of
+    inputs. Products read `narrow` if the processor has dot products of bf16 pairs, else `wide`."""
 
     wide: Fp32
     narrow: Bf16
@@ -182,8 +182,8 @@ def make_inputs(rows: int, inputs: int) -> Inputs:
 
 @compiled()
 def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
-    """Prepare some groups of a row's inputs, whose numbers are in `x.wide`, for products: round them if needed, and sum
-    them up."""
+    """Prepare numbers begin to end - 1 of a row's inputs, whole groups in `x.wide`, for products: round them to bf16 if
+    `dots` (dot products of bf16 pairs), and sum up each group, as weights with lows (numbers added to a group) need."""
     wide = x.wide[row, begin:end]
     if len(dots):
         narrow = x.narrow[row, begin:end]
@@ -226,7 +226,8 @@ def blocks_of(product: Int64) -> Any:
 
 @compiled()
 def end_of(product: Int64) -> Any:
-    """Return the column after a matrix product's last block, in rows that have the outputs of several products."""
+    """Return the column after a matrix product's last block. Several products write into one array of rows; `product`
+    describes one of them, also its first column there."""
     return product[FIRST] + blocks_of(product) * product[SIZE]
 
 
@@ -258,8 +259,8 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
 
 @compiled()
 def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
-    """Return the addresses of all rows of inputs and of the outputs. out fp32 [rows, outputs of a block], or a part of
-    its columns."""
+    """Return the addresses that a kernel for one block needs: of all rows of inputs, and of its outputs. out fp32
+    [rows, columns]: the array of all outputs, from the block's first column on."""
     sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
     if len(dots):
         return Place(len(out), x.narrow.ctypes.data, x.narrow.strides[0], sums, sums_row, out_at, out_row)
@@ -268,7 +269,9 @@ def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
 
 @compiled()
 def _multiply(products: Int64, task: int, chunk: int, x: Inputs, dots: Constant, out: Fp32, scratch: Bf16) -> None:
-    """Do one task of products of the same inputs, x -> out fp32 [rows, columns]: `chunk` blocks."""
+    """Do one task of some products of the same inputs x: blocks task * chunk to (task + 1) * chunk - 1, numbered
+    through all products. Writes out fp32 [rows, columns], the outputs of all products side by side. scratch: memory for
+    unpacking."""
     passed = 0
     for which in range(len(products)):
         product = products[which]
@@ -283,8 +286,9 @@ def _multiply(products: Int64, task: int, chunk: int, x: Inputs, dots: Constant,
 def _multiply_gated(
     products: Int64, task: int, chunk: int, x: Inputs, dots: Constant, ups: Fp32, out: Inputs, scratch: Bf16
 ) -> None:
-    """Do one task of silu(gate(x)) * up(x). products: gate and up, with blocks of one size and whole groups. ups:
-    memory of the size of `out.wide`."""
+    """Do one task of silu(gate(x)) * up(x), for the blocks task * chunk to (task + 1) * chunk - 1 of both products.
+    products: gate and up, which must have blocks of the same size, consisting of whole groups. ups: memory for up(x),
+    of the size of `out.wide`. scratch: memory for unpacking."""
     gate, up = products[0], products[1]
     size = gate[SIZE]
     for block in range(task * chunk, min(blocks_of(gate), (task + 1) * chunk)):
@@ -310,7 +314,8 @@ def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
 
 @compiled()
 def _settle_head(y: Fp32, norm: int, eps: float, out: Bf16) -> None:
-    """Settle one head of a row: normalise its numbers if the layer has a norm, and round them."""
+    """Normalise the numbers y of one head if the layer has a norm for it, and round them to bf16. norm: address of the
+    norm's weights, 0 if there is none."""
     scale = np.float32(1.0)
     if norm:
         scale = _inverse_rms(y, eps)
@@ -336,8 +341,9 @@ def _turn_head(
     scale: np.float32,
     q: Fp32,
 ) -> None:
-    """Turn one head of one row: write it to where attention reads it, rotated unless it is a value. If it is a key or a
-    value, save it un-rotated first."""
+    """Write one head of one row to where attention reads it: a query to `q`, rotated and scaled; a key, rotated, or a
+    value to its slot of the pool. Before that, save a key or value un-rotated to the block and row in `spots`. head:
+    counts through the heads of queries, keys and values."""
     dim = len(x)
     key = head - shape.num_q
     if key >= 0 and layer[_SAVED] and len(spots) and spots[row, 0] >= 0:
@@ -373,11 +379,14 @@ def _turn_head(
 
 
 class Rows(NamedTuple):
-    """The rows of a step. hidden bf16 [rows, width], changed in place; heads bf16 [rows, q + k + v heads, dim]: what
-    part PROJECT of a layer computes; q and mixed fp32 [rows, q heads, dim]: what parts TURN (rotation) and ATTEND
-    compute; cos, sin bf16 [rows, dim]; slots int64 [rows]: where keys and values go; table int32 [rows, pages]; spots
-    int64 [rows, 2]: for each row the slot where it is saved and the row in it, slot -1: nowhere; if it has no rows,
-    none is saved."""
+    """The rows of a step, with what the parts of a layer (PROJECT, TURN, ATTEND and COMPLETE) read and write.
+
+    hidden bf16 [rows, width]: changed in place. heads bf16 [rows, q + k + v heads, dim]: written by PROJECT, which
+    multiplies. q fp32 [rows, q heads, dim]: written by TURN, which rotates. mixed fp32 [rows, q heads, dim]: written by
+    ATTEND. cos, sin bf16 [rows, dim]. slots int64 [rows]: where the pool receives keys and values. table int32 [rows,
+    pages]. spots int64 [rows, 2]: (slot of DRAM in which a row is saved, row in it); slot -1: it is not saved. Without
+    rows nothing is saved.
+    """
 
     hidden: Bf16
     heads: Bf16
@@ -391,9 +400,13 @@ class Rows(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The memory that the threads of a run share. fp32 [rows, ...]: hidden, before and after attention; inputs of
-    products; results of products; [parts, heads, ...] of attention. narrow: inputs in bf16; sums: of groups of
-    inputs."""
+    """The memory that the threads of a run share.
+
+    fp32 [rows, width]: hidden and middle, a layer's rows before and after attention. Inputs of products: wide fp32,
+    narrow bf16, and sums of their groups; gates, narrow_gates and sums_of_gates, the same for the product after the
+    gate. fp32 [rows, outputs]: ups, and made, the outputs of products. mixed, stats fp32 [parts, heads, ...]: results
+    of attention's tasks.
+    """
 
     hidden: Fp32
     middle: Fp32
@@ -426,8 +439,8 @@ def _begins(part: int) -> int:
 
 @compiled()
 def _ends(part: int) -> int:
-    """Return the phase after the last one of a part of a layer. Heads are settled (normalised and rounded) at the end
-    of PROJECT."""
+    """Return the phase after the last one of a part of a layer (PROJECT, TURN, ATTEND or COMPLETE). Heads are
+    normalised and rounded in the last phase of PROJECT, in which TURN rotates them."""
     if part in (PROJECT, TURN):
         return _HEADS + 1
     return _MERGE + 1 if part == ATTEND else _PHASES
@@ -450,7 +463,8 @@ def _num_blocks(layer: Int64, kind: int) -> Any:
 
 @compiled()
 def _num_tasks(layer: Int64, kind: int, rows: Rows, parts: int, num_k: int, threads: int) -> Any:
-    """Return the number of a phase's tasks, at least one."""
+    """Return the number of a phase's tasks, at least one. kind: the phase of a layer. parts: ranges of keys into which
+    the rows' contexts are divided for attention. num_k: kv heads."""
     if kind in (_NORM, _MERGE, _POST_NORM_PHASE):
         return len(rows.hidden)
     if kind == _HEADS:
@@ -476,7 +490,8 @@ def _normalise(x: Inputs, row: int, hidden: Fp32, weight: int, eps: float, dots:
 
 @compiled()
 def _finish_row(scratch: Scratch, row: int) -> None:
-    """Compute a layer's result from its last product, rounded as between layers."""
+    """Compute a layer's result for a row from its last product, rounded to bf16 as between layers, into
+    scratch.hidden."""
     hidden, made, middle = scratch.hidden[row], scratch.made[row], scratch.middle[row]
     for i in range(len(hidden)):
         hidden[i] = widened(rounded(made[i] + middle[i]))
@@ -502,9 +517,10 @@ def _do(
     threads: int,
     unpacked: Bf16,
 ) -> None:
-    """Do one task of a phase. is_first: it belongs to the run's first layer; settles, turns: whether heads are to be
-    settled (normalised and rounded) and turned (rotated and written to the pool); merges: whether attention has been
-    computed in this run."""
+    """Do one task of a phase. kind: the phase of a layer. is_first: it belongs to the run's first layer. settles,
+    turns: whether heads are to be normalised and rounded, and to be rotated and written to the pool. merges: whether
+    this run has computed the layer's attention, whose parts are then still to be merged. unpacked: memory for unpacking
+    a block. For the other parameters see `run`."""
     x = Inputs(scratch.wide, scratch.narrow, scratch.sums)
     dim = rows.heads.shape[2]
     if kind == _NORM:
@@ -591,7 +607,8 @@ def _work(
     dots: Constant,
     threads: int,
 ) -> None:
-    """Do tasks until there are no more phases."""
+    """Do the work of one thread: take the next task and do it, until there are no more phases. counters: shared by the
+    threads. For the other parameters see `run`."""
     unpacked = np.empty(scratch.gates.shape[1] * BLOCK if len(rows.hidden) > FEW else 0, np.uint16)
     end_phase = (last - 1) * _PHASES + _ends(end)
     while True:
@@ -682,11 +699,15 @@ def run(
     dots: Constant,
     threads: int,
 ) -> None:
-    """Run layers first to last - 1, the first from the part `begin` on and the last until the part `end`; parts are
-    PROJECT, TURN, ATTEND and COMPLETE. layers int64 [layers, LAYER_FIELDS]; numbers float64 [layers, 5]: four norms'
-    epsilons and the scale of attention. group, lanes: tuples whose lengths are the query heads per kv head and the
-    vectors per head; dots: of length 1 where products are dot products of bf16 pairs; threads: how many there are for
-    calls from this thread."""
+    """Run layers first to last - 1. The first one starts with the part `begin`, and the last one ends with the part
+    `end`. The parts are PROJECT (norm, products for q, k and v), TURN (rotate, write to the pool), ATTEND, and COMPLETE
+    (the rest of the layer). rows: the step's rows, changed in place.
+
+    layers int64 [layers, LAYER_FIELDS]. numbers float64 [layers, 5]: the epsilons of the norms before attention, of
+    queries, of keys and after attention, and the scale of attention. group, lanes: tuples whose lengths are the query
+    heads per kv head and the vectors per head. dots: of length 1 where products are dot products of bf16 pairs.
+    threads: how many there are for calls from this thread.
+    """
     count, width = rows.hidden.shape
     parts, dim, layer = len(tasks.row), rows.heads.shape[2], layers[first]
     inputs = max(_product(layer, _Q)[INPUTS], _product(layer, _OUT)[INPUTS])

@@ -60,7 +60,8 @@ class _Emit:
         return self.b.bitcast(bits, self._wide)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        """Compute x * y + z, rounded once, which differs visibly where the product overflows."""
+        """Compute x * y + z with one rounding. It differs from multiplying and then adding where the product alone
+        overflows."""
         name = f"llvm.fma.v{self._lanes}f32" if self._lanes > 1 else "llvm.fma.f32"
         kind = ir.FunctionType(self._wide, [self._wide] * 3)
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), [x, y, z])
@@ -74,8 +75,8 @@ class _Emit:
 
 
 def _turning(lanes: int) -> Any:
-    """Make code that rotates `lanes` pairs of elements `half` apart, exactly as torch does in bf16: the product with
-    cos is rounded, then the sum."""
+    """Make code that rotates pairs of elements x[i] and x[i + half], `lanes` pairs at once, exactly as torch does in
+    bf16: the product with cos is rounded, then the sum."""
 
     def turn(
         _: Any,
@@ -112,7 +113,7 @@ _turn_many, _turn_one = _turning(LANES), _turning(1)
 
 @intrinsic
 def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types.Type) -> Any:
-    """Copy LANES numbers."""
+    """Copy LANES numbers from x[at] on to out[to]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, LANES)
@@ -125,8 +126,8 @@ def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types
 
 
 def _fetching(write: int) -> Any:
-    """Make code that prefetches the cache line of an element, which may lie beyond the end. This is needed because the
-    hardware's own prefetch stops at the end of a page."""
+    """Make code that prefetches the cache line of an element, which may lie beyond the end. write: 1 if the line will
+    be written, else 0. This is needed because the hardware's own prefetch stops at the end of a page."""
 
     def fetch(_: Any, x: types.Type, at: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -208,8 +209,9 @@ def _take_in(
     step: types.Type,
     sums: types.Type,
 ) -> Any:
-    """Add stripes (64 bytes each, as xxh3 has them) of x from byte `at` on to the eight sums, each with the secret from
-    byte `first`, which moves by `step` for each stripe. Prefetches the bytes after them."""
+    """Add stripes of x (64 bytes each, as xxh3 has them) from byte `at` on to the eight sums. Each stripe is combined
+    with 64 bytes of the secret: from byte `first` on for the first stripe, and `step` bytes later for each further one.
+    Prefetches what lies after the stripes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, at, stripes, secret, first, step, sums = args
@@ -250,7 +252,7 @@ def _word(_: Any, x: types.Type, at: types.Type) -> Any:
 
 @intrinsic
 def _folded(_: Any, x: types.Type, y: types.Type) -> Any:
-    """Return the xor of both halves of the 128-bit product."""
+    """Return the xor of both halves of the 128-bit product of x and y."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -396,14 +398,17 @@ def place(
     is_packed: bool,
 ) -> None:
     """Verify one layer of some blocks and write them into their pages.
-    segments: bf16 memory as one stream, containing the blocks' un-rotated keys [block_rows, kv_heads, k_dim], each
-    followed by their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where a block begins in it, how
-    many of its rows are wanted, the slot (page * page_size + row) of the first of them, whose page holds them all, and
-    the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment, or [0]: nothing is
-    verified; wrong bool [blocks]: set for blocks with another checksum, which are not written; cos, sin: bf16 tables
-    [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page,
-    row, head) in elements; shape: kv_heads, k_dim, v_dim; is_packed: the pool's rows are as in
-    `reprise.kernels.cpu.packed_heads`, two bytes to each element. A segment must be longer than 240 bytes."""
+
+    segments: bf16 memory as a flat array. A segment has a block's un-rotated keys [block_rows, kv_heads, k_dim],
+    followed by its values [block_rows, kv_heads, v_dim]; it must be longer than 240 bytes. blocks int64 [blocks, 4]:
+    the element of `segments` where a block begins; how many of its rows are wanted; the slot (page * page_size + row)
+    of the first of these rows, whose page must hold them all; the block's row in cos and sin. sums uint64 [blocks]: the
+    expected xxh3_64 of each block's segment; empty: nothing is verified. wrong bool [blocks]: set to True for blocks
+    with another checksum, which are not written. cos, sin: bf16 tables [rows, turns] as flat arrays; turns is even and
+    at most k_dim. k, v: a pool's bf16 memory as flat arrays, and strides (page, row, head) in elements. shape:
+    (kv_heads, k_dim, v_dim). is_packed: the pool's rows are as in `reprise.kernels.cpu.packed_heads`, two bytes to each
+    element.
+    """
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape, is_packed)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)

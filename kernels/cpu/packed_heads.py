@@ -1,8 +1,8 @@
 """Packs heads of rows to a byte a number, compiled by numba.
 
-This is the seam between compiled kernels and page formats. Kernels know two kinds of rows, numbers in bf16 and packed
-ones, and are told by a switch, `KvPages.is_packed`. A packed head is its numbers as int8, followed by their scale as
-bf16: to the bit as `reprise.kernels.int8_pages.pages` defines it. `attend.py` and `flash.py` unpack heads where they
+This is the only module in which compiled kernels know how pages store numbers. Kernels know two kinds of rows, numbers
+in bf16 and packed ones; `KvPages.is_packed` tells which. A packed head is its numbers as int8, followed by their scale
+as bf16: to the bit as `reprise.kernels.int8_pages.pages` defines it. `attend.py` and `flash.py` unpack heads where they
 multiply.
 """
 

@@ -78,12 +78,16 @@ def place(
     q: Bf16,
 ) -> None:
     """Rotate queries and keys, write keys and values to their slots, and save un-rotated keys and values.
-    turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
-    the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
-    the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements,
-    or is_packed: rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; q bf16 [rows, heads, dim].
-    blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and row in it; block -1: not
-    saved; spots without rows: none is saved."""
+
+    turning: the heads to be rotated, each row having its query heads and then its key heads. values: rows of kv heads.
+    Both are bf16 memory as flat arrays, with turning_row and values_row elements from row to row. cos, sin bf16 [rows,
+    dim]. slots int64 [rows], all different and inside the pool. blocks bf16 [blocks, elements]: where rows are saved,
+    the keys of all rows of a block and then their values. spots int64 [rows, 2]: (block in which a row is saved, row in
+    it); block -1: not saved. Without rows none is saved. heads: (query heads, kv heads). k, v: a pool's bf16 memory as
+    flat arrays, and strides (page, row, head) in elements. is_packed: the pool's rows are as in
+    `reprise.kernels.cpu.packed_heads`, two bytes to each element. q bf16 [rows, heads, dim]: receives the rotated
+    queries.
+    """
     dim = cos.shape[1]
     num_q, num_k = heads
     for row in prange(len(slots)):
@@ -130,9 +134,9 @@ def merge(
     old_lse_strides: tuple[int, int, int],
     out: Bf16,
 ) -> None:
-    """Merge the attention to two sets of keys into the attention to both, weighted by their log-sum-exps.
-    own, old bf16 and own_lse, old_lse fp32: memory as one stream, and strides (kv head, group, row) in elements; out
-    bf16 [rows, kv heads, groups, dim]."""
+    """Merge the attention of rows to the keys of their own chunk (own) and to earlier keys (old), weighted by their
+    log-sum-exps. own, old bf16 and own_lse, old_lse fp32: memory as flat arrays, and strides (kv head, group, row) in
+    elements; out bf16 [rows, kv heads, groups, dim]."""
     rows, kv_heads, groups, dim = out.shape
     for row in prange(rows):
         for head in range(kv_heads):

@@ -153,7 +153,8 @@ def _by_tiles(
 ) -> None:
     """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] with AMX, for `tiles` * 16 rows, `columns` * 16
     outputs and `blocks` * 32 inputs. x: in the layout of `_packed`; x_at, w_at: bytes to the first; w_pair: bytes from
-    a pair of weights to the next; out: fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
+    a pair of weights to the next; out: fp32 rows of COLUMNS. ahead: 1 to prefetch weights, else 0. Tiles 0 to 3 are
+    sums, 4 and 5 rows, 6 and 7 weights."""
     for tile in range(tiles * columns):
         e.tile("tilezero", tile)
     with cgutils.for_range(e.b, blocks) as loop:
@@ -227,9 +228,9 @@ def _finish(
     at: ir.Value,
     row_bytes: ir.Value,
 ) -> None:
-    """Add bias and residual to rows of COLUMNS sums, round them, and store them to `out`. bias fp32, residual and out
-    bf16; given are bytes to the first number and from row to row. A tuple instead of an array means that there is
-    none."""
+    """Add bias and residual to rows of COLUMNS sums, round them, and store them to `out`. bias fp32, from byte bias_at
+    on. residual and out bf16, from byte `at` on, with row_bytes bytes from row to row. For bias or residual a tuple in
+    place of an array means that there is none."""
     biases = None if isinstance(bias, int) else [e.load(e.at(bias, bias_at, half * 64), _VEC) for half in (0, 1)]
     with cgutils.for_range(e.b, rows) as loop:
         here, parts = e.b.mul(loop.index, row_bytes), []
@@ -260,8 +261,9 @@ def _finish_gated(
 
 
 class ExactProduct(NamedTuple):
-    """A linear layer. words: the bf16 weight in blocks [blocks, pairs, LANES * len(lanes), 2], as flat uint32 [...];
-    bias fp32 [outputs], or of size 0; by_tiles: of length 1 to multiply with AMX, else 0."""
+    """A linear layer. words: the bf16 weight in blocks [blocks, pairs of inputs, outputs of a block, 2], as flat
+    uint32. bias fp32 [outputs], or of size 0. lanes: a tuple whose length is the vectors of 16 outputs in a block.
+    by_tiles: a tuple of length 1 to multiply with AMX, else of length 0."""
 
     words: Words
     bias: Fp32
@@ -308,7 +310,9 @@ def _some(
     by_tiles: Constant,
     sums: Fp32,
 ) -> None:
-    """Compute sums for a group of ROWS rows, or for its first rows, over `blocks` * 32 inputs."""
+    """Compute sums for the first `rows` rows of a group of ROWS rows, over `blocks` * 32 inputs. x_at, w_at: bytes to
+    the group's first input and to the first weight. w_pair: bytes from one pair of inputs to the next. columns,
+    by_tiles: tuples whose lengths are the vectors of 16 outputs, and 1 to multiply with AMX."""
     if len(by_tiles):
         if rows > 16:
             _by_tiles(x, x_at, (0, 0), words, w_at, w_pair, blocks, columns, (), sums)
@@ -351,7 +355,8 @@ def _sums(
     by_tiles: Constant,
     sums: Fp32,
 ) -> None:
-    """Compute sums of up to ROWS rows for COLUMNS outputs, or for those left in a block."""
+    """Compute sums of up to ROWS rows for up to COLUMNS outputs of a block. group: the rows, from row group * ROWS on.
+    half: which COLUMNS outputs of the block; the last half may have fewer. pairs: of inputs."""
     w_pair = len(lanes) * 64
     w_at = block * pairs * w_pair + half * 128
     if len(lanes) - 2 * half >= 2:
@@ -362,7 +367,8 @@ def _sums(
 
 @compiled()
 def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
-    """Do the same as `_finish` (add bias and residual, round and store), for fewer outputs than COLUMNS."""
+    """Add bias and residual to sums, round them and store them, like `_finish`, for `width` outputs (fewer than
+    COLUMNS) from output `first` on. group: index of the first of the rows."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]
@@ -375,7 +381,8 @@ def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf
 
 @compiled()
 def _plan(rows: int, pairs: int, blocks: int) -> tuple[int, int, int, int]:
-    """Return the rows of a strip and their number, and the blocks of outputs of a run and their number."""
+    """Return (rows of a strip, number of strips, blocks of a run, number of runs). A strip is a part of the rows and a
+    run a part of the outputs' blocks, as large as a processor's cache allows. pairs: of inputs."""
     strip = max(ROWS, _STRIP_BYTES // (pairs * 4) // ROWS * ROWS)
     run = 1 if rows <= ROWS else max(1, min(_RUN_BLOCKS, _RUN_BYTES // (pairs * COLUMNS * 4)))
     return strip, (rows + strip - 1) // strip, run, (blocks + run - 1) // run
@@ -439,7 +446,8 @@ def _gated(x: Bf16, pairs: int, gate: Words, up: Words, lanes: Constant, by_tile
 
 @compiled()
 def _pack(x: Bf16, group: int, to: Bf16) -> None:
-    """Pack one group of ROWS rows as `_packed` does, with zeros for missing rows as far as a tile is read."""
+    """Pack the rows from group * ROWS on in the layout of `_packed`. Rows that are missing at the end count as 0, as
+    far as the last tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
     for block in range(len(to)):

@@ -1,10 +1,10 @@
 """Computes attention of single query rows in bf16 to few rows of their contexts, compiled by numba for CPUs with
 AVX-512.
 
-An index holds some pairs of dimensions of every rotated key, 32 keys of a page side by side, so that scores are sums
-along lanes. `choose` brings the index up to date, scores all rows of a context by those pairs and finds the strongest;
-`attend` reads the keys and values of these alone. Sums are fp32. The choice and the result for a row depend on its own
-context alone, not on other rows of the batch or on the number of threads.
+An index holds partial keys: some pairs of dimensions of every rotated key, 32 keys of a page side by side, so that
+scores are sums along lanes. `choose` brings the index up to date, scores all rows of a context by their partial keys
+and finds the strongest rows; `attend` reads the keys and values of the chosen rows alone. Sums are fp32. The choice and
+the result for a row depend on its own context alone, not on other rows of the batch or on the number of threads.
 
 Import this through `reprise.kernels.cpu.available.select_kernels`.
 """
@@ -181,7 +181,7 @@ def _partial_scores(
 
 @_vectors
 def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
-    """Store the greatest number of some vectors."""
+    """Store in out[out_at] the greatest number of x from x[at] on. vectors: how many vectors of 16 numbers."""
     top = e.variable(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
         e.b.store(e.greater(e.load(e.at(x, at, e.times(loop.index, LANES))), e.b.load(top)), top)
@@ -192,7 +192,8 @@ def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Va
 def _strongest_head(
     e: _Emit, x: ir.Value, row: ir.Value, group: int, tops: ir.Value, vectors: ir.Value, out: ir.Value
 ) -> None:
-    """Compute out[t] = the greatest x[g, t] - tops[g]."""
+    """Compute out[t] = the greatest x[g, t] - tops[g] of all query heads g. row: elements of x from head to head. tops:
+    each head's greatest score. vectors: of 16 numbers in a row."""
     with cgutils.for_range(e.b, vectors) as loop:
         column = e.times(loop.index, LANES)
         best = None
@@ -236,7 +237,8 @@ def _places_above(
 
 @compiled()
 def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64, words: Words) -> None:
-    """Put context rows first .. last - 1 of one kv head into the index."""
+    """Put the keys of context rows first to last - 1 of one kv head into the index of partial keys. pages: the
+    context's. pairs: the pairs of dims that the index holds. words: the index."""
     page_size = k.shape[1]
     for at in range(first, last):
         page, row = np.int64(pages[at // page_size]), at % page_size
@@ -249,8 +251,9 @@ def _index(k: Bf16, pages: Int32, first: int, last: int, head: int, pairs: Int64
 
 @compiled()
 def _threshold(x: Fp32, vectors: int, most: int) -> np.float32:
-    """Return a threshold that at most `most` of x exceed, and at least 31/32 of `most` if they can be told apart and
-    have any weight. x: log2 of weights, infinite for at most `most` rows, else at most 0."""
+    """Return a number that at most `most` of x exceed. At least 31/32 of `most` exceed it, unless fewer have any weight
+    (2^-64 and more), or x are too close to each other to be told apart. x: log2 of weights, at most 0; infinite for
+    rows that are chosen in any case, which are at most `most`. vectors: of 16 numbers in x."""
     low, high = np.float32(-_RANGE), np.float32(1.0)
     if _count_above(x, vectors, low) <= most:
         return low
@@ -280,13 +283,18 @@ def choose(
     chosen: Int32,
     counts: Int64,
 ) -> None:
-    """Choose, for each row and kv head, the context rows whose partial score comes nearest to the greatest one of a
-    query head. The first and the last 32 rows are always among them.
-    q fp32 [rows, heads, dim], multiplied by scale * log2(e); k bf16 [pages, page_size, kv_heads, dim], any strides;
-    table int32 [rows, pages]; spans int64 [rows, 2]: the first row that is not in the index yet, and the length of the
-    context, at least 64; pairs int64 [kv_heads, len(width), 2]: dims of partial keys; words uint32 [kv_heads, pages,
-    page_size / 32, len(width), 32]: the index; most int64 [rows]: how many to choose, at least 64. Written: chosen
-    int32 [rows, kv_heads, greatest most + 16], ascending, up to counts int64 [rows, kv_heads]."""
+    """Choose context rows for each query row and kv head by partial scores, the products of some dims of query and key.
+    A row is ranked by how near its score comes to the greatest one of the same query head, in the head where it comes
+    nearest. The first and the last 32 rows are always chosen.
+
+    q fp32 [rows, heads, dim], multiplied by scale * log2(e). k bf16 [pages, page_size, kv_heads, dim], any strides.
+    table int32 [rows, pages]. spans int64 [rows, 2]: the first row that is not in the index yet, and the length of the
+    context, at least 64. pairs int64 [kv_heads, len(width), 2]: the dims of partial scores. words uint32 [kv_heads,
+    pages, page_size / 32, len(width), 32]: the index, which is brought up to date. most int64 [rows]: how many to
+    choose, at least 64. group: a tuple whose length is the query heads per kv head. chosen int32 [rows, kv_heads,
+    greatest most + 16] and counts int64 [rows, kv_heads] are written: the chosen rows, ascending, and how many they
+    are.
+    """
     page_size, kv_heads, heads = k.shape[1], k.shape[2], len(group)
     entry = len(width) * SIDE_BY_SIDE
     per_page = page_size // SIDE_BY_SIDE
@@ -400,8 +408,8 @@ def _mix(
 
 @compiled()
 def _element(pool: Bf16, pages: Int32, chosen: Int32, head: int, out: Int64) -> None:
-    """Store where the rows of a context that `chosen` lists begin in a pool, in elements. After the last row, its place
-    is repeated."""
+    """Store where the rows of a context that `chosen` lists begin in a pool, in elements. The last row's place is
+    repeated after it, because the reader looks ahead."""
     page_size = pool.shape[1]
     page_step, row_step, first = pool.strides[0] // 2, pool.strides[1] // 2, head * (pool.strides[2] // 2)
     index, end, place = 0, page_size, first

@@ -4,15 +4,16 @@ reverse.
 
 A segment, as uint16 words in little-endian order:
 
-    word 0           how many eighths of an octave the steps are coarser than calibrated, plus FINEST
+    word 0           FINEST plus the eighths of an octave by which the steps are coarser than calibrated
     words 1 .. 16    the coder's LANES final states, low word first
     then             an exponent for each row and head of V, a byte each: V is scaled by 2^(exponent / 4)
     then             the coder's words, in the order in which decoding reads them, and zeros
 
-Component by component, 32 rows at a time; row r belongs to lane r mod LANES. With AVX-512 the eight lanes (interleaved
-coder states) of a block are one vector, and TOGETHER blocks are coded at the same time, so that their chains of
-dependent instructions overlap; elsewhere, and where a number is escaped (its table lacks it, so that its bits are
-stored), the lanes take turns. The bytes are the same. Import this through `reprise.kernels.codecs.transform`.
+The coder has LANES (eight) states, called lanes. It codes one component after the other, and of each component the
+numbers of the block's 32 rows; lane r mod LANES codes the number of row r. With AVX-512 the lanes of a block are one
+vector. TOGETHER blocks are then coded at the same time, so that their chains of dependent instructions overlap. Without
+AVX-512 the lanes take turns. They also do where a number is escaped (its table lacks it, so that its bits are stored).
+The bytes are the same. Import this through `reprise.kernels.codecs.transform`.
 
 `transform_format` has the constants, `transform_streams` the coder's vector code, `transform_vectors` that of the rows.
 """
@@ -65,8 +66,9 @@ from reprise.kernels.views import Fp32
 
 
 def _has_vectors() -> bool:
-    """Return whether numba compiles for a processor with the instructions of `_Reader` and `_Writer`; without them,
-    LLVM would end the process. False if every index is to be checked, because those work on pointers."""
+    """Return whether the vector code of `_Reader` and `_Writer` can be used: whether numba compiles for a processor
+    with its instructions, without which LLVM would end the process. False if numba is to check every index
+    (NUMBA_BOUNDSCHECK), because vector code works on pointers."""
     if config.BOUNDSCHECK:  # type: ignore[attr-defined]
         return False
     features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
@@ -77,9 +79,11 @@ def _has_vectors() -> bool:
 def _decode_groups(
     segments: Bits, row: int, last: int, tables: Tables, scratch: Scratch, component: int, group: int, has_low: bool
 ) -> int:
-    """Decode groups of a component, of one number a lane, for the chosen sides (blocks that are coded together). It
-    does the same as `_decode_group`, for eight lanes and TOGETHER sides at once. Returns the group at which it stopped:
-    GROUPS, or a group in which a number is escaped or a stream is near its end. Such a group is left unchanged."""
+    """Decode a component from `group` on, for the sides (blocks that are coded together) in scratch.chosen. A group is
+    one number of each lane. It does the same as `_decode_group`, for eight lanes and TOGETHER sides at once. row: of
+    the first side in `segments`. last: the last of a segment's words. has_low: whether some side stores low bits as
+    they are. Returns GROUPS, or the group before which it stopped, since a number in it is escaped or a stream is near
+    its end."""
     # A shift: a division could raise, and what can raise is not inlined, which would make decoding half as fast.
     size, sides = segments.strides[0] >> 1, scratch.components
     entries, values, states, places = tables.entries, tables.values, scratch.states, scratch.places
@@ -98,9 +102,10 @@ def _decode_groups(
 
 @compiled()
 def _encode_groups(tables: Tables, scratch: Scratch, component: int, group: int) -> int:
-    """Encode groups of a component, of one number a lane, for the chosen sides (blocks that are coded together), none
-    of which stores low bits as they are. It does the same as `_encode_group`, for eight lanes and TOGETHER sides at
-    once. Returns the group at which it stopped: one in which a number is escaped, which is left unchanged, or -1."""
+    """Encode a component from `group` down to 0, for the sides (blocks that are coded together) in scratch.chosen, of
+    which none may store low bits as they are. A group is one number of each lane. It does the same as `_encode_group`,
+    for eight lanes and TOGETHER sides at once. Returns -1, or the group before which it stopped, since a number in it
+    is escaped."""
     words, sides, chosen, finer = scratch.words, scratch.components, scratch.chosen, scratch.finer
     frequencies, starts, states, places = tables.frequencies, tables.starts, scratch.states, scratch.places
     size, side_size = words.shape[1], sides.shape[1] * ROWS
@@ -148,22 +153,24 @@ def _to_bits(floats: Fp32, shift: int, out: Bits) -> None:
 
 @compiled()
 def _quarters(coarser: int, is_v: bool) -> int:
-    """Return by how many quarter octaves the steps of K, or of V, are coarser than calibrated. coarser: in eighths, of
-    both. K and V take turns, V first."""
+    """Return by how many quarter octaves the steps of K, or of V, are coarser than calibrated. coarser: in eighths of
+    an octave, over K and V in the mean. An eighth more makes one of them coarser by a quarter, in turn and V first."""
     return (coarser + is_v) >> 1
 
 
 @compiled()
 def _quarters_of(variance: float) -> int:
-    """Return the deviation in quarter octaves, 4 * log2 of it, rounded. variance: finite and above zero."""
+    """Return the standard deviation in quarter octaves, 4 * log2(sqrt(variance)), rounded. variance: finite and above
+    zero."""
     part, exponent = math.frexp(variance)  # part is at least 1/2
     return int(2 * exponent - 2 + (part >= 2.0**-0.75) + (part >= 2.0**-0.25))
 
 
 @compiled()
 def class_of(base: int, quarters: int) -> tuple[int, int]:
-    """Return the entropy coder's table for a component of class `base` whose step is `quarters` quarter octaves
-    coarser, or -1 if all its numbers are 0, and how many low bits of each number are stored as they are."""
+    """Return (entropy coder's table, low bits of each number that are stored as they are) for a component. Its table is
+    -1 if all its numbers are 0. base: the class at the calibrated step, in quarter octaves. quarters: by how many
+    quarter octaves the step is coarser. A component that varies more than any table allows has low bits."""
     c = base - quarters
     if c < LEAST_CLASS:
         return -1, 0
@@ -178,7 +185,8 @@ def class_of(base: int, quarters: int) -> tuple[int, int]:
 def decode(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, scratch: Scratch, raw: Bits
 ) -> None:
-    """Decode blocks. segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] receives the rows as bits."""
+    """Decode blocks. segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] receives the rows as bits, of
+    bf16 if shift is 16, of fp32 if it is 0. n and m: numbers of K and of V in a row."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     for row in range(0, len(segments), TOGETHER):
         count = min(TOGETHER, len(segments) - row)
@@ -194,7 +202,8 @@ def decode(
 def decode_together(
     segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, rooms: Scratch, raw: Bits
 ) -> None:
-    """Do the same as `decode`, with all threads of the team. rooms: arrays with as many rooms as the work has parts."""
+    """Decode blocks like `decode`, with all threads of the team. rooms: scratch memory, with one more axis before those
+    of `Scratch`; its length is the number of parts into which the blocks are divided."""
     blocks, parts = len(segments), len(rooms.components)
     for part in prange(parts):
         first, stop = blocks * part // parts, blocks * (part + 1) // parts
@@ -223,8 +232,8 @@ def _coarser(words: Bits) -> int:
 def _decode_numbers(
     segments: Bits, row: int, count: int, last: int, n: int, tables: Tables, layer: Layer, scratch: Scratch
 ) -> None:
-    """Decode the numbers of `count` segments into scratch.components, and store in scratch.live from where on they are
-    zero. last: the last of a segment's words."""
+    """Decode the numbers of `count` segments, from `row` on, into scratch.components. Stores in scratch.live for each
+    segment the component of K from which on all are zero. last: the last of a segment's words. n: components of K."""
     classes, chosen, live = layer.classes, scratch.chosen, scratch.live
     for side in range(count):
         words = segments[row + side]
@@ -274,7 +283,8 @@ def _decode_group(
     words: Bits, last: int, tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int
 ) -> None:
     """Decode one number of each lane of a side (one block's stream), one lane after the other, for groups that vectors
-    cannot decode."""
+    cannot decode. low: how many low bits of a number are stored as they are. c: the component. group: which LANES of
+    its numbers."""
     states, out = scratch.states[side], scratch.components[side, c]
     entries, values = tables.entries[table], tables.values[table]
     at = scratch.places[side]
@@ -308,7 +318,9 @@ def _decode_group(
 def _store_keys(
     layer: Layer, scratch: Scratch, components: Fp32, live: int, n: int, quarters: int, shift: int, raw: Bits
 ) -> None:
-    """Store keys. live: the components from here on are zero in every row."""
+    """Transform a block's components back to its keys, and store their bits in `raw`. live: the components from here on
+    are zero in every row. n: numbers of a row. quarters: by how many quarter octaves the step is coarser than
+    calibrated. shift: 16 to store bf16, 0 for fp32."""
     rows, columns = TILE
     width = layer.back.shape[1]
     flat, back, product = components.reshape(-1), layer.back.reshape(-1), scratch.product.reshape(-1)
@@ -398,8 +410,8 @@ def encode(
 def _spread(
     raw: Bits, first: int, step: int, count: int, shift: int, means: Fp32, scratch: Scratch, out: Fp32, at: int
 ) -> None:
-    """Store a block's rows minus their means as components, from out[at] on. A row's numbers begin `step` after those
-    of the row before."""
+    """Store a block's rows minus their means as components, from out[at] on. The rows begin at raw[first], `step`
+    elements from each other, and have `count` numbers."""
     for r in range(0, ROWS, 16):
         for i in range(0, count - count % 16, 16):
             spread_tile(raw, first + r * step + i, step, means, i, out, at + i * ROWS + r)
@@ -412,8 +424,8 @@ def _spread(
 
 @compiled()
 def _k_to_components(raw: Bits, shift: int, layer: Layer, scratch: Scratch, components: Fp32, n: int) -> bool:
-    """Convert a block's keys to components, and note how much each component deviates, in quarter octaves. Returns
-    whether all are finite."""
+    """Convert a block's keys to components. Notes in scratch.deviations how much each component deviates, in quarter
+    octaves. Returns whether all are finite."""
     rows, _ = TILE
     width = layer.into.shape[1]
     centred, into, out = scratch.product.reshape(-1), layer.into.reshape(-1), components.reshape(-1)
@@ -464,8 +476,9 @@ def _deviations(components: Fp32, scratch: Scratch, first: int, last: int) -> bo
 
 @compiled()
 def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -> int:
-    """Predict the finest steps (in eighths of an octave, coarser than calibrated) with which the code fits into so many
-    bits, from how much each component deviates in this block."""
+    """Return the least number of eighths of an octave by which the steps must be coarser than calibrated, negative if
+    they may be finer, for a block's code to fit into `bits`. It is a prediction from how much each component deviates
+    in this block."""
     coarser = 0
     if _predicted(coarser, n, tables, layer, scratch) <= bits:
         while coarser > -FINEST and _predicted(coarser - 1, n, tables, layer, scratch) <= bits:
@@ -493,9 +506,9 @@ def _predicted(coarser: int, n: int, tables: Tables, layer: Layer, scratch: Scra
 
 @compiled()
 def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> bool:
-    """Code the numbers of those sides (blocks that are coded together) whose steps are not too coarse, from the last to
-    the first. Notes each side's count of words; a side with more than `room` was broken off. Returns whether there was
-    any side to code."""
+    """Code the numbers of `count` sides (blocks that are coded together), from the last component to the first. Leaves
+    out sides whose steps are coarser than COARSEST. Stops coding a side once it has more than `room` words. Notes each
+    side's count of words in scratch.places. Returns whether there was any side to code."""
     classes, chosen, places = layer.classes, scratch.chosen, scratch.places
     for side in range(count):
         scratch.states[side] = LEAST_STATE
@@ -532,7 +545,8 @@ def _encode_numbers(count: int, room: int, n: int, tables: Tables, layer: Layer,
 @compiled()
 def _encode_group(tables: Tables, scratch: Scratch, side: int, table: int, low: int, c: int, group: int) -> None:
     """Encode one number of each lane of a side (one block's stream), the last lane first, for groups that vectors
-    cannot encode."""
+    cannot encode. low: how many low bits of a number are stored as they are. c: the component. group: which LANES of
+    its numbers."""
     states, out, used = scratch.states[side], scratch.words[side], scratch.places[side]
     frequencies, starts = tables.frequencies[table], tables.starts[table]
     half, finer = 1 << low >> 1, scratch.finer[side]

@@ -35,8 +35,9 @@ Bits = NDArray[Any]  # bits of bf16 as uint16, or of fp32 as uint32; a segment's
 
 
 class Tables(NamedTuple):
-    """The entropy coder's tables by class (how far a component deviates, in quarter octaves of its step), as
-    `reprise.kernels.codecs.symbols` computes them. Frequencies of a class add up to 2^PROBABILITY_BITS."""
+    """The entropy coder's tables by class, as `reprise.kernels.codecs.symbols` computes them. The class of a component
+    is how much its numbers deviate, in quarter octaves of their step. Frequencies of a class add up to
+    2^PROBABILITY_BITS."""
 
     frequencies: Words  # [classes, SYMBOLS]; 0: escaped
     starts: Words  # [classes, SYMBOLS], sums of the frequencies before
@@ -49,9 +50,11 @@ class Tables(NamedTuple):
 class Layer(NamedTuple):
     """The calibration of a layer. K has n components, V has m numbers a row in `heads` heads.
 
-    into [n, width]: rows of K, less their mean, to components; back [n, width]: components, in steps, to K; width is n,
-    rounded up to whole tiles with zeros. classes [n + m]: class of each component at the calibrated step, K's in
-    falling order."""
+    into [n, width]: a row of K less k_mean, multiplied by this matrix, gives its components in calibrated steps. back
+    [n, width]: the components, multiplied by this matrix, give the row. width is n, rounded up to whole tiles with
+    zeros. classes [n + m]: the class of each component at the calibrated step, those of K falling. v_step: the
+    calibrated step of V.
+    """
 
     k_mean: Fp32
     v_mean: Fp32
@@ -63,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's memory for the blocks that it codes at the same time, which are called sides."""
+    """A thread's memory for coding several blocks at the same time. Each of these blocks is called a side."""
 
     number: Fp32  # [1], one of those that fill no vector
     components: Fp32  # [TOGETHER, n + m, ROWS], in steps

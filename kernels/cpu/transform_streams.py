@@ -66,7 +66,7 @@ class _Reader(_Stream):
         return b.and_(is_plain, b.icmp_signed("<=", end, self._last))
 
     def take(self) -> None:
-        """Store a group's numbers, and compute the next states."""
+        """Store the numbers of the group that `look` has found, and compute the next states."""
         e, b = self._e, self._e.b
         frequency = b.and_(b.lshr(self._entry, _lanes(8)), _lanes(0xFFF))
         x = b.add(b.mul(frequency, b.lshr(self._x, _lanes(PROBABILITY_BITS))), b.lshr(self._entry, _lanes(20)))
@@ -80,9 +80,11 @@ class _Reader(_Stream):
         e.store(number, e.at(self._out, e.times(self._group, LANES)))
 
     def _take_low(self, x: Any, is_short: Any) -> Any:
-        """Compute the next states and return the numbers, where low bits are stored. x: states that may lack their
-        first word. A state takes another word if it is short again without its low bits. The first word does not change
-        that, because it is less than what the low bits leave."""
+        """Compute the next states, and return the numbers of lanes that store low bits as they are. x: states, shifted
+        up by the 16 bits of a word where `is_short`, which have not taken in that word yet. A state whose low bits are
+        removed may be too small once more (below LEAST_STATE), and then takes another word. That can be told before the
+        first word is there: the word fills 16 bits that are 0 so far, and the bound LEAST_STATE << low has none of
+        them."""
         e, b = self._e, self._e.b
         low, one = e.splat(self._low, LANES_I32), _lanes(1)
         is_short_again = b.icmp_unsigned("<", b.lshr(x, low), _lanes(LEAST_STATE))
@@ -111,7 +113,8 @@ class _Writer(_Stream):
 
     def __init__(self, *stream: Any, frequencies: Any, starts: Any, numbers: Any, finer: Any) -> None:
         """Set up. stream: the arguments of `_Stream`. frequencies, starts: pointers to the table of the component's
-        class. numbers: pointer to the numbers, which are multiplied by `finer`."""
+        class. numbers: pointer to the numbers, in calibrated steps. finer: factor that makes them numbers in the
+        block's own steps."""
         super().__init__(*stream)
         self._frequencies, self._starts, self._numbers = frequencies, starts, numbers
         self._finer = self._e.splat(finer, LANES_F32)
@@ -155,8 +158,9 @@ def _lanes(value: int) -> Any:
 
 
 def _run_streams(e: Emit, streams: Sequence[_Reader | _Writer], group: Any, step: int) -> Any:
-    """Code the groups, up or down, as long as all streams can. Returns the group at which they stopped, which is left
-    unchanged, or the one after the last."""
+    """Code one group after the other, from `group` on, as long as all streams can. step: 1 for ascending groups, as in
+    decoding, -1 for descending ones, as in encoding. Returns the group before which the streams stopped; GROUPS or -1
+    if none is left."""
     b, at = e.b, e.variable(group)
     ahead, look, take, end = (b.append_basic_block(name) for name in ("ahead", "look", "take", "end"))
     b.branch(ahead)
@@ -176,7 +180,8 @@ def _run_streams(e: Emit, streams: Sequence[_Reader | _Writer], group: Any, step
 
 
 def _decoder(name: str, has_low: bool) -> Any:
-    """Make a decoder of a component with vectors, with or without low bits."""
+    """Make a decoder of a component in vector code. name: of the compiled function. has_low: whether numbers may store
+    low bits as they are."""
 
     def emit(
         e: Emit,

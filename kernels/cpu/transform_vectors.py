@@ -78,7 +78,8 @@ class Emit:
         self.store(whole, pointer)
 
     def transposed(self, rows: Sequence[Any]) -> list[Any]:
-        """Exchange rows and lanes of 16 vectors, by squares whose size doubles each time."""
+        """Exchange rows and lanes of 16 vectors, by exchanging squares of 1, 2, 4 and then 8 lanes beside the
+        diagonal."""
         rows = list(rows)
         for side in (1, 2, 4, 8):
             upper = [lane - side + 16 if lane & side else lane for lane in range(16)]
@@ -107,7 +108,7 @@ class Emit:
 
 
 def _bytes(kind: Any) -> int:
-    """Return the size of an element of a vector."""
+    """Return the size in bytes of an element of a vector type."""
     return 4 if kind.element is F32 else int(kind.element.width) // 8
 
 
@@ -148,8 +149,9 @@ def multiply_tile(
     out_at: ir.Value,
     out_step: ir.Value,
 ) -> None:
-    """Set out[i, j] to the sum over c < count of x[c, i] * y[c, j], for a TILE of i and j. Arrays are fp32 of one axis,
-    with the element at which a tile begins, and the elements from one row to the next."""
+    """Set out[i, j] to the sum over c < count of x[c, i] * y[c, j], for i < TILE[0] and j < TILE[1]. x, y, out: fp32
+    memory of one axis. x_at, y_at, out_at: the element where each one's tile begins. x_step, y_step, out_step: elements
+    from row to row."""
     rows, vectors = range(TILE[0]), range(TILE[1] // 16)
     sums = [[e.variable(e.splat(0.0)) for _ in vectors] for _ in rows]
     with cgutils.for_range(e.b, count) as loop:
@@ -177,7 +179,8 @@ def store_k(
     raw: ir.Value,
     raw_at: ir.Value,
 ) -> None:
-    """Store mean + scale * product for the first numbers of a row, as far as they fill vectors."""
+    """Store means + scale * product as bits in `raw`, for the first numbers of a row: as many of `count` as fill
+    vectors of 16. The caller stores the rest."""
     factor = e.splat(scale)
     with cgutils.for_range(e.b, e.b.sdiv(count, I64(16))) as loop:
         j = e.times(loop.index, 16)

@@ -3,9 +3,9 @@ plain torch.
 
 Scores come from a guess: the query that a layer's weights make from the input of the layer before, so that rows can be
 fetched while that layer computes. Query and keys are skewed after rotation by the eigenvectors of the queries' moments,
-and only the 30 % of dims that matter most are multiplied. Rows within ALPHA of the greatest score are chosen. Each kv
-head gets the mean number of such rows, and no more than the share that may be read. The first layer has no layer before
-it and is read whole.
+and only the 30 % of dims that matter most are multiplied. For each kv head the rows within ALPHA of its greatest score
+are counted. Every kv head then reads as many rows, those of its greatest scores, as the mean of these counts, but no
+more than the share that may be read. The first layer has no layer before it and is read whole.
 """
 
 import torch
@@ -51,8 +51,8 @@ class InfinigenSelector:
 
 
 def skew(layer: LayerMoments) -> Tensor:
-    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: those eigenvectors of the queries'
-    moments along which queries and keys are largest."""
+    """Return the directions that matter most, by kv head [kv_heads, k_dim, dims]: the eigenvectors of the queries'
+    moments for which the root mean squares of queries and of keys have the largest product."""
     _, directions = torch.linalg.eigh(layer.queries)
     along = [(directions * (moments @ directions)).sum(1) for moments in (layer.queries, layer.keys)]
     strength = along[0].clamp_min(0).sqrt() * along[1].clamp_min(0).sqrt()  # [kv_heads, k_dim]

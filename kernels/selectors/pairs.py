@@ -88,8 +88,8 @@ class PairSelector:
         return Selection(candidates.sequences, rows, counts)
 
     def _spans(self, layer: int, candidates: Candidates) -> np.ndarray:
-        """Return [candidates, 2]: the first row that is not in the layer's index, and the length of the context. The
-        caller has to bring the index up to date."""
+        """Return int64 [candidates, 2]: the first row that is not in the layer's index, and the length of the context.
+        Marks these rows as indexed, so the caller has to put them into the index."""
         indexed, spans = self._indexed[layer], np.empty((len(candidates.contexts), 2), np.int64)
         for at, (owner, context) in enumerate(zip(candidates.owners, candidates.contexts, strict=True)):
             known = indexed.pop(owner, 0)

@@ -1,1 +1,1 @@
-"""Replays recorded requests, given by the names of their blocks."""
+"""Replays recorded requests, whose prompts are given as names of blocks: equal names stand for equal text."""

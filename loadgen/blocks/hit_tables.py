@@ -23,8 +23,9 @@ def simulate(
     codec: CodedKV,
     progress: Callable[[str, int], None],
 ) -> dict[str, Any]:
-    """Simulate every policy at every capacity, in tokens of raw KV. score_from: the share of requests that only warm
-    up. Raises ValueError for unknown policies and unreadable traces, OSError."""
+    """Simulate every policy at every capacity, in tokens of raw KV. score_from: the share of the requests, from the
+    first one, that only fill the tier and are not counted. progress: called with a policy's name and a capacity before
+    each run. Raises ValueError for unknown policies and unreadable traces, OSError."""
     unknown = [policy for policy in policies if policy not in KNOWN]
     if unknown:
         raise ValueError(f"no policy {', '.join(unknown)}; there are {', '.join(KNOWN)}")
@@ -63,7 +64,8 @@ def _row(rate: HitRate, capacity: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Build a table with a row per policy and a column per capacity, in shares of blocks."""
+    """Build a table of hit rates (the share of all requests' blocks that were hits), a row per policy and a column per
+    capacity."""
     rates = {(row["policy"], row["capacity_tokens"]): row["block_hit_rate"] for row in result["policies"]}
     policies, capacities = list(dict.fromkeys(p for p, _ in rates)), list(dict.fromkeys(c for _, c in rates))
     headings = [f"{capacity / 1e6:g} M" for capacity in capacities]

@@ -4,9 +4,9 @@ The rule models no server: when a request arrives, its leading blocks that are i
 blocks are inserted or touched, from last to first; then the policy makes room. No load fails, nothing is pinned, no
 request waits. For policies that look at sessions, sessions are inferred from the blocks (`SessionFinder`).
 
-Blocks may be compressed by a codec. A prompt's first one, and one that is not full, then take more room than others,
-because the server's first block in it, or its open one, stays raw. One that is not full takes as much room as if it
-were.
+A block of the trace covers several blocks of the server, and a codec may compress these. Two kinds of trace blocks take
+more room then, because one of their server blocks stays raw: the first block of a prompt, and a block that the prompt
+does not fill. Apart from that a block that is not full takes as much room as a full one.
 """
 
 import math
@@ -51,10 +51,10 @@ class HitRate:
 
 
 class SessionFinder:
-    """A part that assigns requests to sessions from the past alone: a request continues the session whose last full
-    block (other than the first, which all may share) is in its prompt, the deepest such block winning. Only the end of
-    a session can be continued; a second branch from the same place is a new session. A server knows this from its
-    transcripts."""
+    """A part that assigns requests to sessions from the past alone. A request continues the session whose last full
+    block is in its prompt; of several such sessions the one whose block comes latest in the prompt. The first block,
+    which all may share, does not count. Only the end of a session can be continued; a second branch from the same place
+    is a new session. A server knows sessions from its transcripts."""
 
     def __init__(self) -> None:
         self._at_end: dict[int, int] = {}  # last full block -> session
@@ -98,7 +98,8 @@ class _Uses:
         self._later.reverse()
 
     def arrive(self, number: int, keys: Sequence[BlockKey]) -> None:
-        """Set the next uses of this request's blocks to those after it. number: the request's place in the sequence."""
+        """Note for each block of the arriving request the number of the next request that has it, infinity if there is
+        none. number: place of the arriving request in the sequence. keys: its blocks."""
         self._next.update(zip(keys, self._later[number], strict=True))
 
     def next_use(self, key: BlockKey) -> float:
@@ -112,8 +113,8 @@ def hit_blocks(
     returns: ReturnTimes | None = None,
     codec: CodedKV = RAW,
 ) -> list[int]:
-    """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known of when sessions
-    return; None: only what is learned during the replay."""
+    """Return how many of each request's blocks were hit. policy, capacity_tokens: as in `hit_rate`. returns: what is
+    known of when sessions return; None: only what is learned during the replay. codec: of the tier's blocks."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes() if returns is None else returns
     if uses is not None:
@@ -131,9 +132,9 @@ def hit_rate(
     first: int = 0,
     codec: CodedKV = RAW,
 ) -> HitRate:
-    """Measure one policy. policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests
-    before number `first` warm up and are not counted. capacity_tokens: of raw KV that would fit into the same bytes.
-    Raises KeyError for an unknown policy."""
+    """Measure one policy. policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`, which are
+    upper bounds. Requests before number `first` warm up and are not counted. capacity_tokens: size of the tier, as the
+    tokens of uncompressed KV that fit into it. Raises KeyError for an unknown policy."""
     hits = hit_blocks(requests, policy, capacity_tokens, codec=codec)
     bounded = capacity_tokens is not None and policy != "unbounded"
     counted = requests[first:]
@@ -163,7 +164,8 @@ class _Tier:
         return key in self._blocks
 
     def insert(self, key: BlockKey, *, opens: bool, full: bool) -> None:
-        """Insert or touch a block."""
+        """Insert or touch a block. opens: it is the first block of a prompt. full: the prompt fills it. The codec
+        leaves a part of a block raw if it opens a prompt, and a part if it is not full."""
         self._policy.touch(key)
         if key not in self._blocks:
             self._blocks[key] = size = self._sizes[opens + (not full)]

@@ -52,7 +52,8 @@ class RoundRobin:
 
 
 class Sticky(Router):
-    """A policy in which a session never leaves a home that takes turns."""
+    """A policy that never moves a session away from its home (the replica that last served it) while that takes turns
+    at all."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
@@ -61,7 +62,8 @@ class Sticky(Router):
 
 
 class Cheapest(Router):
-    """A policy that takes the cheapest of home and two other replicas, whatever a move costs the fleet."""
+    """A policy that takes the replica with the earliest predicted first token, of a session's home and two others. The
+    work that a move adds to the fleet does not count."""
 
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
@@ -73,13 +75,14 @@ class Cheapest(Router):
 
 
 class FourLooks(Router):
-    """A Router that considers four other replicas instead of two."""
+    """A Router that compares four replicas, drawn at random, with a session's home, not two."""
 
     looks = 4
 
 
 class CheapMoves(Router):
-    """A Router for which a move must save as much as the work that it adds, not four times as much."""
+    """A Router for which a move must save as many seconds of waiting as the seconds of work that it adds, not four
+    times as many."""
 
     price = 1.0
 
@@ -93,8 +96,8 @@ class EagerMoves(FourLooks, CheapMoves):
 
 
 class Clairvoyant:
-    """A policy that takes the cheapest of all replicas, by what they really store and have to do. exact: predicts the
-    seconds to the first token on a replica."""
+    """A policy that takes the replica with the earliest first token of all, by what replicas really store and have to
+    do. exact: called with a replica's name, the question and the time, returns the seconds to the first token there."""
 
     def __init__(self, view: FleetView, exact: Callable[[str, Question, float], float]) -> None:
         self._view = view

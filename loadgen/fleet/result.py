@@ -12,7 +12,8 @@ from reprise.loadgen.sim.turn import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """Figures of the turns that arrived within a span of time, except for continuations of interrupted answers."""
+    """Waits, sources of history, routes and bytes of the turns that arrived within a span of time, except for
+    continuations of interrupted answers."""
 
     turns: int
     ttft_p50_s: float

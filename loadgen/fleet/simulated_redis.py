@@ -15,9 +15,10 @@ class _Upload:
 
 class SimulatedRedis:
     """All Redis servers for KV of a fleet, taken as one. Loads share its rate, and none is faster than its replica's
-    link. Loads go first. Uploads use the time between them, in order, and are dropped when more of them would wait than
-    `backlog_s` of the rate. The session that was used longest ago leaves first. A call may be for an earlier time than
-    the previous call: a load then still waits for what was ordered before."""
+    link. Loads go first. Uploads use the time between loads, in order. An upload is dropped if those that wait would
+    exceed what Redis takes in `backlog_s` seconds. The session that was used longest ago leaves first. Calls need not
+    come in the order of their times: a load for an earlier time than the previous call's still waits for what was
+    ordered before it."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class SimulatedRedis:
         return self._free_s
 
     def save(self, session: str, num_tokens: int, owner: int, now: float) -> None:
-        """Queue an upload of the part of a context that Redis lacks. owner: the replica that has the context."""
+        """Queue an upload of the part of a context that Redis lacks. num_tokens: length of the context. owner: the
+        replica that has the context."""
         self._pass(now)
         before = self._uploads.get(session)
         size = max(0, num_tokens - self._held.get(session, 0)) * self.kv_bytes_per_token
@@ -74,7 +76,7 @@ class SimulatedRedis:
             self._waiting -= self._uploads.pop(session).size
 
     def _pass(self, until_s: float) -> None:
-        """Use the time until `until_s` for uploads."""
+        """Let uploads run in the time until `until_s` that no load takes."""
         while self._uploads and self._free_s < until_s:
             session, upload = next(iter(self._uploads.items()))
             part = min(upload.size, (until_s - self._free_s) * self.bytes_per_s)
@@ -100,7 +102,8 @@ class SimulatedRedis:
             self.evicted += tokens * self.kv_bytes_per_token
 
     def check(self) -> None:
-        """Raise ValueError if bytes do not add up."""
+        """Raise ValueError if the counts of stored or waiting bytes differ from the sums over sessions, or exceed their
+        limits."""
         held = sum(self._held.values()) * self.kv_bytes_per_token
         waiting = sum(upload.size for upload in self._uploads.values())
         if abs(held - self.used) > 1e-6 * held + 1.0 or abs(waiting - self._waiting) > 1e-6 * waiting + 1024.0:

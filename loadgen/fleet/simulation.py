@@ -92,7 +92,7 @@ class _Replica:
 
     def _kept(self, name: str, now: float) -> float:
         """Estimate how many seconds a session stays in a tier after its last use: as long as evictions take to replace
-        all that the tier holds; for ever while nothing is evicted."""
+        all that the tier holds; for ever while nothing is evicted. name: of the tier."""
         tier = self.server.store.tiers.get(name)
         if tier is None:
             return 0.0
@@ -107,8 +107,8 @@ class _Replica:
 class FleetSimulation:
     """A simulated run. Deterministic: chance comes from the workload and `config.seed`.
 
-    histories: tokens of the histories that conversations have at the start. Their homes are chosen by hashing, whatever
-    the policy, and have their KV; Redis has none of it.
+    histories: session id -> tokens of history that a conversation has at the start. Each such session has a home,
+    chosen by hashing whatever the policy is. The home has the history's KV, and Redis has none of it.
     """
 
     def __init__(
@@ -247,7 +247,8 @@ class FleetSimulation:
             self._push(when_s, self._wake, replica)
 
     def _ended(self, name: str, turn: LiveTurn) -> None:
-        """Commit a turn that has ended, and schedule its client's next one."""
+        """Note that a turn has ended at a replica, which becomes its session's home, and schedule the client's next
+        turn."""
         session, done_s = turn.live, turn.record.done_s
         self._homes[session.name] = _Home(name, done_s, session.context - 1)
         if session.turn < len(session.conversation.turns):
@@ -257,8 +258,8 @@ class FleetSimulation:
             self._left -= 1
 
     def _beat(self, phase: int) -> None:
-        """Send the beats of a share of the replicas to the gateways. A draining replica without turns leaves
-        instead."""
+        """Send the beats of every replica whose number modulo _BEAT_PHASES is `phase` to the gateways, so that beats
+        are spread over the period. A draining replica without turns leaves the fleet instead."""
         for number, replica in enumerate(self.replicas.values()):
             if number % _BEAT_PHASES == phase and replica.is_alive:
                 if replica.draining and not replica.server.unfinished():

@@ -31,9 +31,7 @@ REPLICA = Machine(
     dram_bytes=60e9,
     disk_bytes=1.5e12,
 )
-SERVER = Config(
-    scheduler="car-hidden", load_ahead=4, starts_past_loads=True, recompute_if_faster=True, chunk_tokens=2048
-)
+SERVER = Config(scheduler="due", load_ahead=4, starts_past_loads=True, recompute_if_faster=True, chunk_tokens=2048)
 
 
 def conversations(
@@ -41,9 +39,10 @@ def conversations(
 ) -> list[Conversation]:
     """Return conversations that begin independently of each other within the duration.
 
-    Chats: 73 % have several turns, 8 more in the mean. Medians are 200 tokens of a prompt, 150 of an answer and 25 s
-    between turns. A share `agents` are agents instead: four times as many turns, prompts of 735 tokens (median), and
-    2 s between turns in the mean. A conversation ends before it has more than `most_tokens`.
+    Chats: 73 % have more than one turn, on average 8 further ones. Medians are 200 tokens of a prompt, 150 of an answer
+    and 25 s between turns. The share `agents` of the conversations are those of agents: four times as many turns as
+    chats, prompts of 735 tokens (median), and on average 2 s between turns. A conversation ends before it has more than
+    `most_tokens`.
     """
     rng = random.Random(seed)
     found: list[Conversation] = []
@@ -70,9 +69,10 @@ def conversations(
 def already_under_way(
     drawn: Sequence[Conversation], machine: Machine, *, since_s: float
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Return conversations as they are `since_s` later, and the tokens of history that the running ones then have.
-    Conversations that begin later stay the same, but begin so much earlier. With `since_s` as long as the longest
-    conversation as many end as begin."""
+    """Return (conversations, histories), seen from the time `since_s`, which becomes 0. Conversations that have ended
+    by then are left out, and the running ones keep only the turns that remain. histories: session id -> tokens of
+    history that a running conversation has at time 0. If `since_s` is as long as the longest conversation, as many end
+    as begin."""
     found: list[Conversation] = []
     histories: dict[str, int] = {}
     for one in drawn:
@@ -93,8 +93,8 @@ def lifetime_s(conversation: Conversation, machine: Machine) -> float:
 
 
 def _asked_s(conversation: Conversation, machine: Machine) -> list[float]:
-    """Return estimates of when a conversation's prompts come, in seconds after the first. Steps are taken to be twice
-    as long as with a batch of one short context, and nothing waits."""
+    """Return estimates of when a conversation's prompts come, in seconds after the first. Assumes that no turn waits,
+    and that a step takes twice as long as for one sequence of a short context."""
     found: list[float] = []
     at_s = 0.0
     for turn in conversation.turns:
@@ -105,9 +105,10 @@ def _asked_s(conversation: Conversation, machine: Machine) -> list[float]:
 
 
 def sessions_per_s(machine: Machine, config: Config, drawn: Sequence[Conversation]) -> float:
-    """Measure how many conversations a second one replica finishes whose batch is always full: twice as many as fit are
-    under way, there is no think time, and the next one begins when one has ended. The first third of those that are
-    `drawn` does not count, in which all are young. Raises ValueError if there are too few."""
+    """Measure how many conversations one replica finishes in a second while its batch is always full. Twice as many as
+    fit are under way, there is no think time, and when one has ended the next begins. The first third of `drawn` is not
+    counted, because in that time all conversations are in their first turns. Raises ValueError if `drawn` is too
+    short."""
     if len(drawn) < 6 * machine.max_seqs:
         raise ValueError(f"{len(drawn)} conversations are too few to fill {machine.max_seqs} places for long")
     waiting, ends_s = list(reversed(drawn)), list[float]()

@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The conversations to send, and counts of those left out."""
+    """The conversations to send, and how many conversations of the source could not be used."""
 
     conversations: list[Conversation]
     left_out: int = 0  # whose first turn already exceeds `max_context`
@@ -259,7 +259,7 @@ def client() -> dict[str, Any]:
 
 
 def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
-    """Return the conversations to play, and the number of conversations in the file that are unusable."""
+    """Return (what is said in the conversations to send, number of conversations in the file that are unusable)."""
     if options.source == "dialogues":
         scripts, unusable = dialogues.read(Path(options.path))
         return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts))), unusable
@@ -267,7 +267,7 @@ def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
 
 
 def _shaped(conversation: Conversation, options: Options, system: str) -> Conversation:
-    """Return the conversation with the lengths that the options ask for."""
+    """Return the conversation with the lengths that the options ask for. system: the text of its system prompt."""
     turns = scaled(conversation.turns, options.scale)
     if options.answer_tokens:
         turns = tuple(replace(turn, answer_tokens=options.answer_tokens) for turn in turns)

@@ -142,7 +142,8 @@ class _Sender:
             await self.converse(conversation, self.now_s())
 
     async def take_turns(self, conversations: Sequence[Conversation]) -> None:
-        """Send the first turn of all conversations, then the second, and so on, without think time."""
+        """Send the first turn of all conversations, one request at a time, then their second turns, and so on, without
+        think time."""
         talks = [(conversation, self._rng(conversation)) for conversation in conversations]
         number = 0
         while talks:

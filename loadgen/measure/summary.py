@@ -145,7 +145,8 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Count, for equal intervals of the run, what was due, ended and arrived."""
+    """Count, for equal intervals of the run, the requests that were due, finished and failed, those that ran, and the
+    pieces of answers that arrived."""
     end_s = max((result.done_s for result in results), default=0.0)
     width_s = end_s / _INTERVALS
     if width_s <= 0:
@@ -232,8 +233,8 @@ def _latencies(good: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def _hits(good: Sequence[TurnResult]) -> dict[str, Any]:
-    """Return hit rates as shares of prompt tokens (and of later turns' prompt tokens), over the answers that report
-    them; null if none does."""
+    """Return hit rates as shares of all prompt tokens, and as shares of the prompt tokens of turns after a
+    conversation's first. Only answers that report hits count; null if none does."""
     told = [(r, r.cached_tokens) for r in good if r.cached_tokens is not None and r.cached_tokens <= r.prompt_tokens]
     later = [(r, cached) for r, cached in told if r.turn > 0]
     reports = [_tokens_by_tier(r) for r in good]

@@ -26,13 +26,13 @@ class Allocation:
 
 
 def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None) -> Allocation:
-    """Divide host memory between KV and activations by Algorithm 1. host_bytes: of host memory beside the weights;
-    None: all of it.
+    """Divide host memory between KV and activations by the paper's Algorithm 1. host_bytes: of host memory beside the
+    weights; None: all that the weights leave.
 
-    First comes what one side can do while the other is busy anyway: if weights load for longer than keys and values are
-    computed from the activations on the GPU, activations in host memory; otherwise KV. Then comes the rest, in the
-    proportion in which loading KV takes as long as computing it. As in the paper's Equation 9 loads of activations do
-    not count.
+    A layer's weights load while the GPU computes keys and values from the activations that lie on it. If the GPU would
+    then be idle, as many activations are put into host memory as it can turn into KV in that time. If the link would be
+    idle, as much KV is put there as it can load. The rest of the memory is divided so that loading its KV takes as long
+    as computing KV from its activations. As in the paper's Equation 9, the time to load activations is not counted.
     """
     if host_bytes is None:
         host_bytes = host.host_bytes - model.num_layers * model.weight_bytes
@@ -51,8 +51,8 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
 
 
 def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
-    """Return whether a request's next block is to hold activations, because it otherwise has fewer of them than the
-    ratio in host memory."""
+    """Return whether a request's next block is to hold activations, so that its blocks keep the ratio of activations to
+    KV that host memory is divided in."""
     return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
 
 

@@ -24,7 +24,7 @@ _LAYERS = 4  # simulated until times repeat
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The result of generating with a batch, from its prompts to the last tokens."""
+    """The rate, times and bytes of generating with a batch, from its prompts to the last tokens."""
 
     tokens_per_s: float
     prefill_s: float
@@ -34,8 +34,9 @@ class Generated:
 
 
 def pipeline_s(weights_s: float, loads_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """Return the seconds that a layer takes: mini-batches in turn, at most two in the buffers, loaded in order. A part
-    of the next layer's weights comes with each."""
+    """Return the seconds that a layer takes when layers follow each other. Its mini-batches are loaded in order
+    (loads_s: seconds of each) into a buffer that holds two, and computed in order (computes_s: seconds of each). An
+    equal part of the next layer's weights, which take weights_s together, is loaded before each mini-batch."""
     link_s = done_s = ended_s = weights_there_s = 0.0
     computed: list[float] = []
     for _ in range(_LAYERS):
@@ -50,7 +51,8 @@ def pipeline_s(weights_s: float, loads_s: Sequence[float], computes_s: Sequence[
 
 
 def generate(arm: Arm, model: OffloadedModel, host: Host, *, batch: int, prompt: int, answer: int) -> Generated:
-    """Simulate a batch. Raises ValueError if it does not fit."""
+    """Simulate the generation of a batch. arm: the form in which contexts are stored. batch: sequences. prompt, answer:
+    tokens of each. Raises ValueError if the batch does not fit."""
     allocation, resident = _allocation(arm, model, host, batch * (prompt + answer / 2)), 0.0
     if allocation.act_host == 0:
         resident = min(1.0, host.free_bytes(model) / (model.num_layers * model.weight_bytes))
@@ -70,7 +72,8 @@ def generate(arm: Arm, model: OffloadedModel, host: Host, *, batch: int, prompt:
 def _layer(
     model: OffloadedModel, host: Host, allocation: Allocation, resident: float, batch: int, context: int
 ) -> tuple[float, float, float]:
-    """Return (seconds of a layer in a step, bytes over the link, seconds that the GPU computes)."""
+    """Return (seconds of a layer in a step, bytes over the link, seconds that the GPU computes). resident: the share of
+    the layer's weights that stays on the GPU. batch: sequences. context: tokens of each."""
     act_blocks, _ = divide(-(-context // BLOCK_TOKENS), allocation)
     act = min(context, act_blocks * BLOCK_TOKENS)
     requests = [Load(act, context - act)] * batch
@@ -93,8 +96,8 @@ def _layer(
 
 
 def _allocation(arm: Arm, model: OffloadedModel, host: Host, tokens: float) -> Allocation:
-    """Return the division of memory for an arm, a form in which contexts are stored. tokens: of the batch, in the
-    mean."""
+    """Return the division of memory for an arm (a form in which contexts are stored). tokens: those of all the batch's
+    contexts together, averaged over the generation."""
     if arm == "kv":
         return Allocation(0.0, 0.0, 1.0)
     if arm == "act":

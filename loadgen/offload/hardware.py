@@ -44,7 +44,7 @@ def opt(name: str, num_layers: int, hidden: int) -> OffloadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A GPU, its link to the host, and the host's memory. Rates a second."""
+    """A GPU, its link to the host, and the host's memory. Rates are per second."""
 
     flops: float
     hbm_bytes_per_s: float
@@ -55,7 +55,7 @@ class Host:
     reserved_bytes: float  # GPU memory for the runtime and intermediate results
 
     def weights_s(self, model: OffloadedModel, on_gpu: float) -> float:
-        """Return the seconds to load a layer's weights, except for the share that stays on the GPU."""
+        """Return the seconds to load a layer's weights. on_gpu: the share that stays on the GPU, 0 to 1."""
         return (1 - on_gpu) * model.weight_bytes / self.link_bytes_per_s
 
     def load_s(self, num_bytes: float) -> float:
@@ -67,8 +67,8 @@ class Host:
         return max(compute_s, tokens * (model.act_bytes + model.kv_bytes) / self.hbm_bytes_per_s)
 
     def forward_s(self, model: OffloadedModel, rows: int, context: float) -> float:
-        """Return the seconds of one token each of `rows` sequences through a layer whose weights are loaded. context:
-        tokens, of all."""
+        """Return the seconds that a layer whose weights are loaded takes in a decode step of `rows` sequences. context:
+        the sum of the sequences' lengths, in tokens."""
         products_s = max(2 * model.layer_parameters * rows / self.flops, model.weight_bytes / self.hbm_bytes_per_s)
         return products_s + context * model.kv_bytes / self.hbm_bytes_per_s
 

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The tokens that a request brings to a layer."""
+    """The tokens of a request's context that a layer needs, by the form in which they are stored."""
 
     act: int  # tokens of whose activations keys and values are made
     kv: int  # loaded as they are
 
 
 def imbalance(load: Load, *, make_s: Callable[[int], float], load_s: Callable[[int], float]) -> float:
-    """Return the paper's F: by how much one of loading and computing takes longer, 0 if neither does. A load that has
-    work on one side alone is balanced by nothing."""
+    """Return the paper's F: the longer of the times for computing and for loading divided by the shorter, less 1. 0 if
+    they are equal; infinite if a load takes no time on one side, and some on the other. make_s: seconds to compute the
+    KV of so many tokens. load_s: seconds to load it."""
     made, loaded = make_s(load.act), load_s(load.kv)
     least, most = min(made, loaded), max(made, loaded)
     return most / least - 1 if least else (float("inf") if most else 0.0)
@@ -27,8 +28,10 @@ def pack(
     make_s: Callable[[int], float],
     load_s: Callable[[int], float],
 ) -> list[list[int]]:
-    """Return mini-batches, as lists of indices into `requests`. The first remaining request opens one; then those join
-    that fit and leave it no less balanced. most_tokens: of a buffer; a request that exceeds it is alone."""
+    """Return mini-batches, as lists of indices into `requests`. The first remaining request opens one. Then each
+    request joins that fits and does not increase the batch's `imbalance`. most_tokens: those that a buffer holds; a
+    request that exceeds it is alone. make_s: seconds to compute the KV of so many tokens. load_s: seconds to load
+    it."""
     left, batches = list(range(len(requests))), []
     while left:
         batch, total = [left[0]], requests[left[0]]

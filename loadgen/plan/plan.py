@@ -152,9 +152,10 @@ def of_distribution(
     distribution: Distribution, seed: int, dram_gb: float, target: float, prices: Prices,
     progress: Callable[[float], None],
 ) -> Plan:  # fmt: skip
-    """Plan for conversations of which `sessions_per_s` begin per second, on as many machines as keep up without any
-    storage. Simulates one machine's share with `sessions` conversations (0: enough for twice the TTL, within bounds)
-    and counts the turns of the second half. Raises ValueError."""
+    """Plan for conversations of which `sessions_per_s` begin per second, on as many machines as could serve them
+    without storage. Simulates one of these machines, with its part of the conversations, and counts the turns of the
+    second half. sessions: how many conversations to simulate; 0: enough for twice the TTL, within bounds. Raises
+    ValueError."""
 
     def drawn(count: int, rate: float) -> list[Conversation]:
         return workload(
@@ -213,8 +214,8 @@ def workload(
 
 
 def _rows(row: Callable[[float], Row], all_gb: float, target: float) -> list[Row]:
-    """Return a row without storage, rows that double up to slightly more than everything, and rows in between that
-    approach the least storage that meets the target."""
+    """Return rows by ascending storage. The first has none, and from the second on storage doubles up to slightly more
+    than `all_gb`. Further rows halve the distance to the least storage that meets the target."""
     rows = [row(stored) for stored in (0.0, *(1.01 * all_gb / 2**place for place in reversed(range(ROWS))))]
     for _ in range(_HALVINGS):
         place = rows.index(_least(rows, target))
@@ -236,8 +237,8 @@ def _least(rows: Sequence[Row], target: float) -> Row:
 
 
 def _trace_hits(requests: Sequence[TraceRequest], dram_gb: float, disk_gb: float, machine: Machine) -> list[int]:
-    """Return the hit tokens of every request. All room counts as that of a disk whose blocks a codec has compressed; a
-    block in DRAM takes the room of several compressed ones."""
+    """Return the hit tokens of every request, with DRAM and disk taken as one tier. Its capacity counts in coded KV: a
+    codec compresses blocks on disk by its ratio, so DRAM, where KV is raw, holds fewer blocks per gigabyte."""
     codec = machine.codec if disk_gb else RAW
     capacity = (dram_gb / codec.ratio + disk_gb) * 1e9 / machine.kv_bytes_per_token
     if capacity < BLOCK_TOKENS:

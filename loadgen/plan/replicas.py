@@ -1,8 +1,8 @@
 """Plans a fleet: how many replicas a load needs so that few turns wait longer than they may, and what Redis it needs.
 
-Simulates a few replicas with the gateway's own routing, which stand for a fleet of several sizes. At the start as many
+Simulates a few replicas, with the gateway's own routing; they stand for fleets of several sizes. At the start as many
 conversations are under way as after a long time: a fleet that begins empty hardly waits for a while, however small it
-is. Redis is as fast as the replicas' links and holds everything, so that what they ask of it can be read.
+is. Redis is as fast as the replicas' links and holds everything, so the result shows how much of it the fleet needs.
 """
 
 import math
@@ -63,8 +63,9 @@ def plan_replicas(
     machine: Machine, *, rate: float, ttft_target_s: float, ttl_s: float, think_time: str, distribution: Distribution,
     seed: int, progress: Callable[[int], None],
 ) -> FleetPlan:  # fmt: skip
-    """Simulate growing fleets until one meets the target, or shrinking ones until one does not. rate: conversations
-    that begin a second. They end before they overflow the window. Raises ValueError."""
+    """Simulate fleets, beginning with as many replicas as the rate needs at least. While the fleet misses the target
+    the next one is larger; otherwise the next ones are smaller until one misses it. rate: conversations that begin a
+    second. Conversations end before they overflow the window. Raises ValueError."""
 
     def drawn(sessions: int, rate: float, seed: int) -> list[Conversation]:
         found = workload(

@@ -1,4 +1,5 @@
-"""Tells the policies what the queue says about the next turns, and fetches for these (AttentionStore §3.3)."""
+"""Tells the policies what the queue says about the next turns, and fetches the KV of these turns from disk to DRAM
+(AttentionStore §3.3)."""
 
 import math
 from operator import attrgetter

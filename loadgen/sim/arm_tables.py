@@ -54,8 +54,10 @@ def simulate(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Simulate recomputation and every policy: keys of SIMULATED_POLICIES, default, belady, unbounded. sessions_per_s:
-    None for the load's own rate. Raises ValueError for unknown names."""
+    """Simulate recomputation and every policy: keys of SIMULATED_POLICIES, default, belady, unbounded. load: a key of
+    LOADS. sessions_per_s: None for the load's own rate. truncation: "decoupled", or "coupled", in which a cut loses
+    what is saved. warmup_turns: the first turns, which do not count. progress: called with each policy's name. Raises
+    ValueError for unknown names."""
     _known("load", load, LOADS)
     _known("truncation", truncation, get_args(Truncation))
     for policy in policies:

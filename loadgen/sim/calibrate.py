@@ -14,7 +14,7 @@ _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The parts of `/v1/models` that are used here."""
+    """The name and sizes of a served model, as `/v1/models` reports them."""
 
     name: str
     kv_bytes_per_token: int
@@ -25,7 +25,8 @@ class ServedModel:
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """Parse metrics into metric -> value of its only label -> value; the label is "" if there is none."""
+    """Parse metrics into {metric: {label value: number}}, for metrics with at most one label; its value is "" if there
+    is none."""
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if (match := _LINE.match(line)) is not None:

@@ -42,7 +42,8 @@ class ContextWindow:
         return min(answer_tokens, max(1, int(self._config.answer_share * self._window)))
 
     def _cut(self, session: LiveSession, room: int, record: TurnRecord) -> int:
-        """Drop multiples of the truncation ratio until the context fits into `room`. Returns the tokens dropped."""
+        """Drop the beginning of a context until the rest fits into `room`, in multiples of `truncation_ratio` of the
+        window. Returns the tokens dropped."""
         context = session.context
         ratio = max(1, int(self._config.truncation_ratio * self._window))
         dropped = min(context, ratio * math.ceil((context - room) / ratio))

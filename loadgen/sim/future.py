@@ -29,7 +29,8 @@ class NextTurns:
 
 
 class ByNextTurn(BeladyPolicy):
-    """Belady's policy for sessions: a granule is used next when its session's next turn starts."""
+    """Belady's policy for sessions. A granule (the unit in which a simulated tier stores KV) is used next when its
+    session's next turn starts."""
 
     def __init__(self, turns: NextTurns) -> None:
         super().__init__(self)

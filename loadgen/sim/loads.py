@@ -74,14 +74,15 @@ class SimulatedLoads:
             self.moved[tier] += tokens * self._machine.kv_bytes_per_token
 
     def ready_s(self, turn: LiveTurn) -> float:
-        """Return the time from which on a load that is under way ends no later than its turn's computation would."""
+        """Return the earliest time at which a turn can start so that its load, which is under way, ends no later than
+        its computation. Loading and computing go on layer by layer, side by side."""
         assert turn.loaded_s is not None
         found = turn.record.hit_tokens
         return turn.loaded_s - self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
 
     def found(self, turn: LiveTurn, now: float) -> dict[str, int]:
-        """Return place -> number of leading tokens of a turn's history that are stored, counted for the fastest
-        place."""
+        """Return tier -> number of leading tokens of a turn's history that are stored there. Each token counts once, in
+        the fastest tier that has it; "redis" counts what only Redis has."""
         if not self._config.reuse:
             return {}
         if turn.dropped and self._config.truncation == "coupled":
@@ -104,14 +105,15 @@ class SimulatedLoads:
         return self._remote.wait_s(now) + self._remote.seconds(tokens) if tokens and self._remote is not None else 0.0
 
     def _starts_s(self, name: str, now: float) -> float:
-        """Return when the link is free and the session's current fetch, if any, has arrived."""
+        """Return when the link is free and the current fetch of the session `name`, if there is one, has arrived."""
         starts_s = max(now, self._link_s)
         if self._ahead.fetching is not None and self._ahead.fetching[1] == name:
             starts_s = max(starts_s, self._ahead.fetching[0])
         return starts_s
 
     def _leave_what_is_slow(self, turn: LiveTurn, now: float) -> None:
-        """Reduce the load to the part of what was found that makes the first token earlier."""
+        """Reduce the turn's load to the tiers with which its first token comes earliest: all of them, all but Redis,
+        neither disk nor Redis, or HBM alone. The tokens that are left out are computed."""
         waits_s = self._starts_s(turn.live.name, now) - now
         hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
 

@@ -11,9 +11,9 @@ Truncation = Literal["decoupled", "coupled"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The seconds that a pass of the model takes, in the terms of `reprise.scheduler.budgets.budget.StepCost`. A
-    prompt's tokens attend to their contexts (products counted in thousands: kilo pairs); a decode row reads its own
-    context."""
+    """The seconds that a pass of the model takes, in the terms of `reprise.scheduler.budgets.budget.StepCost`. A pair
+    is a token of a prompt and a token that it attends to, and a kilo pair is 1,000 pairs. A row is a sequence that
+    decodes, and a kilo read 1,000 tokens of such a sequence's context."""
 
     prefill_fixed_s: float  # least time of a pass over prompts, which reads the weights once
     s_per_token: float

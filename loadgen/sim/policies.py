@@ -1,4 +1,5 @@
-"""Lists the server's eviction policies by name, and one more with which the papers may have compared theirs."""
+"""Lists the server's eviction policies by name. "first-come" is one more: FIFO by each session's first save, which
+comes closer to what AttentionStore publishes for FIFO."""
 
 from reprise.cache.policies import POLICIES
 from reprise.cache.policies.eviction_policy import PolicyFactory

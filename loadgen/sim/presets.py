@@ -19,8 +19,8 @@ _THINK = "lognormal:24,1.05"  # as in `reprise load`
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Parameters that the paper does not state for sessions in a backlog. `benchmarks.paper.fit` fits them to LRU and
-    FIFO."""
+    """Parameters of a load in which sessions always wait, which the AttentionStore paper does not state.
+    `benchmarks.paper.fit` fits them to the paper's results for LRU and FIFO."""
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer
@@ -134,7 +134,8 @@ def one_gpu(shape: DeployedModel) -> DeployedModel:
 
 
 def costs(shape: DeployedModel, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
-    """Return the seconds of a model's passes. layer_s, hbm_share: see `Saturation`."""
+    """Return the seconds of a model's passes. layer_s: seconds of a decode step per layer besides its reads. hbm_share:
+    share of the data sheet's bandwidth that reads reach."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * hbm_share * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth
     return Costs(
@@ -179,7 +180,8 @@ def machine(
 def saturated(
     *, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0, shape: Saturation = FITTED
 ) -> list[Conversation]:
-    """Return conversations without think time: a session's next turn waits as soon as the answer has ended."""
+    """Return conversations without think time: a session's next turn is queued as soon as the answer has ended.
+    rate_per_s: conversations that begin a second."""
     rng = random.Random(seed)
     stated = Distribution()
 
@@ -201,7 +203,7 @@ def saturated(
 
 
 def _poisson(rng: random.Random, mean: float) -> int:
-    """Draw the number of arrivals within a time of `mean` at a rate of 1."""
+    """Draw from the Poisson distribution with this mean."""
     count, passed = 0, rng.expovariate(1.0)
     while passed < mean:
         count += 1
@@ -226,8 +228,8 @@ def documents(lengths: Sequence[int]) -> list[Conversation]:
 
 
 def smaller(whole: Machine, share: float) -> Machine:
-    """Return a share of a machine for the same share of its sessions. Tiers, batch and HBM bandwidth for KV shrink in
-    proportion, so that a step takes the same time; prefills and links stay as fast."""
+    """Return a share of a machine, to be simulated with the same share of its sessions. Tiers, batch and HBM bandwidth
+    for KV shrink in proportion, so that a step takes the same time; prefills and links stay as fast."""
     return replace(
         whole,
         max_seqs=max(1, round(whole.max_seqs * share)),

@@ -1,4 +1,5 @@
-"""Defines the result of a simulated run: three hit rates, times, bytes and costs."""
+"""Defines the result of a simulated run: hit rates by turns, by prompt tokens and by history tokens; times, bytes and
+costs."""
 
 from dataclasses import dataclass, field
 from statistics import fmean

@@ -7,7 +7,8 @@ from reprise.loadgen.sim.turn import LiveTurn
 
 
 class RunningTurns:
-    """The turns of a SimulatedServer's batch, by the decode step at which each is due. Pure."""
+    """The turns of a SimulatedServer's batch, each with the decode step at which its answer ends or its window is full.
+    Pure."""
 
     def __init__(self) -> None:
         self.context_sum = 0  # tokens of all their contexts
@@ -37,7 +38,8 @@ class RunningTurns:
         return steps * len(self._due)
 
     def take_due(self) -> list[LiveTurn]:
-        """Remove and return the turns that are due, all together, before one of them is computed beside the others."""
+        """Remove and return the turns whose answer or window ends now. All are taken out before the caller handles any
+        of them, because handling one may compute steps of the turns that still run."""
         due = []
         while self._due and self.steps_to_next <= 0:
             due.append(heapq.heappop(self._due)[2])

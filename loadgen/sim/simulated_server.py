@@ -25,9 +25,9 @@ from reprise.loadgen.sim.running_turns import RunningTurns
 from reprise.loadgen.sim.store import SimulatedStore
 from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from reprise.loadgen.workloads.workload import Conversation
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.sequence import Sequence as QueuedSequence
 
 
@@ -44,8 +44,10 @@ class _View:
 class SimulatedServer:
     """A simulated run of one server. Deterministic: only the workload is random.
 
-    future: evict by Belady's policy with this knowledge. remote: KV that other servers can load too. ended: called at
-    the end of a turn, instead of sending the conversation's next turn here; `submit` and `advance` drive such a server.
+    future: the start times of all turns, from an earlier run of the same workload, by which Belady's policy evicts.
+    remote: KV that other servers can load too. ended: called at the end of a turn, instead of sending the
+    conversation's next turn to this server. The owner of a server with `ended` sends turns by `submit` and lets time
+    pass by `advance`.
     """
 
     def __init__(
@@ -141,8 +143,9 @@ class SimulatedServer:
         return min(end_s, max(self.now, self._start_s)) if self._waiting and rows < self.machine.max_seqs else end_s
 
     def expected_wait_s(self, now: float) -> float:
-        """Predict when the prefill of a turn that arrives now would start, in seconds from now: after the step under
-        way, the prompts ahead of it with the answers beside them, and until a place is free."""
+        """Predict when the prefill of a turn that arrives now would start, in seconds from now. It waits for the end of
+        the step under way and for the prompts ahead of it with the decode steps between their chunks, and until the
+        batch has room."""
         wait_s = max(0.0, self.now - now) + self.queued_s * self.slowdown
         rows, waiting = len(self._running), len(self._waiting)
         places = self.machine.max_seqs
@@ -220,7 +223,7 @@ class SimulatedServer:
         room = self.config.load_ahead - len(self._loading)
         if room <= 0 or not self._waiting:
             return
-        for sequence in self.queue.front()[: self.config.load_ahead]:
+        for sequence in self.queue.upcoming().members[: self.config.load_ahead]:
             turn = self._turn_of[sequence]
             if turn.loaded_s is None and room > 0:
                 self.loads.begin(turn, self.now)
@@ -289,7 +292,8 @@ class SimulatedServer:
 
     def _prefill(self, num_tokens: int, context_len: int, loaded_s: float) -> tuple[float, float]:
         """Compute one prompt, or the rest of one: at once, or in chunks with a decode step of the running turns beside
-        each. Returns the seconds it took, and how many of these it waited for its load."""
+        each. loaded_s: when the load of its history ends. Returns (seconds that it took, seconds of these that it
+        waited for the load)."""
         costs, layers = self.machine.costs, self.machine.num_layers
         began_s, stalled_s = self.now, self.stalled_s
         chunk = self.config.chunk_tokens or num_tokens
@@ -349,7 +353,7 @@ class SimulatedServer:
                 self._end(turn)
 
     def _overflow(self, turn: LiveTurn) -> None:
-        """Handle a window that is full in the middle of an answer."""
+        """Drop history of a turn whose window is full in the middle of its answer, and let it go on."""
         session, record = turn.live, turn.record
         self.window.overflow(session, record, turn.left)
         if self.config.truncation == "coupled" or not self.config.reuse:

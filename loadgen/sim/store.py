@@ -37,7 +37,8 @@ class Granule:
 
 @dataclass(slots=True)
 class _Context:
-    """The KV that a session could have: granules from `first` on, some of which may be in no tier."""
+    """The KV that a session could have, in granules (the units in which it is stored), some of which may be in no
+    tier."""
 
     granules: list[Granule] = field(default_factory=list)
     first: int = 0  # place of the first granule; places do not change when granules before it are cut
@@ -81,7 +82,9 @@ class Tier:
         newcomer: str | None = None,
         spare_queued: bool = False,
     ) -> bool:
-        """Evict granules until `size` more fits; if that is impossible, change nothing and return False."""
+        """Evict granules (the units in which a simulated tier stores KV) until `size` more bytes fit; if that is
+        impossible, change nothing and return False. pinned: never evicted. newcomer: the session that needs the room,
+        or None; the policy may refuse it. spare_queued: evict nothing of sessions whose turns wait."""
         excess = self.used + size - self.capacity
         if excess <= 0:
             return True
@@ -182,8 +185,8 @@ class SimulatedStore:
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
-        """Return tier -> number of leading tokens found after the first `dropped`, at most `most`, counted for the
-        fastest tier."""
+        """Return tier -> number of leading tokens found there after the first `dropped`, at most `most` in all tiers.
+        Each token counts once, in the fastest tier that has it."""
         tokens = dict.fromkeys(self.tiers, 0)
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
@@ -288,7 +291,8 @@ class SimulatedStore:
         return disk.written - before if disk is not None else 0.0
 
     def _grow(self, session: str, context: _Context, kv_tokens: int, reused_tokens: int) -> list[Granule]:
-        """Extend the granules to `kv_tokens`. Returns those with computed rows, in order."""
+        """Extend a context's granules (the units in which KV is stored) to `kv_tokens`. Returns in order those with
+        rows beyond the first `reused_tokens`, which this turn has computed."""
         most = self._granule_tokens or kv_tokens
         fresh: list[Granule] = []
         start = 0
@@ -359,8 +363,9 @@ class SimulatedStore:
         return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
 
     def look_ahead(self, waiting: Sequence[str], now: float) -> None:
-        """Tell the policies which sessions wait, next first. A tier other than the lowest is told of only a few times
-        as many as it holds: later ones have no place in it anyway, and a policy walks all that it is told of."""
+        """Tell the policies which sessions wait, next first. A tier other than the lowest is told only of the next
+        ones, a few times as many as it can hold: others find no place in it anyway, and a policy walks all that it is
+        told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
             told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes
@@ -371,7 +376,8 @@ class SimulatedStore:
         self._returns.advance(now)
 
     def leave_hbm(self, session: str) -> None:
-        """Remove the session's granules from HBM, because it runs and its rows are no longer the cache's."""
+        """Remove the session's granules from HBM as a tier, which holds only sessions that do not run: its rows now
+        belong to the running turn."""
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
             self.tiers["hbm"].remove(granule.key)

@@ -37,7 +37,8 @@ class TurnRecord:
 
     @property
     def hit(self) -> float:
-        """The share of the history's KV that was found; 0 or 1 if sessions move as a whole."""
+        """The share of the history's KV that was found; 0 or 1 if the simulated tiers store sessions only as a
+        whole."""
         return min(1.0, self.hit_tokens / (self.history_tokens - 1)) if self.history_tokens > 1 else 0.0
 
     @property
@@ -69,7 +70,8 @@ class LiveSession:
         )
 
     def queued(self, record: TurnRecord) -> Sequence:
-        """Return the turn as the queues see it, which use only the length of its prompt."""
+        """Return the turn as a sequence for the scheduler's queues, which use only the length of its prompt: its ids
+        mean nothing."""
         return Sequence(
             request_id=f"{self.name}/{record.turn}",
             tenant=self.conversation.tenant,

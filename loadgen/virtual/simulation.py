@@ -30,10 +30,11 @@ from reprise.loadgen.virtual.greedy import greedy
 from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualSpeeds, VirtualTiers
 from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
 from reprise.scheduler.budgets.budget import StepCost, StepWork
-from reprise.scheduler.limits import SchedulerLimits
-from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.make_policy import Policy, make_policy
 from reprise.scheduler.car.window import ShuffledWindow
+from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import make_policy
+from reprise.scheduler.policy import Policy
+from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 
@@ -95,7 +96,7 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps. misjudged: factor on the true cost."""
+        """Return the cost of steps as the scheduler is to believe it. misjudged: factor on the true cost."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,
@@ -252,7 +253,8 @@ class Simulation:
         self.scheduler.ran(seconds + waited_s, waited_s)
 
     def _attention(self, sequence: Sequence) -> list[float]:
-        """Return the attention to each block, as if later text attended to a block by its first token."""
+        """Return an invented share of attention for each block of a sequence, which sums to 1: it grows with the id of
+        the block's first token."""
         tokens = self.cache.requests.context(sequence.request_id).token_ids[::BLOCK_TOKENS]
         return [(token + 1) / (sum(tokens) + len(tokens)) for token in tokens]
 
@@ -384,10 +386,9 @@ class Simulation:
             elif context.rows.pages:
                 self._check(self.scheduler.has_early_load(sequence), "somebody waits with pages, and not for its load")
         if isinstance(self._queue, ShuffledWindow):
-            size = self._queue.size
-            self._check(len(self._queue.inside) <= size, "the window is too full")
-            overtaken = [member.overtaken for member in self._queue.inside.values()]
-            self._check(all(count <= max(0, size - 1) for count in overtaken), "somebody was overtaken too often")
+            inside, size = self._queue.inside, self.machine.window
+            self._check(len(inside) <= size, "the window is too full")
+            self._check(all(count < size for count in inside.values()), "somebody was overtaken too often")
         self._check(all(name in self._live for name in started), "somebody started who is not there")
 
 

@@ -130,7 +130,7 @@ class VirtualTiers:
                         self._in_redis.pop(name, None)
 
     def save(self, num_rows: int, now: float) -> None:
-        """Start saving `num_rows` rows to DRAM at time `now`; they are on their way until the copy has ended."""
+        """Start saving `num_rows` rows to DRAM at time `now`. The copy takes its time on the link from HBM."""
         self._occupy("save", num_rows * self._bytes_per_token, "hbm_to_dram", now)
 
     def _load(self, move: LoadBlocks, now: float) -> None:
@@ -145,7 +145,8 @@ class VirtualTiers:
         self._push(span[-1], Loaded(move.job_id, failed))
 
     def _unreadable(self, blocks: Sequence[tuple[BlockKey, int | bytes | None]]) -> dict[BlockKey, str]:
-        """Return which blocks of one move fail, and why: those of extents that are gone, else by chance the first."""
+        """Return which blocks of one move fail: key -> "missing" if the block's extent is gone. If none is missing, the
+        first block fails with "checksum" by chance."""
         failed = {
             key: "missing"
             for key, extent in blocks
@@ -181,7 +182,8 @@ class VirtualTiers:
         return self._rng.random() < self._failures
 
     def _occupy(self, link: str, num_bytes: int, direction: str, now: float) -> tuple[float, float]:
-        """Add a transfer to a thread. Returns when it starts and ends."""
+        """Add a transfer to a thread. link: the thread. direction: from which tier to which, such as "hbm_to_dram".
+        Returns when it starts and ends."""
         start_s = max(now, self._links.get(link, 0.0))
         fixed_s = self._load_fixed_s if num_bytes and link in ("load", "fetch") else 0.0
         end_s = start_s + fixed_s + num_bytes / self.speed(direction)
@@ -197,7 +199,8 @@ class VirtualTiers:
     # --- what has become of them --------------------------------------------------------------------------------------
 
     def take_events(self, now: float) -> Iterator[Event]:
-        """Yield the events of moves that have ended by `now`, in order, including moves that end because of these."""
+        """Yield the events of moves that have ended by `now`, in order. They include moves that the caller starts while
+        it handles an event, if these end by `now` too."""
         while self._events and self._events[0][0] <= now:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, Loaded):
@@ -214,7 +217,7 @@ class VirtualTiers:
         return max((when_s for when_s, _, _ in self._events), default=None)
 
     def loaded_s(self, job_id: int) -> float:
-        """Return the time at which a load ends; 0.0 if it has ended, or has not begun."""
+        """Return the time at which the load with this id ends; 0.0 if it has ended, or has not begun."""
         return self._loads[job_id][1] if job_id in self._loads else 0.0
 
     def arrived(self, job_id: int, now: float) -> float:

@@ -30,7 +30,8 @@ def block(seed: int, name: int, count: int) -> str:
 
 
 def blocks(seed: int, names: Sequence[int], size: int, count: int) -> str:
-    """Return `count` words in blocks of `size`. Words beyond the named blocks follow as text of their own."""
+    """Return `count` words: the texts of the named blocks, each of `size` words, and if they are too few, further words
+    that depend on the last name."""
     whole = [
         block(seed, name, min(size, count - start)) for name, start in zip(names, range(0, count, size), strict=False)
     ]

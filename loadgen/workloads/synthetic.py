@@ -14,8 +14,8 @@ _NORMAL = NormalDist()
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """A distribution of the turns and tokens of conversations. Turns: one with probability `1 - multi_turn`, else two
-    or more, distributed geometrically so that the overall mean is `mean_turns`. Tokens of a conversation: log-normal
-    through the two points P(more than 2048) and P(more than 4096)."""
+    or more, distributed geometrically so that the overall mean is `mean_turns`. Tokens of a conversation: log-normal,
+    so that `over_2k` of them have more than 2,048 tokens and `over_4k` more than 4,096."""
 
     multi_turn: float = 0.73
     mean_turns: float = 5.75

@@ -101,7 +101,7 @@ def _mooncake(text: str) -> list[TraceRequest]:
 
 @contextmanager
 def _in_line(number: int) -> Iterator[None]:
-    """Add the line number to a ValueError."""
+    """Add the line number to a ValueError that the `with` block raises."""
     try:
         yield
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too

@@ -14,7 +14,7 @@ from reprise.loadgen.workloads.think import ThinkTime
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation."""
+    """One request of a conversation: its text or length, the length of its answer, and when it is sent."""
 
     prompt_tokens: int  # length of the new message only
     answer_tokens: int
@@ -36,7 +36,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """The lengths of conversations, given by medians, each with a log-normal spread of `spread` (0: all are alike)."""
+    """The numbers of turns, tokens and seconds of conversations. They are medians, and each is drawn with a log-normal
+    spread of `spread` (0: all are alike)."""
 
     turns: int
     prompt_tokens: int
@@ -99,9 +100,9 @@ def scaled(script: Script, factor: float) -> Script:
 
 
 def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conversation:
-    """Return the part of a conversation that fits a window if its answers are as long as allowed and the template adds
-    `overhead` tokens per message. It ends before the first turn that does not fit. A first message that is too long
-    alone is cut at its end."""
+    """Return the beginning of a conversation, up to the first turn that does not fit a window of `max_context` tokens
+    if answers are as long as allowed and the template adds `overhead` tokens per message. A first message that is too
+    long alone is cut at its end."""
     used = overhead + len(conversation.system.split()) if conversation.system else 0
     turns: list[Turn] = []
     for turn in conversation.turns:

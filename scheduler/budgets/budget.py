@@ -20,8 +20,6 @@ LEAST_CHUNK = 16  # tokens: less would not pay for the step
 _LEAST_SHARE = 0.2  # share of the target that prompts get, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
-_TPOT_WEIGHT = 0.1  # weight of a new step in the mean time between tokens
-_STEP_WEIGHT = 0.3  # weight of a new step in the time of its kind: higher, to follow the latest steps
 _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
@@ -67,8 +65,8 @@ class StepWork(NamedTuple):
 
 
 class _Evidence:
-    """A least-squares sum over the steps of one kind (of prompts, of decodes, or of both), in which older steps count
-    exponentially less."""
+    """The running sums of a least-squares fit over steps of one kind (steps that compute prompts, that decode, or that
+    do both). Older steps count exponentially less."""
 
     __slots__ = ("products", "squares")
 
@@ -91,10 +89,10 @@ class StepCost:
 
     The terms are fitted to the latest steps by least squares of the relative error, so that a step that something else
     held up hardly counts. Older steps count exponentially less, separately for each kind of step (prompts, decodes,
-    both): an hour of decoding does not make the model forget what prompts cost. Steps with both count most, since
-    predictions are made for them; a token costs less in long steps without decodes. Where the latest steps do not tell
-    two terms apart, a prior decides: the machine's usual proportions, scaled to the measured level. No term is
-    negative.
+    both): an hour of decoding does not make the model forget what prompts cost. Steps that do both count most:
+    predictions are made for such steps, and a prompt token costs less in a long step without decodes. Where the latest
+    steps do not tell two terms apart, a prior decides: the machine's usual proportions of the terms, times the factor
+    at which they fit the measured steps best. No term is negative.
     """
 
     def __init__(
@@ -139,8 +137,9 @@ class StepCost:
         return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
 
     def current(self) -> tuple[float, ...]:
-        """Return the fitted terms in seconds: (fixed, per prefill token, per thousand attended pairs, per decode row,
-        per thousand read pairs)."""
+        """Return the fitted terms in seconds: (fixed per step, per prefill token, per thousand pairs of a prefill token
+        and a token that it attends to, per decoding sequence, per thousand context tokens that decoding sequences
+        read)."""
         if self._stale:
             self.terms = self._solve()
             self._stale = False
@@ -198,32 +197,6 @@ class StepCost:
         return tuple(max(0.0, term) for term in terms)
 
 
-class Pace:
-    """The recent times from the start of a step with decodes to the start of the next step, which are what a decoding
-    sequence waits for a token."""
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self.tpot_s = 0.0
-        """Mean seconds between two tokens of a stream; 0 before the first step with decodes."""
-        self.plain_s = self.mixed_s = 0.0
-        """Mean seconds of steps that only decode (plain) and of steps that compute prompts as well (mixed)."""
-        self.chunk_tokens = 256.0
-        """Mean prompt tokens in a step that decodes and computes prompts."""
-
-    def decoded(self, period_s: float, prompt_tokens: int) -> None:
-        """Learn that a step with decodes started `period_s` before its successor and also computed `prompt_tokens` of
-        prompts."""
-        if not self.is_known:
-            self.is_known, self.tpot_s, self.plain_s, self.mixed_s = True, period_s, period_s, period_s
-        self.tpot_s += _TPOT_WEIGHT * (period_s - self.tpot_s)
-        if prompt_tokens:
-            self.mixed_s += _STEP_WEIGHT * (period_s - self.mixed_s)
-            self.chunk_tokens += _STEP_WEIGHT * (prompt_tokens - self.chunk_tokens)
-        else:
-            self.plain_s += _STEP_WEIGHT * (period_s - self.plain_s)
-
-
 class StepBudget(Protocol):
     """The part of one step that is left for prompts. A budget always admits at least one chunk, so that prompts
     progress however much the decodes take."""
@@ -266,8 +239,8 @@ class TokenBudget:
 
 class TimeBudget:
     """A budget of tokens that also keeps the predicted time of the step within a target. The target is divided by how
-    far recent predictions were off, so that 99 of 100 steps meet it; while the budget is marked urgent, as for a
-    starved tenant's prompt, a chunk may use all of it."""
+    far recent predictions were off, so that 99 of 100 steps meet it. While the budget is marked urgent, as for a
+    starved tenant's prompt, a chunk may use the whole, undivided target."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost

@@ -16,9 +16,10 @@ _BESIDE = 2.0  # a prompt that ends in a step waits no more than so many times w
 class PricedBudget:
     """A budget that gives a step the length that costs decoding streams and waiting prompts the least in sum.
 
-    Each piece of a prompt pays anew for what a step costs besides prompts (`rest_s` seconds), and all `prompts` that
-    are not yet computed wait for that. Each of the `readers` (decoding sequences) sees the whole step as a gap between
-    two tokens. Over a long prompt the sum of both costs is least where a step gives prompts
+    A long prompt is computed in pieces, one per step, and two costs depend on their length. Each step spends `rest_s`
+    seconds on other work than prompts, and all `prompts` that are not yet computed wait for it: longer pieces need
+    fewer steps. Each of the `readers` (decoding sequences) sees the whole step as a gap between two tokens: longer
+    pieces make longer gaps. Over a long prompt the sum of the two costs is least where a step gives prompts
 
         sqrt(rest_s^2 + 2 * _GAP_S * rest_s * prompts / readers)
 
@@ -40,9 +41,9 @@ class PricedBudget:
         most_tokens: int,
         stretch: float,
     ) -> None:
-        """Set up the budget of one step. prompts: number of prompts not yet computed, those of this step included.
-        most_tokens: bound of prompt tokens in the step, whatever its time. stretch: how many times the best length the
-        step may last."""
+        """Set up the budget of one step. prompts: number of prompts not yet computed, including those of this step.
+        most_tokens: bound of prompt tokens in the step, whatever its time. stretch: factor on the seconds that the step
+        gives to prompts; 1 gives the length that costs least."""
         self.is_urgent = False  # nothing is kept back
         self._cost = cost
         self._work = decodes

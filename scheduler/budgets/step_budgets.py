@@ -11,8 +11,9 @@ from reprise.scheduler.waiting import Waiting
 
 
 class StepBudgets:
-    """A factory of step budgets. A step in which no sequence decodes may take more tokens and has no target of time,
-    unless several tenants sent requests lately: the next request would have to wait for the end of such a step."""
+    """A factory of step budgets. A step without decodes may take more prompt tokens than one with decodes, and has no
+    target of time. It gets no such freedom if several tenants sent requests lately: another tenant's next request would
+    have to wait for the end of that long step."""
 
     def __init__(
         self, *, cost: StepCost, limits: SchedulerLimits, batch: RunningBatch, waiting: Waiting, tenants: Tenants
@@ -27,7 +28,7 @@ class StepBudgets:
 
     def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
         """Return the budget that prompts have in a step that also runs the chunks `decodes`. stretch: factor on the
-        length that the step would have without it."""
+        step's best length or time target; 1 leaves it as it is."""
         limits = self._limits
         lone_tokens, tokens = limits.lone_step_tokens, limits.step_tokens - len(decodes)
         if self.most_tokens is not None:

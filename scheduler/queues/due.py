@@ -6,7 +6,6 @@ from itertools import islice
 from reprise.scheduler.line import Line
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.queues.fair_share import FairShare
-from reprise.scheduler.queues.waiting_queue import FRONT
 from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS, _REFRESH_REQUESTS = 4096, 64  # contexts and requests that a step looks up again, at least one
@@ -36,10 +35,6 @@ class DueQueue:
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def due_s(self, sequence: Sequence) -> float:
-        """Return when a waiting request is due, on the clock of arrivals."""
-        return self._due_s[sequence]
-
     def add(self, sequence: Sequence) -> None:
         self._due_s[sequence] = due_s = self._look(sequence)
         self._shares.add(sequence, due_s)
@@ -68,19 +63,21 @@ class DueQueue:
                 self._shares.move(sequence, due_s)
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        first = self._shares.first(())
+        first = self._shares.first()
         if first is None or first not in skipped:
             return first
         return next((sequence for sequence in self._shares.upcoming().members if sequence not in skipped), None)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        """Return whether the request is not due yet."""
         return now < self._due_s[sequence]
-
-    def front(self) -> tuple[Sequence, ...]:
-        return self._shares.upcoming().members[:FRONT]
 
     def upcoming(self) -> Line[Sequence]:
         return self._shares.upcoming()
+
+    def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
+        """Return in how many seconds the request is due; below 0, if it has been due."""
+        return {"due_in_s": self._due_s[sequence] - now}
 
     def _look(self, sequence: Sequence) -> float:
         """Return when a request is due by where its KV is now."""

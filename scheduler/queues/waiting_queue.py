@@ -2,13 +2,10 @@
 first served."""
 
 from collections.abc import Container
-from itertools import islice
 from typing import Protocol
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.sequence import Sequence
-
-FRONT = 8  # where the order has no window, so many are told to the cache as the next
 
 
 class WaitingQueue(Protocol):
@@ -39,7 +36,7 @@ class WaitingQueue(Protocol):
         ...
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Whether another request may start in place of one that waits and finds no room. now: on the clock of
+        """Return whether another request may start in place of one that waits and finds no room. now: on the clock of
         arrivals."""
         ...
 
@@ -52,14 +49,14 @@ class WaitingQueue(Protocol):
         started."""
         ...
 
-    def front(self) -> tuple[Sequence, ...]:
-        """Return the sequences that start before all others, next first: those in the window, or the first few if the
-        policy has no window."""
+    def upcoming(self) -> Line[Sequence]:
+        """Return all waiting requests in the order in which they need their KV, next first. Costs nothing while nothing
+        has changed."""
         ...
 
-    def upcoming(self) -> Line[Sequence]:
-        """Return all waiting requests, in the order in which they would start if nothing else happened. Costs nothing
-        while nothing has changed."""
+    def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
+        """Return what decides where a waiting request stands, by name, for people who look at the queue. now: on the
+        clock of arrivals."""
         ...
 
 
@@ -85,6 +82,8 @@ class FcfsQueue:
         del self._waiting[sequence]
         self._is_current = False
 
+    dispatch = remove
+
     def refresh(self) -> None:
         """Do nothing: the order does not depend on where KV lies."""
 
@@ -94,15 +93,14 @@ class FcfsQueue:
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
         return False
 
-    dispatch = remove
-
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: this order keeps no shares of tenants."""
-
-    def front(self) -> tuple[Sequence, ...]:
-        return tuple(islice(self._waiting, FRONT))
+        """Do nothing: this order charges tenants nothing, so nothing has to be corrected when a request ends."""
 
     def upcoming(self) -> Line[Sequence]:
         if not self._is_current:
             self._line, self._is_current = self._line.followed_by(tuple(self._waiting)), True
         return self._line
+
+    def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
+        """Return nothing: only the time of arrival decides."""
+        return {}

@@ -1,8 +1,14 @@
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.app.conversations.database import Database
+from reprise.fleet import outbox as outbox_module
 from reprise.fleet.outbox import Outbox, Unsent
 
 
@@ -12,6 +18,49 @@ def unsent(session_id: str = "chat", **changes: Any) -> Unsent:
         "ttl_s": None, "head": b"h",
     }  # fmt: skip
     return Unsent(**{"session_id": session_id, **fields, **changes})
+
+
+class FailingDatabase(Database):
+    """A database whose statements of one kind fail while `code` is set."""
+
+    code = 0
+    kind = ""
+
+    def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if self.code and statement.startswith(self.kind):
+            error = sqlite3.OperationalError("as the test wants")
+            error.sqlite_errorcode, self.code = self.code, 0
+            raise error
+        return super().execute(statement, values)
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch) -> tuple[Outbox, FailingDatabase]:
+    """An outbox with two entries, and its database."""
+    made: list[FailingDatabase] = []
+
+    def make(**options: Any) -> FailingDatabase:
+        made.append(FailingDatabase(**options))
+        return made[0]
+
+    monkeypatch.setattr(outbox_module, "Database", make)
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20)
+    outbox.put(unsent("a"))
+    outbox.put(unsent("b"))
+    return outbox, made[0]
+
+
+def kept(outbox: Outbox) -> list[str]:
+    return [entry.session_id for entry in outbox.first(9)]
+
+
+CALLS: dict[str, tuple[str, Callable[[Outbox], object]]] = {
+    "put": ("INSERT", lambda outbox: outbox.put(unsent("c"))),
+    "first": ("SELECT name, entry", lambda outbox: outbox.first(9)),
+    "remove": ("DELETE", lambda outbox: outbox.remove("alice", "a", "")),
+    "forget": ("DELETE", lambda outbox: outbox.forget("alice", "a")),
+    "count": ("SELECT count", lambda outbox: outbox.remove("alice", "unknown", "")),
+}
 
 
 def test_what_waits_survives_a_restart_in_its_order(tmp_path):
@@ -65,3 +114,53 @@ def test_sessions_never_share_an_entry(names):
         outbox.forget(tenant, session_id)
         left = [name for name in names if name[:2] != (tenant, session_id)]
         assert [(entry.tenant, entry.session_id, entry.salt) for entry in outbox.first(9)] == left
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_fails_takes_nothing_that_is_there(failing, call):
+    outbox, database = failing
+    database.kind, act = CALLS[call]
+    database.code = sqlite3.SQLITE_FULL
+    assert act(outbox) in (None, [])
+    assert (outbox.waiting, outbox.dropped) == (2, int(call == "put"))
+    assert kept(outbox) == ["a", "b"]
+    outbox.put(unsent("c"))
+    assert (kept(outbox), outbox.waiting) == (["a", "b", "c"], 3)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_damaged_file_is_replaced_and_what_was_in_it_does_not_wait_any_more(failing, tmp_path, call):
+    outbox, database = failing
+    database.kind, act = CALLS[call]
+    database.code = sqlite3.SQLITE_CORRUPT
+    assert act(outbox) in (None, [])
+    assert (tmp_path / "outbox.corrupt").exists()
+    assert outbox.waiting == 0
+    outbox.put(unsent("c"))
+    assert (kept(outbox), outbox.waiting) == (["c"], 1)
+
+
+def test_an_entry_that_never_fits_is_dropped_and_ends_there():
+    outbox = Outbox(path=None, max_bytes=1)
+    outbox.put(unsent("a"))
+    assert (outbox.waiting, outbox.dropped) == (0, 1)
+
+
+@pytest.mark.parametrize("was_sent", [True, False])
+def test_nothing_of_a_deleted_session_stays_in_the_files(tmp_path: Path, was_sent):
+    """Keep its bytes from whoever reads the disk, whether it still waited when it was deleted or was sent before."""
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20)
+    outbox.put(unsent("doomed-session", head=b"head of doomed"))
+    outbox.put(unsent("another-session"))
+
+    def found(what: bytes) -> bool:
+        return any(what in path.read_bytes() for path in tmp_path.iterdir())
+
+    assert found(b"doomed-session")
+    assert found(b"head of doomed")
+    if was_sent:
+        outbox.remove("alice", "doomed-session", "")
+    outbox.forget("alice", "doomed-session")
+    assert not found(b"doomed")
+    assert found(b"another-session")
+    outbox.close()

@@ -121,7 +121,8 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def usage_of(generations: Sequence[Generation], *, generated: int | None = None) -> dict[str, Any]:
-    """Return the usage of several prompts together. `generated` replaces the count of generated tokens."""
+    """Return OpenAI's usage object, summed over the generations of one request. generated: report this number of answer
+    tokens instead of the tokens that were generated."""
     prompt_tokens = sum(len(generation.token_ids) for generation in generations)
     choices = [choice for generation in generations for choice in generation.choices]
     if generated is None:
@@ -146,8 +147,8 @@ def cached_tokens(generation: Generation) -> int:
 
 
 def _cached_tokens(report: TokensBySource | None, prompt_tokens: int) -> int:
-    """Return how many of the tokens that the client sent were cached. When its truncation is rounded to whole blocks,
-    the context keeps more tokens than the client sent; the report counts those too."""
+    """Return how many of the prompt's tokens were cached. The report may count more tokens than the prompt has: a
+    context that was cut at a block's border keeps some history that the client no longer sends."""
     if report is None:
         return 0
     return max(0, min(report.cached_tokens, prompt_tokens - report.computed_tokens))

@@ -65,8 +65,9 @@ class CompletionFrames:
         return prompt.text or "" if self._request.echo else ""
 
     def _with_prompt(self, index: int, prompt: Prompt, entries: list[Entry]) -> list[Entry]:
-        """Return the log-probability entries of all tokens in the text. The prompt's first token has no probability:
-        nothing precedes it."""
+        """Return the log-probability entries of all tokens in a choice's text: the prompt's, if the request has `echo`,
+        and `entries`, those of the answer. index: the choice's among those of all prompts. The prompt's first token has
+        no probability: nothing precedes it."""
         generated: list[Entry] = [] if self._hides_answer else list(entries)
         if not self._request.echo:
             return generated

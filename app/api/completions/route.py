@@ -29,8 +29,8 @@ router = APIRouter()
     **described("Continue a text, or score one", answers.Completion, body=CompletionRequest, events=answers.Completion),
 )
 async def completions(request: Request) -> Response:
-    """Texts or token ids, one or many. `echo` with `logprobs` scores the prompt, which is computed anew for it
-    (`miss_reasons.prompt_logprobs`)."""
+    """The prompt may be a text or token ids, or a list of either. `echo` with `logprobs` scores the prompt, which is
+    computed anew for it (`miss_reasons.prompt_logprobs`)."""
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
     prompts = await _prompts(service, readiness_of(request), body, caller)

@@ -63,8 +63,8 @@ class MessageFrames:
         return data
 
     def closing(self) -> bytes:
-        """Return the last events, with the final counts. The opening event can report cached tokens only if the first
-        token existed already."""
+        """Return the last events, with the final counts. They repeat the cached tokens, which the opening event cannot
+        report if it is sent before the first token."""
         (choice,) = self._generation.choices
         last = _event("message_delta", delta=_reason(choice), usage=usage(self._generation), **ours(self._generation))
         return self._close() + last + _event("message_stop")

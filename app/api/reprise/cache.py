@@ -73,8 +73,8 @@ async def stats(request: Request) -> dict[str, Any]:
     "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
 )
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """List entries by tenant and id. `after`: the `cursor` of the last entry of the previous page. For
-    `server.admin_keys` where there are keys."""
+    """Return all tenants' sessions that the cache holds, ordered by tenant, then id. `after`: the `cursor` of the last
+    session of the previous page. Where keys are configured only `server.admin_keys` may read it."""
     require_admin(request)
     try:
         page = CachePage.model_validate(dict(request.query_params))

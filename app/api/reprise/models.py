@@ -18,8 +18,8 @@ router = APIRouter()
 
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
-    """Each name has an entry, with the model's default sampling, its capabilities and what was proven of it at
-    start."""
+    """Return an entry for the model's name and each alias, with its default sampling, its capabilities and the results
+    of the checks at start. `exact` says whether answers were proven not to depend on which requests run together."""
     readiness, settings = readiness_of(request), settings_of(request)
     model = readiness.require_loaded()
     names, stats = dict.fromkeys((model.name, *settings.model.aliases)), engine_of(request).stats
@@ -96,7 +96,8 @@ def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[st
 
 
 def _truncation(settings: Settings, model: ModelInfo) -> str:
-    """Return how truncation treats the cached KV when a window is full; `disabled` if only a request can turn it on."""
+    """Return what truncation does when a window is full: "decoupled" (the cached KV is kept at new positions),
+    "recompute" (the KV is computed again), or "disabled" (400, unless a request asks for truncation)."""
     cache, mode = settings.cache, settings.experiment.truncation_mode
     if cache.truncation == "disabled":
         return "disabled"

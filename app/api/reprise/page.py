@@ -58,7 +58,7 @@ PATHS = {
 @router.get("/docs")
 @router.get("/page/{name}")
 async def file(request: Request) -> Response:
-    """Answers with a file of the page. On a gateway too, which has nothing else of this app."""
+    """Answers with a file of the page. A gateway of a fleet serves these files too."""
     found = PATHS.get(request.scope["path"])
     if found is None:
         raise HTTPException(404)

@@ -129,8 +129,8 @@ def _check(session_id: str) -> None:
 
 
 def _only(session_id: str, reply: SessionReply) -> dict[str, Any]:
-    """Return the session of a reply. There may be several with the same id and different cache salts; the list shows
-    all, this one the last used."""
+    """Return the description of the session in a reply. Several sessions may have the same id and different cache
+    salts. Only the last used of them is returned; the list of sessions shows all."""
     if not reply.sessions:
         raise session_not_found(session_id)
     return describe_session(max(reply.sessions, key=lambda info: info.last_used_s))

@@ -27,8 +27,8 @@ def new_id(kind: str) -> str:
 
 
 def id_within(request_id: str, kind: str, place: int = 0) -> str:
-    """Return the id of the answer to a request, or of the item at index `place` of the answer. A server that continues
-    another server's answer gives the same ids."""
+    """Return the id of the answer to a request, or of the item at index `place` of the answer. kind: how the id begins,
+    such as "resp". A server that continues another server's answer gives the same ids."""
     digest = hashlib.blake2b(f"{request_id}/{kind}/{place}".encode(), digest_size=24)
     return f"{kind}_{digest.hexdigest()}"
 

@@ -29,8 +29,9 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseTurn(AsyncIterator[Delta]):
-    """One response in progress: both the source and the frames of its stream. It is stored before its last event is
-    sent, so that a client that reads this event can continue from the response."""
+    """One response in progress. It is both the source of its event stream (an iterator over the generation's deltas)
+    and the frames of it (what encodes deltas as events). It is stored before its last event is sent, so that a client
+    that reads this event can continue from the response."""
 
     ping = PING
 
@@ -191,7 +192,8 @@ class Responses:
         return body
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """Cancel a response in the background; a finished one stays as it is. Raises ApiError."""
+        """Cancel a response that runs in the background, and return its body. A response that has ended stays as it is.
+        Raises ApiError, also if the response was not created to run in the background."""
         running = self._running.get((tenant, response_id))
         if running is not None:
             await self._stop(*running)

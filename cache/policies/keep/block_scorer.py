@@ -10,8 +10,8 @@ Needs = Literal["tokens", "attention"]
 
 @dataclass(frozen=True, slots=True)
 class CutBlocks:
-    """The blocks that may be dropped from a window, the oldest first, and what is known of each. The lists are of one
-    length, but `attention` is empty unless the scorer needs it."""
+    """The blocks that may be dropped from a window, the oldest first, with their tokens and the attention that each
+    got. The lists are of one length, but `attention` is empty unless the scorer needs it."""
 
     tokens: Sequence[Sequence[int]]
     newest: Sequence[int]  # tokens of the newest message, for which there has to be room

@@ -47,7 +47,8 @@ class _Breaker:
         self._until_s = 0.0
 
     def check(self) -> None:
-        """Raise RedisFailed while no call is to be made to a server, because the server has failed several times."""
+        """Raise RedisFailed while no call is to be made to a server, because it has failed several times in a row and a
+        pause has not passed yet."""
         with self._lock:
             if self._failures < _MAX_FAILURES:
                 return

@@ -41,7 +41,7 @@ class _Stream:
                     yield field
 
     def plan_again(self) -> None:
-        """Forget the fields that were planned and not asked for."""
+        """Make `fields` yield again those fields that it has yielded but that were not yet requested from Redis."""
         self._planned = self.asked
 
     def _pieces(self, layer: int) -> Iterator[tuple[int, int]]:
@@ -62,7 +62,8 @@ class _Stream:
                 start, out = start + taken, out[taken:]
 
     def _held_part(self, at: int, out: memoryview) -> int:
-        """Copy bytes that were received before, from offset `at` on, into `out`. Returns how many."""
+        """Copy into `out` bytes that were received earlier than wanted and kept. at: offset of `out` in the extent's
+        bytes. Returns how many bytes were copied; 0 if the byte at `at` was not kept."""
         while self._held:
             begin, data = self._held[0]
             if begin + len(data) <= at:
@@ -90,8 +91,8 @@ class _Receiver:
         self._under_way: deque[_Stream] = deque()
 
     def __call__(self, stream: _Stream, at: int, out: memoryview) -> int:
-        """Receive the next field of `stream`, and copy its bytes from offset `at` on into `out`. Returns how many bytes
-        were copied."""
+        """Receive the next field of `stream` and copy its bytes from `at` on, an offset in the extent's bytes, into
+        `out`. Returns how many bytes were copied."""
         self._ask()
         if not self._under_way or self._under_way[0] is not stream:
             raise BlockMissing("a field of another extent comes next", reason="format")

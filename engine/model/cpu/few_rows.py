@@ -59,7 +59,8 @@ class LayerParts:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The properties in which all layers of one run must agree."""
+        """The properties that adjacent layers must share to be computed by one call: (numbers of heads, dims of a head,
+        attention window in tokens, sizes of the matrix products)."""
         sizes = [p and (p.inputs, p.outputs, p.padded_outputs, p.first) for p in self.products]
         return (self.heads, self.head_dim, self.params.window, sizes)
 
@@ -119,8 +120,9 @@ class Run:
         return self.kernels.Shape(num_q, num_k, pages.k.shape[1], *k, *v, pages.is_packed, *self._slot)
 
     def __call__(self, first: int, end: int, begin: int, stop: int, rows: Any, tasks: Any) -> None:
-        """Compute layers `first` to `end` - 1 of the model. begin, stop: the part (PROJECT, TURN, ATTEND or COMPLETE)
-        at which the first layer begins, and the last part that is computed of the last layer."""
+        """Compute layers `first` to `end` - 1 of the model. begin: the part (PROJECT, TURN, ATTEND or COMPLETE) at
+        which the first layer begins. stop: the last part that is computed of the last layer. rows, tasks: the step's
+        rows and the tasks of its attention, from `FewRows._rows`."""
         self.kernels.run(
             *(self._table, self._numbers, first - self.first, end - self.first, begin, stop, self._shape),
             *(rows, tasks, self.group, self.lanes, self.dots, torch.get_num_threads()),
@@ -162,8 +164,8 @@ class FewRows:
         return not (shows_rows or step.inputs is not None or step.arrive is not None or step.selection is not None)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Compute the layers up to `step.computed_layers` - 1, which may be more than this one. cos, sin [1, rows,
-        head_dim]."""
+        """Compute this layer and those after it that one call can compute, and set `step.computed_layers` to the number
+        of layers that are done. hidden, result [rows, width]; cos, sin [1, rows, head_dim]."""
         step, kernels, run = current_step(), self.run.kernels, self.run
         is_alone = not self.is_undisturbed(step)
         end = self._index + 1 if is_alone else run.end
@@ -191,8 +193,9 @@ class FewRows:
         return out
 
     def _rows(self, step: Step, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, Tensor, Any]:
-        """Return the rows of a step in the kernels' form, the tensor that will have their heads of queries, keys and
-        values, and the tasks into which attention is split."""
+        """Return (rows, heads, tasks): the step's rows as the structure of arrays that the compiled kernels read; the
+        tensor that receives the rows' queries, keys and values, [rows, heads, head_dim]; and the tasks into which
+        attention is split."""
         num_q, count, dim = self.parts.heads[0], len(hidden), self.parts.head_dim
         table, slots, tasks = self._plan(step)
         heads = torch.empty(count, sum(self.parts.heads), dim, dtype=hidden.dtype)
@@ -236,8 +239,9 @@ class FewRows:
         rows.mixed[rest] = others
 
     def _plan(self, step: Step) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return each row's pages and slots and the tasks into which attention is split, computed once per step and
-        window. A row before the last of its sequence is treated as a context of its own that ends with it."""
+        """Return each row's pages, each row's slot, and the tasks into which attention is split; computed once per step
+        and attention window. Where a sequence has several rows (a draft), each row is treated as a sequence of its own,
+        whose context ends with that row."""
         window, meta = self.parts.params.window, step.meta
         key = f"few rows {window}"
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)

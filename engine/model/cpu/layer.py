@@ -25,8 +25,8 @@ class DecoderLayer(nn.Module):
     current step."""
 
     def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
-        """Take over the weights of `layer`. exact: whether a row's result must not depend on the number of rows,
-        whatever that costs in speed."""
+        """Take over the weights of `layer`. index: its number in the model. exact: whether a row's result must not
+        depend on the number of rows in the batch, whatever that costs in speed."""
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -137,8 +137,8 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> AttentionParams:
-    """Return the same parameters, with the selection of context rows to read limited to the sequences that
-    `single_rows` makes of the wanted rows."""
+    """Return the attention parameters for a layer that computes only the wanted rows: the selection of context rows to
+    read keeps only the entries of sequences whose row is wanted. wanted: the rows' numbers in the batch, ascending."""
     if params.selection is None or step.selection is None:
         return params
     tokens = step.selection.candidates.tokens
@@ -152,7 +152,8 @@ def _of_wanted(params: AttentionParams, step: Step, wanted: Tensor) -> Attention
 
 
 def _together(layers: list[Any], exact: bool) -> Any:
-    """Return one linear layer that computes the outputs of several with the same inputs, one after the other."""
+    """Return one linear layer whose output is the concatenation of the outputs of several layers with the same
+    input."""
     if isinstance(layers[0], QuantisedLinear):
         return QuantisedTogether(layers)
     biases = [linear.bias for linear in layers if linear.bias is not None]

@@ -46,9 +46,10 @@ class RotateAndWrite:
         spots: np.ndarray,
     ) -> Tensor:
         """Rotate rows and write them to the pool. Returns the rotated queries [rows, q heads, head_dim]; the inputs are
-        not changed. turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], with adjacent heads;
-        cos, sin [rows, head_dim]; slots [rows] int64, all different and inside the pool; blocks, spots: where
-        un-rotated rows are saved, as in `SavedRows`."""
+        not changed. turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], in both the heads of
+        a row adjacent in memory; cos, sin [rows, head_dim]; slots [rows] int64, all different and inside the pool.
+        blocks, spots: the DRAM slots, and each row's place in them, to which un-rotated rows are saved
+        (`SavedRows`)."""
         queries = turning.new_empty(len(turning), self._heads[0], self._head_dim)
         if len(turning):
             self._kernels.place(
@@ -59,7 +60,8 @@ class RotateAndWrite:
         return queries
 
     def _memory(self, pages: KvPages) -> tuple[Any, ...]:
-        """Return the layer's pool as arrays. They are made once, because an engine uses the same pool in every step."""
+        """Return the layer's pool as the kernels' arguments: K, its strides, V, its strides, page size, whether rows
+        are packed. They are made once, because an engine uses the same pool in every step."""
         if self._pool is None or self._pool[0] is not pages:
             k, v = as_bf16(pages.k), as_bf16(pages.v)
             streams = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])

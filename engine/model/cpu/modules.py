@@ -36,8 +36,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer in the form that the compiled kernels for a few rows take. fields: the addresses and sizes that
-    `reprise.kernels.cpu.blocks` defines."""
+    """A linear layer as the compiled kernels for a few rows read it. fields: the addresses and sizes of its packed
+    weight and its bias, in the order that `reprise.kernels.cpu.blocks` defines."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -82,8 +82,8 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewP
 
 
 def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:
-    """Return the memory of a packed weight as pairs of bf16, uint32 [blocks * pairs * outputs of a block], and the
-    vectors in a block. None if oneDNN's layout is a different one."""
+    """Return the memory of a packed weight as pairs of bf16, uint32 [blocks * pairs * outputs of a block], and how many
+    vectors of 16 outputs a block has. None if oneDNN's layout is a different one."""
     outputs, inputs = weight.shape
     size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_uint32 * (size // 4)).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -183,7 +183,8 @@ class ExactGate(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """A linear layer over a concatenated weight."""
+    """A linear layer with the concatenated weights of several projections of the same input, used where weights cannot
+    be packed for the processor."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ def _replace_layers(
 
 
 def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Return the lists in a model, with the module and the name under which each is found."""
+    """Return all nn.ModuleLists in a model, as (module that has it, its name in that module, list)."""
     return [
         (module, name, child)
         for module in model.modules()

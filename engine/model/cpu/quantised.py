@@ -58,7 +58,8 @@ class QuantisedLinear(nn.Module):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The properties that decide which kernels the layer uses."""
+        """The properties that decide which kernels the layer uses: (bits of a code, inputs per group, whether groups
+        have lows (offsets added to scale * code), inputs, outputs, whether there is a bias)."""
         weight = self.packed
         return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
 

@@ -55,8 +55,8 @@ class ShortWay:
         return self._known[0][:, positions], self._known[1][:, positions]
 
     def remember_tables(self, dtype: torch.dtype) -> None:
-        """Compute the tables of the first positions, and keep them if they have the same bits as those of single
-        positions."""
+        """Compute the rotary tables (cos and sin) of the first positions, all at once. Keep them if they have the same
+        bits as tables that are computed for one position at a time."""
         like, every = torch.zeros(1, dtype=dtype), torch.arange(_KNOWN_POSITIONS)
         known = self._rope.tables(like, every)
         single = [self._rope.tables(like, every[place : place + 1]) for place in _CHECK_POSITIONS]

@@ -68,7 +68,8 @@ class CudaQuantisedLinear(nn.Module):
 
     @property
     def form(self) -> tuple[int, int, bool, int, int, bool]:
-        """The properties that decide which kernels the layer uses."""
+        """The properties that decide which kernels the layer uses: (bits of a code, inputs per group, whether groups
+        have lows (offsets added to scale * code), inputs, outputs, whether there is a bias)."""
         return *self.packed.form, self.out_features, self.bias is not None
 
     def is_right(self) -> bool:
@@ -100,7 +101,7 @@ class CudaQuantisedLinear(nn.Module):
 
 
 class CudaQuantisedEmbedding(nn.Module):
-    """An embedding whose weight stays packed. ids [...] int64, inside it -> [..., width]."""
+    """An embedding whose weight stays packed. ids [...] int64, from 0 to its number of rows - 1 -> [..., width]."""
 
     def __init__(self, weight: PackedRows, dtype: torch.dtype) -> None:
         super().__init__()

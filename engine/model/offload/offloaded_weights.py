@@ -58,8 +58,8 @@ class OffloadedWeights:
 
 
 def streamed_layers(num_layers: int, hbm_layers: int) -> list[int]:
-    """Return the layers whose weights pass through HBM while those of `hbm_layers` others stay. They are spread evenly,
-    so that each copy overlaps with as much computation."""
+    """Return the indices of the layers whose weights are copied into HBM in every step, while the weights of
+    `hbm_layers` others stay there. They are spread evenly, so that each copy overlaps with as much computation."""
     streamed = max(0, num_layers - hbm_layers)
     return [place * num_layers // streamed for place in range(streamed)]
 
@@ -88,7 +88,7 @@ class _Place:
 
 
 class _Layer:
-    """One layer: its weights in DRAM, and the buffer in which its parameters see them."""
+    """One layer: its weights in DRAM, and the buffer in HBM of which its parameters are views while it runs."""
 
     def __init__(self, number: int, module: nn.Module, names: Mapping[int, str], *, pinned: bool) -> None:
         self._number, self._module = number, module

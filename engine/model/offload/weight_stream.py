@@ -74,8 +74,9 @@ class WeightStream:
         self._thread.join()
 
     def _is_ahead(self, layer: int) -> bool:
-        """Return whether the stream would bring weights of other layers, which are not needed now, before this layer's.
-        That happens after a step that broke off, or if layers run in another order."""
+        """Return whether the stream's order is out of step with the computation: it would copy weights of other layers,
+        which are not needed now, before this layer's. That happens after a step that broke off, or if layers run in
+        another order."""
         if layer in self._held:
             return next(iter(self._held)) != layer
         due = self._copying if self._copying is not None else self._order[self._next]

@@ -23,9 +23,10 @@ BODY = {"model": "test-model", "messages": [{"role": "user", "content": "Hi"}], 
 
 @contextlib.asynccontextmanager
 async def served(
-    state_dir, model_dir, *, drain_s: float, step_s: float, **options: Any
+    state_dir, model_dir, *, drain_s: float, step_s: float, goes_on: bool = False, **options: Any
 ) -> AsyncIterator[tuple[Process, str]]:
     arguments = ("-m", "tests.app.fake_server", str(state_dir), str(model_dir), str(drain_s), str(step_s))
+    arguments += ("goes-on",) * goes_on
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, **options)
     try:
         yield process, (await asyncio.wait_for(process.stdout.readline(), 20)).decode().strip()
@@ -135,13 +136,14 @@ async def test_a_second_signal_ends_answers_where_they_are(tmp_path, model_dir):
 
 
 async def test_a_third_signal_leaves_at_once(tmp_path, model_dir):
-    async with served(tmp_path, model_dir, drain_s=60, step_s=1.0) as (process, url):
+    # The answer must not end after the second signal: a third one that comes late would find the server gone.
+    async with served(tmp_path, model_dir, drain_s=60, step_s=1.0, goes_on=True) as (process, url):
         started = asyncio.Event()
         reading = asyncio.create_task(read(url, started))
         await started.wait()
         for _ in range(3):
             process.terminate()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # two that come at once count as one
         await asyncio.wait_for(process.wait(), 5)
         assert (await process.stdout.read()).decode().startswith("forced")
         with contextlib.suppress(httpx.HTTPError):

@@ -28,7 +28,7 @@ def rounds_of(first, returning, seeds=range(4)):
 
 def test_first_and_returning_turns_are_told_apart():
     turns = [turn(0, 2.0), turn(1, 0.5, gap_s=0.1), turn(2, 0.7)]
-    found = served.describe([served.round_of("car-hidden-0", 1, turns)])
+    found = served.describe([served.round_of("due-0", 1, turns)])
     assert found["first"] == {"count": 1, "mean": 2000, "p50": 2000, "p95": 2000, "p99": 2000}
     assert (found["returning"]["p50"], found["returning"]["mean"]) == (500, 600)
     assert (found["tpot"]["count"], found["tpot"]["p95"], found["itl"]["count"]) == (3, 100, 9)
@@ -39,10 +39,10 @@ def test_first_and_returning_turns_are_told_apart():
     [((0.9, 0.9), [True] * 4), ((1.1, 0.9), [True, True, False, True]), ((0.9, 0.97), [True, False, True, True])],
 )
 def test_what_is_held_against_the_other(mine, held):
-    first, returning = ({"car-hidden-auto": ours, "fcfs-0": 1.0} for ours in mine)
+    first, returning = ({"due-auto": ours, "fcfs-0": 1.0} for ours in mine)
     summary = served.summarize(rounds_of(first, returning))
     assert list(summary["held"].values()) == held
-    assert summary["over_fcfs-0"]["car-hidden-auto"]["first"]["p95"] == mine[0]
+    assert summary["over_fcfs-0"]["due-auto"]["first"]["p95"] == mine[0]
 
 
 def test_every_server_plays_every_seed(tmp_path, monkeypatch):
@@ -54,16 +54,16 @@ def test_every_server_plays_every_seed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(served, "play", play)
     monkeypatch.setattr(served, "serve", lambda arm, settings: nullcontext(arm))
-    monkeypatch.setattr(served, "counts", lambda server: Counter(overtakes=len(played)))
+    monkeypatch.setattr(served, "counts", lambda server: Counter({"loads hidden": len(played)}))
     words = ["--model", str(BUNDLED), "--seeds", "2", "--turns", "3", "--rate", "2",
-             "--arms", "car-hidden-auto", "fcfs-0"]  # fmt: skip
+             "--arms", "due-auto", "fcfs-0"]  # fmt: skip
     with ExitStack() as stack:
         run = Run(arguments=served.EXPERIMENT.parse(words), console=Console(quiet=True), stack=stack,
                   directory=tmp_path, write=lambda result: None)  # fmt: skip
         result = served.measure(run)
     assert [(server, seed) for server, seed, _ in played[2:]] == [
-        ("car-hidden-auto", 1), ("fcfs-0", 1), ("fcfs-0", 2), ("car-hidden-auto", 2),
+        ("due-auto", 1), ("fcfs-0", 1), ("fcfs-0", 2), ("due-auto", 2),
     ]  # fmt: skip
-    assert (result["seeds"], result["counts"]["fcfs-0"]["overtakes"]) == ([1, 2], 2)
-    assert set(result["arms"]) == {"car-hidden-auto", "fcfs-0"}
+    assert (result["seeds"], result["counts"]["fcfs-0"]["loads hidden"]) == ([1, 2], 2)
+    assert set(result["arms"]) == {"due-auto", "fcfs-0"}
     served.show(Console(quiet=True), result)

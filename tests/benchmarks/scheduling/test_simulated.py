@@ -1,5 +1,6 @@
 """Tests the simulated orders of the queue: what is played, and what is concluded."""
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ from rich.console import Console
 
 from benchmarks.figures.scheduling import classes_section, draw, drawn
 from benchmarks.harness.experiment import Run
+from benchmarks.harness.result_files import RESULTS
 from benchmarks.scheduling import simulated
 from benchmarks.scheduling.simulated import Served, classes_row, describe, overtakes, play
 from benchmarks.scheduling.workloads import Classes
-from reprise.scheduler.queues.make_queue import ORDERS
+from reprise.scheduler.make_policy import POLICIES
 
 SMALL = Classes(
     conversations=6, first_tokens=200, turn_tokens=50, answer_tokens=4, turns_each=2, in_hbm=3, in_dram=1, turns=20,
@@ -31,17 +33,17 @@ def test_a_fixed_share_of_the_turns_begins_conversations():
 
 def test_a_turn_that_started_before_an_earlier_arrival_has_overtaken_it():
     order = [(0.0, 5.0), (1.0, 2.0), (2.0, 6.0), (3.0, 4.0)]  # (due, started): the second and the fourth pass the first
-    served = [Served("disk", due, started, 9.0, 0.1) for due, started in order]
+    served = [Served("disk", due, started, 9.0, 0.1, 4.5) for due, started in order]
     assert overtakes(served) == [2, 0, 1, 0]
     found = describe([served, served[:1]])
     assert (found["turns"], found["most_overtakes"], found["overtakes"]) == (5, 2, {"0": 3, "1": 1, "2": 1})
     assert (found["by_place"]["disk"]["longest_wait"], found["by_place"]["new"]["turns"]) == (5000.0, 0)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_all_classes_are_played(order):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_classes_are_played(policy):
     row = classes_row(SMALL, 3.0, 2.0, prefill_s=0.03)
-    machine = replace(row.machine, policy=order)
+    machine = replace(row.machine, policy=policy)
     served = [play(machine, row.conversations(seed), seed, row.start_s) for seed in range(4)]
     assert all(len(each) == SMALL.turns for each in served)
     assert {turn.place for each in served for turn in each} >= {"hbm", "new", "disk"}
@@ -58,11 +60,22 @@ def test_the_program_runs_and_is_drawn(tmp_path):
 
     result = run(["--rounds", "2", "--turns", "10", "--rows", "1", "--processes", "1"])
     (row,) = result["rows"]
-    assert set(row["ttft_ms"]) == set(ORDERS)
+    assert set(row["ttft_ms"]) == {*POLICIES, *simulated.PATIENCES}
     for found in (row["ratios"], row["ratios_by_kind"]["returning"]):
         ratio, low, high = found["car/fcfs"]["mean"]
         assert low <= ratio <= high
     simulated.show(Console(quiet=True), result)
     draw(drawn(result["rows"]), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert any(line.startswith("- car-hidden/fcfs: mean") for line in classes_section(result, "here"))
+    assert any(line.startswith("- due/fcfs: mean") for line in classes_section(result, "here"))
+
+
+@pytest.mark.bench
+def test_results_of_removed_policies_are_still_drawn(tmp_path):
+    result = json.loads((RESULTS / "classes_foretold.json").read_text())
+    assert {"car-hidden", "priority"} <= result["rows"][0]["ttft_ms"].keys()
+    draw(drawn(result["rows"]), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    said = "\n".join(classes_section(result, "here"))
+    assert "`priority` is the classes without a window" in said
+    assert "`due`" not in said

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.queues.make_queue import make_queue
 from tests.conftest import make_sequence
 from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_loop
@@ -32,7 +32,12 @@ class Works:
 
 def make_due(patience=8.0):
     works = Works()
-    return make_queue("due", cache=works, predictor=MaxTokensPredictor(), window=4, patience=patience), works
+    policy = make_policy("due", cache=works, predictor=MaxTokensPredictor(), patience=patience, window=4, scores=False)
+    return policy.queue, works
+
+
+def due_s(queue, sequence):
+    return queue.explain(sequence, 0.0)["due_in_s"]
 
 
 def add(queue, works, name, *, at=0.0, work=0.0, tenant="", weight=1.0, tokens=10):
@@ -45,7 +50,7 @@ def add(queue, works, name, *, at=0.0, work=0.0, tenant="", weight=1.0, tokens=1
 def drain(queue):
     started = []
     while (best := queue.best(())) is not None:
-        assert queue.front()[0] is best
+        assert queue.upcoming().members[0] is best
         queue.dispatch(best)
         started.append(best.request_id)
     return started
@@ -64,7 +69,7 @@ def test_the_part_of_a_load_that_shows_is_work_as_well():
     works.exposed_s["disk"] = 2.0
     add(queue, works, "disk", at=0.0, work=1.0)
     add(queue, works, "computed", at=1.0, work=1.5)
-    assert queue.due_s(queue.front()[1]) == 3.0
+    assert due_s(queue, queue.upcoming().members[1]) == 3.0
     assert drain(queue) == ["computed", "disk"]
 
 
@@ -79,7 +84,7 @@ def test_a_request_of_more_weight_is_due_earlier():
     queue, works = make_due(patience=2.0)
     flex = add(queue, works, "flex", work=1.0, weight=0.5)
     usual = add(queue, works, "usual", at=1.0, work=1.0)
-    assert (queue.due_s(flex), queue.due_s(usual)) == (4.0, 3.0)
+    assert (due_s(queue, flex), due_s(queue, usual)) == (4.0, 3.0)
     assert drain(queue) == ["usual", "flex"]
 
 
@@ -132,14 +137,14 @@ def test_moves_of_kv_change_the_order_after_a_bounded_number_of_steps(works_befo
 def test_a_long_line_is_in_order_where_it_matters_at_once_and_elsewhere_soon():
     queue, works = make_due()
     sequences = [add(queue, works, f"{number:03}", at=0.01 * number, work=5.0) for number in range(300)]
-    assert queue.front()[0] is sequences[0]
+    assert queue.upcoming().members[0] is sequences[0]
     works.compute_s["299"] = 0.0
     for _ in range(2 + 300 // 64):
         queue.refresh()
     assert queue.best(()) is sequences[299], "it is chosen by what is known, not by the line"
     for _ in range(1 + 300 // 128):
         queue.refresh()
-    assert queue.front()[0] is sequences[299]
+    assert queue.upcoming().members[0] is sequences[299]
 
 
 def test_what_finds_no_room_may_be_passed_until_it_is_due():
@@ -157,14 +162,14 @@ def test_a_large_request_that_finds_no_room_is_passed_until_it_is_due_and_no_lon
     loop.add("before", 20, max_tokens=8)
     loop.step()
     large = loop.add("large", 50, arrived_s=loop.now, max_tokens=2)
-    due_s = loop.scheduler.queue.due_s(large)
+    until_s = due_s(loop.scheduler.queue, large)
     smalls = []
     while large.scheduled_s is None and loop.now < 400:
         smalls.append(loop.add(f"small{len(smalls)}", 20, arrived_s=loop.now, max_tokens=4))
         loop.step()
     assert large.scheduled_s is not None, "it starves"
-    passed = [s for s in smalls if s.scheduled_s is not None and s.arrived_s + 8.0 * 20 * s_per_token > due_s]
-    assert all(small.scheduled_s <= due_s for small in passed), "what is due later starts in its place no more"
+    passed = [s for s in smalls if s.scheduled_s is not None and s.arrived_s + 8.0 * 20 * s_per_token > until_s]
+    assert all(small.scheduled_s <= until_s for small in passed), "what is due later starts in its place no more"
     assert any(small.scheduled_s is not None for small in smalls), "none starts before it"
 
 
