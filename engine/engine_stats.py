@@ -110,7 +110,7 @@ def _waiting(
         request_id=sequence.request_id,
         tenant=sequence.tenant,
         session_id=sequence.session_id,
-        order={} if sequence.preemptions else scheduler.queue.explain(sequence, now),
+        order={} if sequence.scheduled_s is not None else scheduler.queue.explain(sequence, now),
         hbm_tokens=residency.hbm_tokens,
         lower_tokens=residency.lower_tokens,
         bytes_to_load=residency.bytes_to_load,

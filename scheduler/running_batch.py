@@ -42,7 +42,6 @@ class RunningBatch:
         """Counts loads by their state at the sequence's first chunk. finished: loaded by then; hidden: ended within the
         chunk's computation or soon after it; exposed: delayed the step."""
         self._loaders: set[Sequence] = set()  # have loaded, and computed nothing yet
-        self._rows: dict[Sequence, Chunk] = {}  # the one token that each decodes in nearly every step
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -129,7 +128,7 @@ class RunningBatch:
             if sequence.computed_tokens < sequence.reserved_tokens or self._make_room(sequence, 1, draft):
                 if sequence in self._loaders:
                     self._count_load(sequence, 1, 0.0)
-                draft.chunks.append(self._rows.get(sequence) or self._row(sequence))
+                draft.chunks.append(Chunk(sequence, 1))
         draft.has_decodes = bool(decoding)
 
     def prefill(self, draft: StepDraft) -> None:
@@ -169,10 +168,6 @@ class RunningBatch:
         is_hidden = stall_s - self._cost.seconds(work) <= STALL_BUDGET_S
         self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1
 
-    def _row(self, sequence: Sequence) -> Chunk:
-        row = self._rows[sequence] = Chunk(sequence, 1)
-        return row
-
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
@@ -195,7 +190,6 @@ class RunningBatch:
     def stop(self, sequence: Sequence) -> None:
         """Remove a sequence from the batch."""
         self.sequences.remove(sequence)
-        self._rows.pop(sequence, None)
         self._loaders.discard(sequence)
         self._tenants.stopped(sequence)
 

@@ -50,6 +50,7 @@ class Scheduler:
         self._cache = cache
         self._limits = limits
         self.cost = cost
+        """The model of what steps cost, which learns from every step that was reported to `ran`."""
         self.queue = queue = policy.queue
         """The queue of requests that have not run yet. Read only."""
         self._tenants = tenants = Tenants(fair_places=policy.fair_places)
@@ -82,11 +83,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._waiting.count
-
-    @property
-    def free_places(self) -> int:
-        """Number of sequences that may still join the batch."""
-        return self._batch.free_places
 
     @property
     def num_starting(self) -> int:
@@ -172,11 +168,6 @@ class Scheduler:
         if not self.has_work():
             self._learn(seconds)
 
-    def ran_before(self, work: StepWork, seconds: float) -> None:
-        """Learn that a step without decodes took `seconds`, without waiting for loads, when that becomes known only
-        after the next step was scheduled."""
-        self.cost.ran(work, seconds)
-
     def halve_steps(self, schedule: Schedule) -> bool:
         """Limit later steps to half the tokens of `schedule`, which failed for want of memory. Return False if that
         cannot help, because the step had no prompts or prompts may not be split."""
@@ -203,10 +194,8 @@ class Scheduler:
         `period_s`."""
         if self._ran is None:
             return
-        seconds, waited_s = self._ran
-        self._ran = None
-        period_s = max(seconds, period_s)
-        self.cost.ran(self._work, period_s - waited_s)
+        (seconds, waited_s), self._ran = self._ran, None
+        self.cost.ran(self._work, max(seconds, period_s) - waited_s)
 
     def _decode(self, now: float) -> StepDraft:
         """Begin a step: add one token of each decoding sequence."""
@@ -224,22 +213,18 @@ class Scheduler:
         step.budget = self._budgets.beside(step.chunks, step.now)
         self._giving_way.admit(step)
         self._batch.prefill(step)
-        self._admit(step)
-        self._start_loads(step)
-
-    def _admit(self, step: StepDraft) -> None:
-        """Start waiting sequences as far as places in the batch, the step's budget and HBM allow."""
         # Room that was just taken from one is not given to another.
-        self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
+        self._lacks_room = bool(step.preempted) or not self._admit(step)
+        # Where a sequence finds no room, pages for the loads of later ones would keep it out, step after step.
+        if not self._lacks_room:
+            self._load_ahead.start_loads()
 
-    def _admit_in_order(self, step: StepDraft) -> bool:
-        """Start waiting sequences in order. Return False if one of them found no room in HBM."""
+    def _admit(self, step: StepDraft) -> bool:
+        """Start waiting sequences in order, as far as places in the batch, the step's budget and HBM allow. Return
+        False if one of them found no room in HBM."""
         skipped: set[Sequence] = set()
         has_room = True
-        while self._batch.free_places:
-            sequence = self._waiting.next(skipped)
-            if sequence is None:
-                return has_room
+        while self._batch.free_places and (sequence := self._waiting.next(skipped)) is not None:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=True):
                 skipped.add(sequence)  # keeps its place; those after it may go first
                 if sequence is self._waiting.favoured:
@@ -250,18 +235,12 @@ class Scheduler:
                 self._batch.start(sequence, reserved, step)
                 continue
             if reserved == 0:
-                return has_room
+                break
             has_room = False
             if not self._waiting.may_be_passed(sequence, step.now):
-                return has_room
+                break
             skipped.add(sequence)
         return has_room
-
-    def _start_loads(self, step: StepDraft) -> None:
-        """Start loads for sequences that still wait, unless one of them has found no room in HBM: the pages of loads
-        for later ones would keep it out, step after step."""
-        if not self._lacks_room:
-            self._load_ahead.start_loads()
 
     def _finish(self, step: StepDraft) -> Schedule:
         self._giving_way.is_full = self._waiting.count > 0

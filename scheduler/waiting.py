@@ -22,10 +22,7 @@ class Waiting:
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self.seen: Line[str] = Line()
         """The line that `line` returned last."""
-        self._made_of: tuple[int, tuple[Sequence, ...]] = (
-            0,
-            (),
-        )  # the version of the queue's line, and the sequences before it
+        self._made_of: tuple[int, tuple[Sequence, ...]] = 0, ()  # the queue's version, and the sequences before it
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that has arrived to the queue."""

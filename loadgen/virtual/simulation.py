@@ -50,7 +50,7 @@ class VirtualServer:
     dram_blocks: int
     disk_blocks: int
     policy: str
-    window: int
+    window: int  # places, of `car`
     max_seqs: int
     patience: float = 8.0  # of `due`
     step_tokens: int = 512
@@ -219,7 +219,7 @@ class Simulation:
         work = StepWork()
         for chunk in chunks:
             context = chunk.sequence.computed_tokens
-            work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
+            work = work.plus_rows([context]) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
         seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
         jobs = [load.job for c in chunks if (load := self.cache.requests.context(c.sequence.request_id).load)]
         loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)

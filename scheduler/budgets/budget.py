@@ -49,10 +49,6 @@ class StepWork(NamedTuple):
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
-    def plus_row(self, context_len: int) -> "StepWork":
-        """Return this work plus one more decoding sequence that has `context_len` tokens of context."""
-        return self.plus_rows([context_len])
-
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
         """Return this work plus one more decoding sequence for each entry of `context_lens`, which is the tokens of its
         context."""
