@@ -76,8 +76,8 @@ class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
     hbm_low_water: float  # share of HBM in use down to which it leaves
-    scores: bool  # of the policy `car`: its scores, of blocks that requests in the window or running need
-    window: int  # of the policy `car`: places of its window; 0: from HBM and the mean session
+    scores: bool  # `car` scores blocks that requests in the window, or running ones, need
+    window: int  # places of the window of `car`; 0: from HBM and the mean session
     chunked_prefill: bool
     truncation_mode: str  # decoupled | recompute
     truncation_ratio: float  # share of the window that is dropped at an overflow

@@ -49,23 +49,23 @@ class Waiting:
 
     def start(self, sequence: Sequence) -> None:
         """Remove a sequence that starts to run."""
-        self.count -= 1
-        if sequence is self.favoured:
-            self.favoured = None
-        if sequence in self.resumed:
-            self.resumed.remove(sequence)
-        else:
+        if not self._leave(sequence):
             self.queue.dispatch(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that was cancelled."""
+        if not self._leave(sequence):
+            self.queue.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """Count a sequence out. Return whether it was one of those that start before the queue."""
         self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
-        if sequence in self.resumed:
-            self.resumed.remove(sequence)
-        else:
-            self.queue.remove(sequence)
+        if sequence not in self.resumed:
+            return False
+        self.resumed.remove(sequence)
+        return True
 
     def front(self, count: int) -> list[Sequence]:
         """Return the first `count` waiting sequences, next first."""

@@ -22,7 +22,7 @@ class ShuffledWindow:
     later ones.
 
     The paper CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; the
-    counting is our reading of it. Tenants do not count: the paper has none.
+    counting is our reading of it. It does not tell tenants apart: the paper has none.
     """
 
     policy = "car"

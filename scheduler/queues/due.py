@@ -1,4 +1,4 @@
-"""The order by work and wait: the request that is due first starts first. The policy `due`."""
+"""Implements the policy `due`, the order by work and wait: the request that is due first starts first."""
 
 from collections.abc import Container
 from itertools import islice

@@ -19,9 +19,9 @@ has ended."""
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     sequence: Sequence
-    number: int  # in the order of arrival
+    number: int  # counts arrivals
     cost: float  # tokens over the weight of the request
-    place: float  # among the requests of its tenant
+    place: float  # by which the requests of its tenant are ordered
 
 
 @dataclass(slots=True)

@@ -55,8 +55,8 @@ class WaitingQueue(Protocol):
         ...
 
     def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
-        """Return what decides where a waiting request stands, by name, for people who look at the queue. now: on the
-        clock of arrivals."""
+        """Return what decides where a waiting request stands, by name, to be shown to people. now: on the clock of
+        arrivals."""
         ...
 
 

@@ -12,7 +12,7 @@ IN_HBM, NOTHING, LOADS = TransferClass
 
 
 class Found(NamedTuple):
-    """What a cache may say of a request, as far as the classes ask (`reprise.scheduler.ports.Residency`)."""
+    """The part of `reprise.scheduler.ports.Residency` that the classes may ask for."""
 
     bytes_to_load: int = 0
     own_tokens: int = 0
