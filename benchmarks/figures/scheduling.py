@@ -8,16 +8,8 @@ from benchmarks.figures.panels import bars, held, panels, save_panels, table, ti
 from benchmarks.harness.result_files import BLUE, GREY
 from benchmarks.scheduling.simulated import PLACES
 
-COLORS = {
-    "due": "#f59e0b", "due-4": "#fcd34d", "due-16": "#b45309", "car": BLUE, "fcfs": GREY,
-    "car-hidden": "#16a34a", "priority": "#dc2626",  # results from before these policies were removed
-}  # fmt: skip
-MEANT = {
-    "due": "`due` starts requests in the order of arrival + patience x work",
-    "car": "`car` counts a load until it has ended (CaR §III-B-1)",
-    "car-hidden": "`car-hidden` no load that delays no step",
-    "priority": "`priority` is the classes without a window",
-}
+COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY, "due": "#f59e0b",
+          "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
 POISSON = {"First tokens under load": "poisson", "First tokens where a queue stands": "poisson_load"}
@@ -58,7 +50,6 @@ def drawn(rows: list[Result]) -> Result:
 def classes_section(result: Result, machine: str) -> list[str]:
     rows, workload = result["rows"], result["workload"]
     names = _to_fcfs(rows)
-    meant = ", ".join(said for policy, said in MEANT.items() if policy in rows[0]["ttft_ms"])
     settings = [f"{row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
     ratios = (
         [setting, f"{row['ttft_ms']['fcfs']['mean']:.0f} / {row['ttft_ms']['fcfs']['p95']:.0f}",
@@ -71,7 +62,9 @@ def classes_section(result: Result, machine: str) -> list[str]:
         f"{workload['new_share']:.0%} of the turns begin others, with prompts of 1,000 or 200 tokens. HBM and DRAM "
         "hold a third of the conversations; a load takes as long as the new tokens' computation, or six times as long. "
         f"Rates are shares of what FCFS works off in bursts. {result['rounds']} rounds of {workload['turns']} turns, "
-        f"each with arrivals that all orders share. {meant}. TTFT mean / p50 / p95 in units of `fcfs`:",
+        "each with arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` "
+        "no load that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of "
+        "`fcfs`:",
         table(" | ".join(("first prompts | load / new tokens | rate | fcfs, ms: mean / p95", *names)), ratios),
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
         _verdicts(rows),
