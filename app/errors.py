@@ -142,6 +142,15 @@ def overloaded(
     return ApiError(503, message, code="overloaded", headers=told)
 
 
+def with_target(error: ApiError, ttft_ms: float | None) -> ApiError:
+    """Return the refusal of a request for want of room, with a message that says so if the wait until room is expected,
+    which `Retry-After` holds, is longer than the request's target for its first token."""
+    wait_s = int(error.headers.get("retry-after", 0))
+    if ttft_ms is not None and wait_s * 1e3 > ttft_ms:
+        error.message += f" The wait is about {wait_s} s; the request's first token is wanted within {ttft_ms:g} ms."
+    return error
+
+
 def request_timeout(timeout_s: float) -> ApiError:
     message = f"The answer was not complete within the {timeout_s:g} s that the request asked for."
     return ApiError(408, message, code="request_timeout", param="timeout")

@@ -15,6 +15,8 @@ from reprise.cache.sessions import SessionStore
 from reprise.cache.tiers.hierarchy import Hierarchy
 
 _RETRY_AFTER_S = 0.05  # time after which a session that found no room is tried again
+_PIECE_S = 0.25  # most time of a fetch for an announced turn, which other fetches may have to wait for
+_FIRST_PIECE_BLOCKS = 8  # before a disk was read it may be a hundred times slower than it is taken for
 _LOOKED_UP_TOKENS = 4096  # most tokens of contexts looked up per step: well below a tenth of a millisecond
 
 
@@ -82,16 +84,26 @@ class LookAhead:
     has changed in the queue, not by its length."""
 
     def __init__(
-        self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
+        self,
+        *,
+        tiers: Hierarchy,
+        sessions: SessionStore,
+        running: Requests,
+        rates: Rates,
+        is_reading: Callable[[], bool],
+        reuse: bool,
     ) -> None:
+        """Set up. is_reading: returns whether a request waits for bytes from disk or Redis."""
         self._tiers, self._table, self._dram, self._fetches = tiers, tiers.table, tiers.dram, tiers.fetches
         self._sessions = sessions
         self._running = running
         self._rates = rates
+        self._is_reading = is_reading
         self._reuse = reuse
         self._line: WaitingLine | None = None  # the line seen last; None: no request has waited yet
-        self.version = 0
-        """Version of the line that `plan` saw last. Read only."""
+        self._version = 0  # version of the line that `plan` saw last
+        self._announced: frozenset[SessionName] = frozenset()  # announced sessions that the policies know of
+        self._announcements = 0  # `Announced.changes` at that time
         self._names: list[SessionName] = []  # the session of each waiting request, in line
         self._session_of: dict[str, SessionName] = {}  # waiting request -> its session
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
@@ -100,15 +112,25 @@ class LookAhead:
         self._unseen: set[str] = set()  # waiting requests not yet looked at for what to fetch
         self._seen = 0, 0, 0  # (version, first, stop): all of this part of this line has been looked at
         self._next = 0  # place in line that was looked at again last
-        self._try_regulars_s = self._try_successor_s = -math.inf
-        self._regular, self._successor = _Errand(), _Errand()
+        self._try_regulars_s = self._try_successor_s = self._try_announced_s = -math.inf
+        self._regular, self._successor, self._visitor = _Errand(), _Errand(), _Errand()
+        self._most_in_piece = _FIRST_PIECE_BLOCKS  # blocks, whatever the rates say
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
+
+    def has_news(self, line: WaitingLine) -> bool:
+        """Return whether `plan` has something to do while requests run and none waits."""
+        tiers = self._tiers
+        if line.version != self._version or tiers.succession.is_foretold:
+            return True
+        return len(tiers.announced) > 0 or tiers.announced.changes != self._announcements
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies which sessions come, and fetch for them. Nothing is
         fetched for the first `starting` requests in line: they get a place in the batch and load for themselves, layer
         by layer."""
-        if line.version != self.version:
+        announced = self._tiers.announced
+        announced.expire(now)
+        if line.version != self._version or announced.changes != self._announcements:
             self._tell_policies(self._follow(line), now)
         has_below = self._tiers.disk.capacity_bytes or self._tiers.redis.is_on
         if has_below and self._reuse and self._sessions.mean_bytes:
@@ -119,23 +141,38 @@ class LookAhead:
                     self._fetch_for_regulars(now)
                 if self._tiers.succession.is_foretold:
                     self._fetch_for_successor(now)
+            if announced:
+                self._fetch_for_announced(now)
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
         """Tell the policies of all waiting sessions, not only of as many as the tiers can hold. Even the last session
-        in the queue will certainly come, so it should stay rather than sessions that may never come. changed: sessions
-        that joined or left the queue. now: in seconds."""
+        in the queue will certainly come, so it should stay rather than sessions that may never come. Announced sessions
+        come after the queue. changed: sessions that joined or left the queue. now: in seconds."""
+        announced = self._tiers.announced
+        before, self._announced = self._announced, frozenset(announced.names)
+        self._announcements = announced.changes
+        changed = {name for name in changed | (before ^ self._announced) if self._is_news(name, changed, before)}
         told, self._told = self._told, bool(self._sessions.mean_bytes)
         if not self._told:
             return
-        repeats = len(self._turns) < len(self._names)
-        upcoming = list(dict.fromkeys(self._names)) if repeats else self._names[:]
+        repeats = len(self._turns) < len(self._names) or self._announced
+        upcoming = list(dict.fromkeys([*self._names, *announced.names])) if repeats else self._names[:]
         for policy in self._tiers.policies:
             policy.look_ahead(upcoming, changed if told else None)
         self._tiers.returns.advance(now)
 
+    def _is_news(self, name: SessionName, moved: set[SessionName], before: frozenset[SessionName]) -> bool:
+        """Return whether a session is expected now and was not before, or the other way round. moved: sessions that
+        joined or left the queue. before: the sessions that were announced before."""
+        waits = name in self._turns
+        waited = waits != (name in moved)
+        return (waited or name in before) != (waits or name in self._announced)
+
     def _follow(self, line: WaitingLine) -> set[SessionName]:
         """Update the record of the waiting requests. Returns the sessions that have joined or left the queue."""
-        change, self._line, self.version = line.since(self._line), line, line.version
+        if line.version == self._version:
+            return set()
+        change, self._line, self._version = line.since(self._line), line, line.version
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
         change.apply(self._names, known.__getitem__)
@@ -211,13 +248,34 @@ class LookAhead:
         else:
             self._try_successor_s = now + _RETRY_AFTER_S
 
-    def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what the expected session `name` has on disk or in Redis, as far as there is room. Returns False if
-        there was no room for all of it yet."""
+    def _fetch_for_announced(self, now: float) -> None:
+        """Fetch into DRAM for a session whose next turn was announced. Fetches beside running turns, but in pieces, and
+        one only while nothing else is fetched and no request waits for bytes: what a turn waits for comes after one
+        piece at most."""
+        name = self._tiers.announced.next()
+        if name is None or now < self._try_announced_s or not self._dram.most_rows:
+            return
+        if self._fetches.in_flight or self._is_reading():
+            return
+        slowest = min(self._rates.bytes_per_s(f"{tier}_to_dram") for tier in self._tiers_below())
+        most = max(1, min(self._most_in_piece, int(_PIECE_S * slowest) // self._dram.rows.slot_bytes))
+        if self._running.of(name) or self._run_errand(self._visitor, name, most):
+            self._tiers.announced.served(name)
+        elif self._fetches.in_flight > 0:
+            self._most_in_piece = 2 * most  # the next piece is ordered after this one was measured
+        else:
+            self._try_announced_s = now + _RETRY_AFTER_S
+
+    def _tiers_below(self) -> list[str]:
+        return [*(["disk"] if self._tiers.disk.capacity_bytes else []), *(["redis"] if self._tiers.redis.is_on else [])]
+
+    def _run_errand(self, errand: _Errand, name: SessionName, most: int | None = None) -> bool:
+        """Fetch what the expected session `name` has on disk or in Redis, as far as there is room, and at most `most`
+        blocks. Returns False if some of it was left."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
-        done = self._bring([] if session is None else session.all_keys, name, errand.brought)
+        done = self._bring([] if session is None else session.all_keys, name, errand.brought, most)
         if done:
             errand.name = None
         return done
@@ -229,9 +287,11 @@ class LookAhead:
             return True  # admitted ahead of its turn: what it needs is on its way to HBM
         return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
 
-    def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
-        """Fetch the blocks of `keys` that are only on disk or in Redis, as far as there is room, and note them in
-        `brought`. Returns False if there was no room for all of them yet.
+    def _bring(
+        self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey], most: int | None = None
+    ) -> bool:
+        """Fetch the blocks of `keys` that are only on disk or in Redis, as far as there is room and at most `most`, and
+        note them in `brought`. Returns False if some were left.
 
         Fetches nothing once a block in `brought` has been evicted again: DRAM is then needed for others, and the disk
         would be read for as long as the turn waits.
@@ -246,9 +306,9 @@ class LookAhead:
             return True
         worth = [tier for tier in ("disk", "redis") if self._is_worth(tier, missing, name, brought)]
         wanted = [row for row in missing if row.medium in worth]
-        has_room = fetches.fetch(wanted, name)
+        has_room = fetches.fetch(wanted[:most], name)
         brought.update(row.key for row in wanted if fetches.is_fetching(row.key))
-        return has_room
+        return has_room and (most is None or len(wanted) <= most)
 
     def _is_worth(self, tier: str, missing: Sequence[BlockRow], name: SessionName, brought: set[BlockKey]) -> bool:
         """Return whether to fetch the missing blocks of a tier. Blocks that are not worth it are noted in `brought`.

@@ -146,7 +146,14 @@ class CacheManager:
             publisher=publisher,
             reuse=options.reuse,
         )
-        self._ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=running, rates=rates, reuse=options.reuse)
+        self._ahead = LookAhead(
+            tiers=tiers,
+            sessions=self.sessions,
+            running=running,
+            rates=rates,
+            is_reading=loads.is_reading,
+            reuse=options.reuse,
+        )
 
     def on_event(self, event: Event, now: float) -> None:
         """Record an event of the transfer threads: a move has ended, or bytes were moved or lost."""
@@ -197,8 +204,8 @@ class CacheManager:
             self._loads.give_up()
         if self._saver.put_off:
             self._saver.catch_up()
-        # While turns run, no other waits and none is foretold, there is nothing to look ahead to.
-        if line.version != self._ahead.version or line.members or not self._running or tiers.succession.is_foretold:
+        # While turns run, no other waits and none is expected, there is nothing to look ahead to.
+        if line.members or not self._running or self._ahead.has_news(line):
             self._ahead.plan(line, starting, now)
         # While a turn runs, what is dirty is mostly its own, and was looked at when it changed.
         is_new = tiers.dirty.sessions and tiers.writes.seen != (tiers.dirty.changes, self._running.changes)

@@ -100,11 +100,8 @@ class SessionStore:
         self._tiers.writes.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
-        """Fetch a session into DRAM, because a turn of it is expected."""
-        session = self.contexts[name]
-        self._tiers.used(name, now)
-        rows = self._table.matched(session.all_keys)
-        self._tiers.fetches.fetch((row for row in rows if row.page is None), name)
+        """Note that a client has announced a turn of a session. LookAhead fetches it into DRAM when it can."""
+        self._tiers.announced.add(name, now)
 
     # --- a turn ends --------------------------------------------------------------------------------------------------
 

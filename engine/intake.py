@@ -178,6 +178,7 @@ class Intake:
             token_ids=tokens,
             prompt_tokens=prompt_tokens,
             weight=request.weight,
+            target_s=None if resumed or is_over else request.target_s,  # what is resumed has its first token
             dropped_tokens=dropped,
         )
         try:

@@ -45,6 +45,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
+    target_s: float | None = None  # its first token is wanted within so many seconds of its arrival in the engine
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say

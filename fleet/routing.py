@@ -1,9 +1,9 @@
 """Chooses the replica that serves a turn. A gateway and the fleet simulator run this very code.
 
 A session stays at its home, where its KV lies. A turn that would wait long there moves to another replica, if its first
-token then comes earlier by more than four times the seconds of work that the move adds to the fleet. A policy that
-always takes the cheapest replica is worse than none when Redis is slow: its moves end in recomputing, that work makes
-all turns wait, and waiting causes more moves.
+token then comes earlier by more than four times the seconds of work that the move adds to the fleet. That price is to
+keep moves from ending in recomputing, which would make all turns wait and cause more moves. What is known of it, and
+what is not, is in docs/decisions/0018-moves-are-priced.md.
 
 Pure: no clock and no I/O. `now` is in seconds of the caller's monotonic clock, the same for all methods of one
 `FleetView`.

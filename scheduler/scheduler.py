@@ -200,7 +200,7 @@ class Scheduler:
     def _decode(self, now: float) -> StepDraft:
         """Begin a step: add one token of each decoding sequence."""
         if self._waiting.count:
-            self.queue.refresh()
+            self.queue.refresh(now)
         loading = self._cache.stalls_s() if self._batch.has_loads else {}
         step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)

@@ -48,6 +48,7 @@ class Sequence:
     token_ids: list[int]  # the context: the prompt, then what we generate, less what truncations dropped
     prompt_tokens: int  # when it began
     weight: float = 1.0  # the request's weight in its tenant's share; 2 costs the tenant half of what 1 does
+    target_s: float | None = None  # its first token is wanted within so many seconds of its arrival
     computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
     reserved_tokens: int = 0  # rows that have room in HBM, computed or not, as far as the cache has said while it runs
     cached_tokens: int = 0  # rows of the prompt that were found, not computed

@@ -92,6 +92,7 @@ def caller_of(request: Request, place: int = 0) -> Caller:
         session_header=next((value for name in arrival.session_headers if (value := request.headers.get(name))), None),
         timeout_header=request.headers.get(TIMEOUT_HEADER),
         is_exact=request.app.state.keyring.is_exact(request.state.tenant),
+        ttft_ms=request.app.state.keyring.ttft_ms(request.state.tenant),
         hooks=arrival.turn(place),
     )
 

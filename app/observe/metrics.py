@@ -59,6 +59,15 @@ class Metrics(TurnObserver):
             ("outcome",),
             registry=self._registry,
         )
+        self.targets = Counter(
+            "reprise_ttft_target_turns",
+            "Turns with a target for their first token, by whether that came in time. A turn that is refused or left "
+            "before its target has passed counts as neither.",
+            ("outcome",),
+            registry=self._registry,
+        )
+        for outcome in ("made", "missed"):
+            self.targets.labels(outcome)
         for source in SOURCES:
             self.ttft_by_source.labels(source)
         for outcome in HISTORY_OUTCOMES:
@@ -90,6 +99,8 @@ class Metrics(TurnObserver):
         assert answer.first_token_s is not None
         ttft_s = answer.first_token_s - turn.arrived_s
         self.ttft.observe(ttft_s)
+        if answer is turn.choices[0] and turn.made_target is not None:
+            self.targets.labels("made" if turn.made_target else "missed").inc()
         report = answer.report
         if report is None:
             return
@@ -117,7 +128,11 @@ class Metrics(TurnObserver):
         self.failures.labels(error.code).inc()
 
     def closed(self, turn: ObservedTurn) -> None:
-        self.e2e.observe(time.monotonic() - turn.arrived_s)
+        seconds = time.monotonic() - turn.arrived_s
+        self.e2e.observe(seconds)
+        target_ms, has_begun = turn.ttft_target_ms, turn.choices[0].first_token_s is not None
+        if target_ms is not None and not has_begun and seconds * 1e3 > target_ms:
+            self.targets.labels("missed").inc()
 
     def ended(self, turn: ObservedTurn, answer: Answer) -> None:
         if answer.timings is not None:

@@ -96,9 +96,11 @@ export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
 }
 
-/** Somebody is about to go on with a conversation: the server brings its KV to memory meanwhile. Nothing depends on it. */
+/** Tells the server that a conversation will go on: it brings the KV to memory meanwhile. Nothing depends on it, so it
+ * fails silently. Returns whether the server may know the conversation. */
 export function expectTurn(id) {
-  return request(`/v1/sessions/${encodeURIComponent(id)}/prefetch`, { method: "POST", body: {} }).catch(() => {});
+  const told = request(`/v1/sessions/${encodeURIComponent(id)}/prefetch`, { method: "POST", body: {} });
+  return told.then(() => true, (error) => error.status !== 404);
 }
 
 /** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. */

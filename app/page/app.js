@@ -13,7 +13,8 @@ const NARROW = matchMedia("(max-width: 1099px)");
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
-const expected = new Map(); // conversation -> when the server was last told that it goes on
+// Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
+const expected = new Map();
 
 const chat = new Chat();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
@@ -36,6 +37,7 @@ async function connect() {
       chat.model = model.id;
       chat.sampling = model.default_sampling;
       showServer("ready", model.id);
+      expect();
       if (!document.hidden) {
         live.start();
         fleet.start();
@@ -88,12 +90,13 @@ function drawList() {
   document.title = chat.conversation.title ? `${chat.conversation.title} – Reprise` : "Reprise";
 }
 
-/** Whoever opens a conversation or types into it will go on with it. */
-function expect() {
+/** Tells the server that a conversation which is opened or typed into will go on. */
+async function expect() {
   const { id, messages } = chat.conversation;
-  if (!messages.length || chat.streaming || Date.now() - (expected.get(id) ?? 0) < EXPECT_AGAIN_MS) return;
+  if (!chat.model || chat.streaming || Date.now() < (expected.get(id) ?? 0) + EXPECT_AGAIN_MS) return;
+  if (!messages.some(({ role }) => role === "assistant")) return;
   expected.set(id, Date.now());
-  expectTurn(id);
+  if (!(await expectTurn(id))) expected.set(id, Infinity);
 }
 
 function show(conversation) {
@@ -151,6 +154,7 @@ store.onChange((id) => {
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
+  if (!chat.streaming) expected.set(chat.conversation.id, Date.now()); // its KV is in memory
   drawList();
   drawComposer();
   notice(NOTICES[detail.saved]);

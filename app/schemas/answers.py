@@ -67,6 +67,12 @@ class CacheUse(_Answer):
     selector: str = Field(description="what may choose that part (`selector.name`); `none`: all of it is read")
     miss_reasons: dict[str, int] = Field(description="why tokens were computed: reason to number of tokens")
     load_ms: float | None = Field(description="how long loading the request's KV took")
+    ttft_target_ms: float | None = Field(
+        description="target for the first token (`ttft_ms` of the request or its key); null: none"
+    )
+    ttft_target_made: bool | None = Field(
+        description="whether the first token came within the target; null without one, or without a token"
+    )
 
 
 class AnswerTimings(_Answer):

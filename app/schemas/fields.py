@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from reprise.engine.messages import salt_of
 
 MAX_TIMEOUT_S = 86_400.0
+MAX_TTFT_MS = 600_000.0
 # "." and ".." are excluded: clients remove them from URLs, so such a session could not be deleted.
 # Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
@@ -195,14 +196,23 @@ class GenerationRequest(Part):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None,
-        description="`flex` asks for half the usual share of the engine, `priority` for four times as much",
+        description="`flex`, for side calls such as titles: half the usual share of the engine, and the key's other "
+        "requests of the next two minutes go first; `priority`: four times the usual share",
     )
     priority: int | None = Field(
         None,
         ge=-100,
         le=100,
         description="each step below 0 doubles the share of the engine asked for, each step above halves it; four "
-        "times the usual share at most",
+        "times the usual share at most; with less than the usual share the key's other requests go first, as with "
+        "`flex`",
+    )
+    ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TTFT_MS,
+        description="target for the first token, in milliseconds from the arrival: moves the request forward among its "
+        "key's; `x_cache` says whether it was made; default: the key's `ttft_ms`, except for side calls",
     )
     timeout: float | None = Field(
         None,

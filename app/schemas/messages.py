@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from reprise.app.schemas.fields import MAX_TIMEOUT_S, JsonSchema, Part, SessionId, unsupported
+from reprise.app.schemas.fields import MAX_TIMEOUT_S, MAX_TTFT_MS, JsonSchema, Part, SessionId, unsupported
 from reprise.app.schemas.tools import MAX_TOOLS, ToolName
 
 MAX_BLOCKS = 1024
@@ -146,3 +146,4 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_TTFT_MS)

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
     MAX_TIMEOUT_S,
+    MAX_TTFT_MS,
     CacheOptions,
     JsonSchema,
     Metadata,
@@ -212,6 +213,7 @@ class ResponseRequest(Part):
     kv_quality: Literal["exact", "default"] | None = None
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     priority: int | None = Field(None, ge=-100, le=100)
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_TTFT_MS)
     chat_template_kwargs: TemplateArgs | None = None
 
     @model_validator(mode="after")

@@ -8,6 +8,8 @@
     tokens_per_minute = 1000000
     sessions = 500
     cache_gib = 4.0
+    kv_quality = "exact"          # of all its requests
+    ttft_ms = 500                 # of its requests that name none
 
 The server follows changes: a key removed from the file is refused a second later.
 """
@@ -25,6 +27,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from reprise.app.schemas.fields import MAX_TTFT_MS
 from reprise.app.tenancy.keyring import Key, KeyLimits, digest_of
 
 NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -50,6 +53,7 @@ class _Entry(BaseModel):
     sessions: int | None = Field(None, ge=0, le=1 << 30)
     cache_gib: float | None = Field(None, ge=0, le=1 << 20)
     kv_quality: Literal["exact", "default"] = "default"
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_TTFT_MS)
 
     def key(self, default: KeyLimits) -> Key:
         def given(own: int | None, other: int) -> int:
@@ -62,7 +66,8 @@ class _Entry(BaseModel):
             sessions=given(self.sessions, default.sessions),
             cache_bytes=default.cache_bytes if self.cache_gib is None else int(self.cache_gib * (1 << 30)),
         )
-        return Key(bytes.fromhex(self.sha256), self.admin, limits, is_exact=self.kv_quality == "exact")
+        is_exact = self.kv_quality == "exact"
+        return Key(bytes.fromhex(self.sha256), self.admin, limits, is_exact=is_exact, ttft_ms=self.ttft_ms)
 
 
 def load_keys(path: Path, default: KeyLimits) -> list[Key]:

@@ -32,6 +32,7 @@ class Key:
     is_admin: bool = False
     limits: KeyLimits = NO_LIMITS
     is_exact: bool = False  # none of its KV may go through a lossy codec
+    ttft_ms: float | None = None  # target for the first token of its requests that name none
 
 
 def digest_of(key: str) -> bytes:
@@ -73,6 +74,11 @@ class Keyring:
         """Return whether every request of a tenant is treated as if its `kv_quality` were "exact": no codec changes its
         KV."""
         return tenant in self._keys and self._keys[tenant].is_exact
+
+    def ttft_ms(self, tenant: str) -> float | None:
+        """Return the target for the first token of a tenant's requests that name none, in milliseconds from the
+        arrival; None: they have no target."""
+        return self._keys[tenant].ttft_ms if tenant in self._keys else None
 
     def tenant(self, authorization: str | None) -> str | None:
         """Return the tenant of an Authorization header, or None if its key is not valid."""

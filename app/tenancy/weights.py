@@ -1,4 +1,5 @@
-"""Computes the share of the engine that a request gets, from `service_tier` and `priority`."""
+"""Computes what a request asks of the engine: its share, from `service_tier` and `priority`, and its target for the
+first token."""
 
 from reprise.app.schemas.fields import GenerationRequest
 
@@ -12,3 +13,11 @@ def service_tier(request: GenerationRequest) -> tuple[str, float]:
     tier = request.service_tier if request.service_tier in WEIGHTS else "default"
     weight = WEIGHTS[tier] * 2.0 ** -(request.priority or 0)
     return tier, min(max(weight, MIN_WEIGHT), MAX_WEIGHT)
+
+
+def ttft_target_ms(request: GenerationRequest, *, weight: float, of_key: float | None) -> float | None:
+    """Return a request's target for its first token, in milliseconds from its arrival: its own, otherwise its key's;
+    None if it has none. Requests of weight below 1 take no target from their key, so that side calls stay behind."""
+    if request.ttft_ms is not None:
+        return request.ttft_ms
+    return of_key if weight >= 1 else None

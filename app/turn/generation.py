@@ -13,6 +13,7 @@ from reprise.app.errors import (
     invalid_grammar,
     overloaded,
     stopping,
+    with_target,
 )
 from reprise.app.tenancy.places import Ticket
 from reprise.app.turn.answer import Answer, Delta
@@ -32,8 +33,8 @@ from reprise.engine.process.client import EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was admitted: its tenant, model, deadline and weight, and the ticket for the places (one per
-    choice) that it holds."""
+    """A request that was admitted: its tenant, model, deadline, weight and target, and the ticket for the places (one
+    per choice) that it holds."""
 
     tenant: str
     arrived_s: float  # monotonic clock
@@ -42,7 +43,15 @@ class Admitted:
     deadline: Deadline
     service_tier: str  # the tier in which it is served
     weight: float  # share of the engine that it gets, against requests of weight 1
+    ttft_target_ms: float | None  # its first token is wanted so soon after its arrival
     hooks: TurnHooks
+
+    @property
+    def target_left_s(self) -> float | None:
+        """Seconds from now within which its first token is wanted; None if it has no target."""
+        if self.ttft_target_ms is None:
+            return None
+        return max(0.0, self.arrived_s + self.ttft_target_ms / 1e3 - time.monotonic())
 
 
 class Generation(AsyncIterator[Delta]):
@@ -80,6 +89,7 @@ class Generation(AsyncIterator[Delta]):
         self.token_ids = prepared.token_ids  # the prompt's, and those of an answer's beginning that the client gave
         self.arrived_s = admitted.arrived_s
         self.service_tier = admitted.service_tier
+        self.ttft_target_ms = admitted.ttft_target_ms
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
         self.response_ids: list[str] = []  # stored responses, which later requests may go on with
@@ -110,6 +120,15 @@ class Generation(AsyncIterator[Delta]):
         """The report of where the prompt's KV came from, of the first choice that has one. That choice paid for the
         prompt; the others found it cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
+
+    @property
+    def made_target(self) -> bool | None:
+        """Whether the first choice's first token came within the turn's target; None if the turn has no target, or no
+        token yet."""
+        first_token_s = self.choices[0].first_token_s
+        if self.ttft_target_ms is None or first_token_s is None:
+            return None
+        return (first_token_s - self.arrived_s) * 1e3 <= self.ttft_target_ms
 
     def replayed(self) -> None:
         """Record in the transcripts the choices that had already ended on the server where the turn began. To be called
@@ -242,6 +261,6 @@ class Generation(AsyncIterator[Delta]):
             case "invalid_grammar":
                 return invalid_grammar(output.error or "", self._prepared.grammar_param)
             case "overloaded":
-                return overloaded(self._ticket.retry_after_s)
+                return with_target(overloaded(self._ticket.retry_after_s), self.ttft_target_ms)
             case _:
                 return internal_error()

@@ -40,6 +40,7 @@ class Caller:
     session_header: str | None = None
     timeout_header: str | None = None
     is_exact: bool = False  # its key wants `kv_quality` exact for all that it asks
+    ttft_ms: float | None = None  # its key's target for the first token of requests that name none
     hooks: TurnHooks = field(default_factory=LoneTurn)
 
 
@@ -71,9 +72,9 @@ class Prepared:
     prompt_logprobs: int | None = None
     prediction: Sequence[int] = ()
 
-    def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float) -> Submit:
+    def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float, target_s: float | None) -> Submit:
         """Return the message to the engine. weight: the request's share of the engine, relative to requests of weight
-        1."""
+        1. target_s: seconds within which its first token is wanted."""
         request = self.request
         return Submit(
             request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -89,6 +90,7 @@ class Prepared:
             important=self.important,
             shift=self.shift,
             weight=weight,
+            target_s=target_s,
             grammar=self.grammar,
             prompt_logprobs=self.prompt_logprobs,
             prediction=list(self.prediction),

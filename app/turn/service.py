@@ -5,14 +5,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from reprise.app.conversations.text_thread import TextThread
-from reprise.app.errors import ApiError, engine_unavailable, invalid, prompt_too_long
+from reprise.app.errors import ApiError, engine_unavailable, invalid, prompt_too_long, with_target
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.schemas.fields import GenerationRequest
 from reprise.app.settings.settings import Settings
 from reprise.app.tenancy.places import Places
 from reprise.app.tenancy.quotas import Quotas
-from reprise.app.tenancy.weights import service_tier
+from reprise.app.tenancy.weights import service_tier, ttft_target_ms
 from reprise.app.turn.deadline import Deadline
 from reprise.app.turn.generation import Admitted, Generation
 from reprise.app.turn.observer import TurnObserver
@@ -155,8 +155,12 @@ class TurnService:
         tier, weight = service_tier(request)
         if caller.hooks.is_new:
             await self._quotas.check(caller.tenant)
-        ticket = self.places.enter(caller.tenant, request.n or 1, is_counted=caller.hooks.is_counted)
-        return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight, caller.hooks)
+        target_ms = ttft_target_ms(request, weight=weight, of_key=caller.ttft_ms)
+        try:
+            ticket = self.places.enter(caller.tenant, request.n or 1, is_counted=caller.hooks.is_counted)
+        except ApiError as error:
+            raise with_target(error, target_ms) from None
+        return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight, target_ms, caller.hooks)
 
     async def _prepare(
         self, hooks: TurnHooks, prepare: Callable[[str | None], Awaitable[Prepared]], session_id: str | None, salt: str
@@ -211,6 +215,7 @@ class TurnService:
                 tenant=admitted.tenant,
                 sampling=sampling(request, self._readiness.sampling_defaults, max_tokens=max_tokens),
                 weight=admitted.weight,
+                target_s=admitted.target_left_s,
             )
         )
         try:

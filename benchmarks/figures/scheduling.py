@@ -12,7 +12,6 @@ COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": G
           "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
-POISSON = {"First tokens under load": "poisson", "First tokens where a queue stands": "poisson_load"}
 Result = dict[str, Any]
 
 
@@ -47,42 +46,52 @@ def drawn(rows: list[Result]) -> Result:
     return max(rows, key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
 
 
-def classes_section(result: Result, machine: str) -> list[str]:
+def simulated_section(result: Result, machine: str) -> list[str]:
     rows, workload = result["rows"], result["workload"]
-    names = _to_fcfs(rows)
-    settings = [f"{row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
+    arms = [arm for arm in rows[0]["ttft_ms"] if arm != "fcfs"]
+    settings = [f"{row['lengths']} | {row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
+    head = "lengths | first prompts | load / new tokens | rate"
     ratios = (
-        [setting, f"{row['ttft_ms']['fcfs']['mean']:.0f} / {row['ttft_ms']['fcfs']['p95']:.0f}",
-         *(" / ".join(f"{row['ratios'][name][measure][0]:.2f}" for measure in MEASURES) for name in names)]
+        [setting, " / ".join(f"{row['ttft_ms']['fcfs'][measure]:.0f}" for measure in MEASURES),
+         *(" / ".join(f"{row['ratios'][f'{arm}/fcfs'][measure][0]:.2f}" for measure in MEASURES) for arm in arms)]
         for setting, row in zip(settings, rows, strict=True)
     )  # fmt: skip
+    costs = (
+        [setting, *(" / ".join(f"{ratio:.2f}" for ratio in _costs(row, arm)) for arm in arms)]
+        for setting, row in zip(settings, rows, strict=True)
+    )
     return titled(
-        "CaR's three classes at once, simulated",
+        "Orders of the queue, simulated",
         f"24 conversations return with 150 tokens, the one that spoke last likelier than others; "
-        f"{workload['new_share']:.0%} of the turns begin others, with prompts of 1,000 or 200 tokens. HBM and DRAM "
-        "hold a third of the conversations; a load takes as long as the new tokens' computation, or six times as long. "
-        f"Rates are shares of what FCFS works off in bursts. {result['rounds']} rounds of {workload['turns']} turns, "
-        "each with arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` "
-        "no load that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of "
-        "`fcfs`:",
-        table(" | ".join(("first prompts | load / new tokens | rate | fcfs, ms: mean / p95", *names)), ratios),
+        f"{workload['new_share']:.0%} of the turns begin others, with prompts of 1,000 or 200 tokens. These are means: "
+        "lengths are log-normal (sigma 1), or drawn from Azure's recorded conversations. HBM and DRAM hold a third of "
+        "the conversations; a load takes as long as the new tokens' computation, or six times as long. Rates are "
+        f"shares of what `fcfs` works off in bursts. {result['rounds']} rounds of {workload['turns']} turns, each with "
+        "arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` no load "
+        "that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of `fcfs`:",
+        table(" | ".join((head, "fcfs, ms", *arms)), ratios),
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
         _verdicts(rows),
-        "![What the window bounds](classes.png)",
-        "First prompts of 1,000 tokens, short loads, 100 %. Without a window nothing bounds how many pass a request "
-        "whose KV is on disk.",
+        "What an order costs those that wait: the mean of first turns / the longest wait / p95 of slowdown (TTFT over "
+        "what the turn alone would take), in units of `fcfs`:",
+        table(" | ".join((head, *arms)), costs),
+        "![How often a turn is passed, and how long it waits](classes.png)",
+        "First prompts of 1,000 tokens, short loads, 100 %.",
+        held(result),
         machine,
     )
 
 
-def _to_fcfs(rows: list[Result]) -> list[str]:
-    return [name for name in rows[0]["ratios"] if name.endswith("/fcfs")]
+def _costs(row: Result, arm: str) -> tuple[float, float, float]:
+    first: float = row["ratios_by_kind"]["first"][f"{arm}/fcfs"]["mean"][0]
+    costs = row["costs"][f"{arm}/fcfs"]
+    return first, costs["longest_wait"], costs["slowdown_p95"]
 
 
 def _verdicts(rows: list[Result]) -> list[str]:
     """Between what each ratio lies over all rows, and in how many it is certainly a gain or a loss."""
     lines = []
-    for name in _to_fcfs(rows):
+    for name in rows[0]["ratios"]:
         said = []
         for measure in MEASURES:
             found = [row["ratios"][name][measure] for row in rows]
@@ -93,20 +102,25 @@ def _verdicts(rows: list[Result]) -> list[str]:
     return lines
 
 
-def poisson_section(title: str, result: Result, machine: str) -> list[str]:
-    """First tokens and gaps of every server."""
-    kinds = {"returning": MEASURES, "first": MEASURES, "tpot": ("p50",), "itl": ("p99",)}
+def served_section(result: Result, machine: str) -> list[str]:
+    """First tokens on servers, in each setting."""
     rows = (
-        [arm, *(" / ".join(f"{found[kind][figure]:.0f}" for figure in figures) for kind, figures in kinds.items()),
-         f"{found['tokens_per_s']:.1f}"]
-        for arm, found in result["arms"].items()
+        [f"{row['kv']} | {row['share']:.0%} | {arm}",
+         *(" / ".join(f"{found[kind][figure]:.0f}" for figure in MEASURES) for kind in ("ttft", "first", "returning")),
+         f"{found['ttft']['max']:.0f}", f"{found['tpot']['p50']:.1f}", f"{found['tokens_per_s']:.1f}"]
+        for row in result["rows"]
+        for arm, found in row["arms"].items()
     )  # fmt: skip
     return titled(
-        f"{title}",
-        "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape "
-        "model (bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer "
-        "of {answer_tokens}. Times in ms.".format(**result["workload"]),
-        table("server | returning turns, TTFT mean / p50 / p95 | first turns | TPOT p50 | ITL p99 | tokens/s", rows),
+        "Orders of the queue, on servers",
+        "{conversations} conversations a round by Poisson, {turns} turns of a random 125 M-shape model (bf16): first "
+        "prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of {answer_tokens}; "
+        "these are means of log-normal lengths (sigma 1). Rates are shares of the turns a second that `fcfs` works off "
+        "when all come at once. {seeds} seeds, which all servers play in turn. Times in ms.".format(
+            **result["workload"], seeds=result["seeds"]
+        ),
+        table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | longest | TPOT p50 | "
+              "tokens/s", rows),
         held(result),
         machine,
     )  # fmt: skip
@@ -114,9 +128,9 @@ def poisson_section(title: str, result: Result, machine: str) -> list[str]:
 
 def sections(load: Callable[[str], Result], machine: Callable[[Result], str], docs: Path) -> list[str]:
     """Return the sections; draws their figure into `docs`."""
-    classes = load("classes_foretold")
-    draw(drawn(classes["rows"]), docs / "classes.png")
-    lines = classes_section(classes, machine(classes))
-    for title, name in POISSON.items():
-        lines += poisson_section(title, load(name), machine(load(name)))
-    return lines
+    simulated, served = load("scheduling_simulated"), load("scheduling_served")
+    draw(drawn(simulated["rows"]), docs / "classes.png")
+    return [
+        *simulated_section(simulated, machine(simulated)),
+        *served_section(served, machine(served)),
+    ]

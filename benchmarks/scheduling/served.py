@@ -1,17 +1,19 @@
-"""First tokens under load, on servers that differ in the order of the queue and in what a step may take.
+"""First tokens on servers that differ in the order of the queue, at a rate that they just carry.
 
     python -m benchmarks.scheduling.served
-    python -m benchmarks.scheduling.served --seeds 4 --arms due-auto fcfs-0
+    python -m benchmarks.scheduling.served --kv disk --shares 1.0 --arms due fcfs --seeds 6
 
-A random 125 M-shape model in bf16. An arm is a policy and `scheduler.itl_target_ms`; `due-auto` is the default.
-In a round every server gets the same conversations, one after the other, in an order that moves on with every round;
-the others idle meanwhile. Every round is another seed: other arrivals, other texts. A server's turns of all rounds
-count together. Conversations begin with 1,000 tokens; each later turn brings 100 more, 4 s after the answer before it;
-answers have 32. All KV is in HBM.
+A random 125 M-shape model in bf16. Conversations begin by a Poisson process, by default with 1,000 tokens; each later
+turn brings 100 more, 4 s after the answer before it; answers have 32. These are means: lengths are log-normal
+(sigma 1). KV is kept in HBM, or on disk by servers whose HBM holds a fourth of it. Rates are shares of the turns a
+second that `fcfs` works off when all conversations come at once.
 
-Held, of the default against the same server with `fcfs` and no target: TTFT p50 of returning turns at most 0.95 x, of
-first ones at most 1.0 x, TPOT p50 at most 1.05 x, over at least four seeds. All figures over those of that server are
-shown. A machine with hardly a queue at this rate tells them hardly apart: raise `--rate`.
+An arm is an order of the queue. In a round every server gets the same conversations, one server after the other, in an
+order that moves on with every round; the others idle meanwhile. Every round is another seed: other arrivals, lengths
+and texts. A server's turns of all rounds count together.
+
+Held in each setting, over at least four seeds, of the default against each other order: TTFT mean, p50 and p95 at most
+1 x, TPOT p50 at most 1.02 x, tokens a second at least 0.99 x.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -36,12 +38,25 @@ from reprise.loadgen.percentile import percentile
 from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.make_policy import POLICIES
 
-ARMS = (*(f"{order}-{target}" for order in POLICIES for target in ("auto", "0")), f"{DEFAULT}-100")
-MINE, OTHER = f"{DEFAULT}-auto", "fcfs-0"
-MUSTS = {("returning", "p50"): 0.95, ("first", "p50"): 1.0, ("tpot", "p50"): 1.05}
+MUSTS = {("ttft", "mean"): 1.0, ("ttft", "p50"): 1.0, ("ttft", "p95"): 1.0, ("tpot", "p50"): 1.02}
+TOKENS_MUST = 0.99
 SEEDS = 4  # at least, for a verdict
-FIGURES = ("p50", "mean", "p95", "p99")
-NAMES = {"returning": "TTFT of returning turns", "first": "TTFT of first turns", "tpot": "TPOT", "itl": "ITL"}
+FIGURES = ("p50", "mean", "p95", "p99", "max")
+NAMES = {
+    "ttft": "TTFT",
+    "first": "TTFT of first turns",
+    "returning": "TTFT of returning turns",
+    "tpot": "TPOT",
+    "itl": "ITL",
+}
+SHOWN = {
+    "ttft": ("mean", "p50", "p95", "max"),
+    "first": ("mean", "p95"),
+    "returning": ("mean", "p95"),
+    "tpot": ("p50",),
+    "itl": ("p99",),
+}
+HBM_SHARE = 4  # KV on disk: HBM holds one part of so many
 TIMEOUT_S = 300.0
 
 
@@ -54,17 +69,20 @@ class Round:
     first_s: list[float]  # TTFT
     returning_s: list[float]
     tpot_s: list[float]
-    gaps_s: list[float]
+    itl_s: list[float]
     seconds: float
     tokens: int  # tokens of answers
 
+    @property
+    def ttft_s(self) -> list[float]:
+        return [*self.first_s, *self.returning_s]
 
-def settings_of(arm: str, model: str, workload: Poisson) -> dict[str, Any]:
-    policy, _, target = arm.rpartition("-")
-    return {
-        "model.source": model, "model.dtype": "bfloat16", "scheduler.policy": policy,
-        "scheduler.itl_target_ms": target, "cache.hbm_tokens": 2 * workload.tokens, "cache.dram_gib": 1,
-    }  # fmt: skip
+
+def settings_of(policy: str, kv: str, model: str, workload: Poisson) -> dict[str, Any]:
+    usual = {"model.source": model, "model.dtype": "bfloat16", "scheduler.policy": policy}
+    if kv == "hbm":
+        return {**usual, "cache.hbm_tokens": 2 * workload.tokens, "cache.dram_gib": 1}
+    return {**usual, "cache.hbm_tokens": workload.tokens // HBM_SHARE, "cache.dram_gib": 0, "cache.disk_gib": 8}
 
 
 def play(server: ServerProcess, conversations: Sequence[Conversation], seed: int) -> list[TurnResult]:
@@ -98,95 +116,133 @@ def describe(rounds: Sequence[Round]) -> dict[str, Any]:
     """Figures of one server, in ms."""
     found: dict[str, Any] = {}
     for name in NAMES:
-        values = [1e3 * value for r in rounds for value in getattr(r, "gaps_s" if name == "itl" else f"{name}_s")]
+        values = [1e3 * value for r in rounds for value in getattr(r, f"{name}_s")]
         found[name] = {
-            "count": len(values), "mean": rounded(mean_of(values)),
+            "count": len(values), "mean": rounded(mean_of(values)), "max": rounded(max(values, default=0.0)),
             **{f"p{share}": rounded(percentile(values, share / 100)) for share in (50, 95, 99)},
         }  # fmt: skip
     found["tokens_per_s"] = rounded(sum(r.tokens for r in rounds) / sum(r.seconds for r in rounds))
     return found
 
 
-def ratios(arms: dict[str, Any]) -> dict[str, Any]:
-    """Every server's figures over those of `OTHER`."""
-    if OTHER not in arms:
-        return {}
-    theirs = arms[OTHER]
+def ratios(arms: dict[str, Any], other: str) -> dict[str, Any]:
+    """Every server's figures over those of another."""
+    theirs = arms[other]
     return {
         arm: {name: {f: ratio(mine[name][f], theirs[name][f]) for f in FIGURES} for name in NAMES}
         | {"tokens_per_s": ratio(mine["tokens_per_s"], theirs["tokens_per_s"])}
         for arm, mine in arms.items()
+        if arm != other
     }
 
 
-def verdicts(found: dict[str, Any], seeds: int) -> dict[str, bool]:
+def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Figures of one setting: those of each server, and over those of each other one."""
+    arms = {arm: describe([r for r in rounds if r.arm == arm]) for arm in dict.fromkeys(r.arm for r in rounds)}
+    return {"arms": arms, "over": {other: ratios(arms, other) for other in arms}}
+
+
+def verdicts(rows: Sequence[dict[str, Any]], seeds: int) -> dict[str, bool]:
     """Return each line that is held to, and whether it holds."""
-    if MINE not in found:
-        return {}
     held = {f"at least {SEEDS} seeds": seeds >= SEEDS}
-    for (name, figure), most in MUSTS.items():
-        value = found[MINE][name][figure]
-        held[f"{NAMES[name]}, {figure}: at most {most} x {OTHER} ({value})"] = value is not None and value <= most
+    for row in rows:
+        where = f"KV in {row['kv']}, {row['share']:.0%}"
+        for other, found in row["over"].items():
+            if other == DEFAULT or DEFAULT not in found:
+                continue
+            mine = found[DEFAULT]
+            for (name, figure), most in MUSTS.items():
+                value = mine[name][figure]
+                line = f"{where}: {NAMES[name]} {figure} at most {most} x {other} ({value})"
+                held[line] = value is not None and value <= most
+            line = f"{where}: tokens a second at least {TOKENS_MUST} x {other} ({mine['tokens_per_s']})"
+            held[line] = mine["tokens_per_s"] >= TOKENS_MUST
     return held
 
 
-def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
-    arms = {arm: describe([r for r in rounds if r.arm == arm]) for arm in dict.fromkeys(r.arm for r in rounds)}
-    found = ratios(arms)
-    held = verdicts(found, len({r.seed for r in rounds}))
-    return {"held": held, "arms": arms, f"over_{OTHER}": found}
-
-
 def show(console: Console, result: dict[str, Any]) -> None:
-    for title, arms in (("Times in ms", result["arms"]), (f"Over {OTHER}", result[f"over_{OTHER}"])):
-        rows = {arm: {f"{name} {f}": v[name][f] for name in NAMES for f in FIGURES} for arm, v in arms.items()}
-        show_rows(console, title, {arm: row | {"tokens/s": arms[arm]["tokens_per_s"]} for arm, row in rows.items()})
+    for row in result["rows"]:
+        where = f"KV in {row['kv']}, {row['share']:.0%} of {row['carried']} turns/s"
+        for title, arms in (("ms", row["arms"]), *((f"over {other}", found) for other, found in row["over"].items())):
+            values = {
+                arm: {name: " / ".join(f"{v[name][f]:.4g}" for f in figures) for name, figures in SHOWN.items()}
+                for arm, v in arms.items()
+            }
+            show_rows(console, f"{where}: {title}",
+                      {arm: v | {"tokens/s": arms[arm]["tokens_per_s"]} for arm, v in values.items()})  # fmt: skip
 
 
 def measure(run: Run) -> dict[str, Any]:
     """Raises ServerFailed and RuntimeError."""
     arguments, model = run.arguments, str(run.random_model())
-    asked = ("conversations", "rate", "turns", "think_s")
+    asked = ("conversations", "turns", "think_s", "first_tokens")
     workload = Poisson(**{name: getattr(arguments, name) for name in asked})
-    counted: dict[str, Counter[str]] = {arm: Counter() for arm in arguments.arms}
-    played: list[Round] = []
+    seeds = range(1, arguments.seeds + 1)
+    rows: list[dict[str, Any]] = []
 
     def result() -> dict[str, Any]:
-        seeds = sorted({r.seed for r in played})
-        return {"workload": asdict(workload), "seeds": seeds, **summarize(played), "counts": counted}
+        held = verdicts(rows, len(seeds))
+        return {
+            "held": held,
+            "workload": asdict(workload) | {"lengths": "lognormal"},
+            "seeds": len(seeds),
+            "rows": rows,
+        }
 
-    with ExitStack() as stack:
-        servers = {arm: stack.enter_context(serve(arm, settings_of(arm, model, workload))) for arm in arguments.arms}
-        for server in servers.values():  # what a server sets up, and learns, at its first requests
-            play(server, Poisson(conversations=3, rate=2.0, turns=2, think_s=0.5).arrivals(-1), -1)
-        for seed, order in run.rounds(arguments.arms, range(1, arguments.seeds + 1), "seed"):
-            for arm in order:
-                before = counts(servers[arm])
-                played.append(round_of(arm, seed, play(servers[arm], workload.arrivals(seed), seed)))
-                counted[arm] += counts(servers[arm]) - before
-            run.keep(result())
+    for kv in arguments.kv:
+        with ExitStack() as stack:
+            servers = {
+                arm: stack.enter_context(serve(f"{arm} {kv}", settings_of(arm, kv, model, workload)))
+                for arm in arguments.arms
+            }
+            for server in servers.values():  # what a server sets up, and learns, at its first requests
+                play(server, replace(workload, conversations=3, think_s=0.5).arrivals(-1), -1)
+            carried = arguments.carried or carries(servers["fcfs" if "fcfs" in servers else DEFAULT], workload)
+            for share in arguments.shares:
+                played: list[Round] = []
+                counted: dict[str, Counter[str]] = {arm: Counter() for arm in servers}
+                loaded = replace(workload, rate=share * carried / workload.turns)
+                for seed, order in run.rounds(arguments.arms, seeds, f"KV in {kv}, {share:.0%}, seed"):
+                    for arm in order:
+                        before = counts(servers[arm])
+                        played.append(round_of(arm, seed, play(servers[arm], loaded.arrivals(seed), seed)))
+                        counted[arm] += counts(servers[arm]) - before
+                row = {"kv": kv, "share": share, "carried": rounded(carried, 3), "rate": rounded(loaded.rate, 4)}
+                rows.append({**row, **summarize(played), "counts": counted})
+                run.keep(result())
     return result()
+
+
+def carries(server: ServerProcess, workload: Poisson) -> float:
+    """Return the turns a second that a server works off when all conversations come at once and nobody thinks."""
+    results = play(server, replace(workload, rate=1e6, think_s=0.0).arrivals(0), 0)
+    return len(results) / (max(r.done_s for r in results) - min(r.sent_s for r in results))
 
 
 def options(parser: ArgumentParser) -> None:
     usual = Poisson()
     parser.add_argument("--seeds", type=int, default=SEEDS, help="rounds, each with other arrivals")
-    parser.add_argument("--rate", type=float, default=usual.rate, help="conversations a second")
+    parser.add_argument("--kv", nargs="+", choices=["hbm", "disk"], default=["hbm", "disk"], help="its place")
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.8, 1.0], help="of the rate that is carried")
+    parser.add_argument("--carried", type=float, help="turns a second; default: measured")
     parser.add_argument("--turns", type=int, default=usual.turns, help="of a conversation")
     parser.add_argument("--conversations", type=int, default=usual.conversations, help="in a round")
+    parser.add_argument("--first-tokens", type=int, default=usual.first_tokens, help="mean length of first messages")
     parser.add_argument("--think-s", type=float, default=usual.think_s)
 
 
 def over_fcfs(name: str) -> Callable[[Result], float | None]:
-    return lambda result: result[f"over_{OTHER}"][MINE][name]["p50"]
+    return lambda result: result["rows"][0]["over"]["fcfs"][DEFAULT][name]["p50"]
 
 
 EXPERIMENT = Experiment(
-    name="poisson", about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
+    name="scheduling_served", about=__doc__, measure=measure, show=show, options=options, arms=POLICIES,
+    takes_model=True,
     quick=Quick(
-        options={"seeds": 1, "conversations": 6, "rate": 1.5, "think_s": 1.0, "arms": [MINE, OTHER]},
+        options={"seeds": 1, "conversations": 6, "think_s": 1.0, "kv": ["hbm"], "shares": [1.0],
+                 "arms": [DEFAULT, "fcfs"]},
         figures=[
-            Figure("returning TTFT p50, x fcfs", over_fcfs("returning"), 1.3),
+            Figure("TTFT p50, x fcfs", over_fcfs("ttft"), 1.3),
             Figure("TPOT p50, x fcfs", over_fcfs("tpot"), 1.2),
         ],
         holds=False,  # one seed decides nothing

@@ -68,15 +68,16 @@ def varied(conversations: Sequence[Conversation], lengths: Lengths, seed: str, m
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Conversations that begin by a Poisson process. KV stays in HBM."""
+    """Conversations that begin by a Poisson process."""
 
-    conversations: int = 12
+    conversations: int = 16
     rate: float = 0.5  # conversations that begin in a second
-    turns: int = 5
+    turns: int = 4
     first_tokens: int = 1000
     more_tokens: int = 100
     answer_tokens: int = 32
     think_s: float = 4.0
+    lengths: Lengths = lognormal  # of messages and answers
 
     def arrivals(self, seed: int) -> list[Conversation]:
         rng, start_s, found = random.Random(seed), 0.0, []
@@ -87,13 +88,21 @@ class Poisson:
                 for turn in range(self.turns)
             )
             found.append(Conversation(f"s{seed} c{number}", "", start_s, tuple(turns)))
-        return found
+        return varied(found, self.lengths, f"{seed}", self.most_tokens)
+
+    @property
+    def mean_tokens(self) -> int:
+        """A conversation's tokens at its end, with some for the template."""
+        return self.first_tokens + self.turns * (self.more_tokens + self.answer_tokens + 32)
+
+    @property
+    def most_tokens(self) -> int:
+        return 2 * self.mean_tokens
 
     @property
     def tokens(self) -> int:
-        """All conversations' tokens at their ends, with some for the template."""
-        turn = self.more_tokens + self.answer_tokens + 32
-        return self.conversations * (self.first_tokens + self.turns * turn)
+        """All conversations' tokens at their ends."""
+        return self.conversations * self.mean_tokens
 
 
 @dataclass(frozen=True, slots=True)

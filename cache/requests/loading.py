@@ -266,6 +266,10 @@ class Loads:
         contexts = (load.context for load in self.under_way.values() if load.state is LoadState.WANTED)
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
+    def is_reading(self) -> bool:
+        """Return whether a request waits for a load that reads the disk or Redis."""
+        return any(load.first is not None and load.state is LoadState.WANTED for load in self.under_way.values())
+
     def frees_room(self) -> bool:
         """Return whether the end of a load will soon free pages that no request has any more. A load that was too late
         for its request does not count: it may take long."""

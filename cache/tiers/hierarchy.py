@@ -9,6 +9,7 @@ from reprise.cache.blocks.table import BlockRow, CacheTable, SessionName, TierNa
 from reprise.cache.moves import Orders
 from reprise.cache.options import CacheOptions
 from reprise.cache.policies.eviction_policy import PolicyFactory
+from reprise.cache.returns.announced import Announced
 from reprise.cache.returns.regulars import Regulars
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.returns.succession import Succession
@@ -44,6 +45,7 @@ class Hierarchy:
         self.returns = ReturnTimes()  # shared by the policies of all tiers
         self.regulars = Regulars()
         self.succession = Succession()
+        self.announced = Announced()
         self.form = form = CodedForm(block_bytes=options.coded_block_bytes, has_slots=options.coded_slots > 0)
         self.dirty = dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
         holds = Holds(pinned=self.pinned, dirty=dirty, form=form)
@@ -90,8 +92,9 @@ class Hierarchy:
             self.policies.append(self.dram.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """Record that a turn of a session has arrived with a prompt of `num_tokens` tokens; None: it will arrive soon,
-        or did before a restart."""
+        """Record that a turn of a session has arrived with a prompt of `num_tokens` tokens; None: it did before a
+        restart."""
+        self.announced.remove(name)
         self.regulars.used(name, now)
         if num_tokens is not None:
             self.succession.came(name)
@@ -103,6 +106,7 @@ class Hierarchy:
 
     def forget_session(self, name: SessionName) -> None:
         """Forget a session that owns no block any more."""
+        self.announced.remove(name)
         self.regulars.forget(name)
         self.succession.forget(name)
         for policy in self.policies:

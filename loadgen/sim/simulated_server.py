@@ -236,7 +236,7 @@ class SimulatedServer:
         """Return the turn to start now; None if no turn waits or HBM has no room."""
         if not self._waiting:
             return None
-        self.queue.refresh()
+        self.queue.refresh(self.now)
         self._start_s = math.inf
         still_loading: set[QueuedSequence] = set()
         while (sequence := self.queue.best(still_loading)) is not None:

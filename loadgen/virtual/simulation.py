@@ -53,6 +53,7 @@ class VirtualServer:
     window: int  # places, of `car`
     max_seqs: int
     patience: float = 8.0  # of `due`
+    target_s: float | None = None  # every turn wants its first token within so many seconds
     step_tokens: int = 512
     lone_step_tokens: int = 2048
     itl_target_s: float | None = 0.0  # None: what serves all of them best
@@ -304,6 +305,7 @@ class Simulation:
             arrived_s=self.now,
             token_ids=tokens,
             prompt_tokens=len(tokens),
+            target_s=self.machine.target_s,
         )
         live.record = VirtualTurn(
             conversation.session_id,

@@ -66,7 +66,7 @@ class ShuffledWindow:
     def finished(self, sequence: Sequence) -> None:
         """Do nothing: there are no shares."""
 
-    def refresh(self) -> None:
+    def refresh(self, now: float) -> None:
         left = _REFRESH_TOKENS
         for sequence in [*self._standings]:
             if left <= 0:

@@ -25,9 +25,9 @@ class WaitingQueue(Protocol):
         """Remove a waiting request that was cancelled. Raises KeyError if it is not in the queue."""
         ...
 
-    def refresh(self) -> None:
-        """Look up again where the KV of waiting requests lies. Called once a step. The order changes only here and in
-        `add`, `remove`, `dispatch` and `finished`."""
+    def refresh(self, now: float) -> None:
+        """Look up again where the KV of waiting requests lies. now: on the clock of arrivals. Called once a step. The
+        order changes only here and in `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
@@ -84,8 +84,8 @@ class FcfsQueue:
 
     dispatch = remove
 
-    def refresh(self) -> None:
-        """Do nothing: the order does not depend on where KV lies."""
+    def refresh(self, now: float) -> None:
+        """Do nothing: the order depends neither on where KV lies nor on the time."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)

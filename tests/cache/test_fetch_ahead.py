@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.cache import look_ahead
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.moves import FetchBlocks
 from tests.cache.pool_model import PoolModel, make_manager
@@ -142,3 +143,93 @@ def test_no_block_is_fetched_twice_for_one_waiting_request(dram, staging, blocks
     PoolModel.check(queue.model)
     for keys in fetched_for.values():
         assert len(keys) == len(set(keys))
+
+
+# --- turns that clients have announced --------------------------------------------------------------------------------
+
+
+def announce(queue, *sessions):
+    for session in sessions:
+        queue.manager.sessions.prefetch(("", "", str(session)), queue.now)
+
+
+def above_disk(queue, session):
+    """Return how many blocks of a session are in DRAM or HBM."""
+    rows = (row for row in queue.manager.tiers.table if ("", "", str(session)) in row.owners)
+    return sum(row.in_dram or row.page is not None for row in rows)
+
+
+def leave_memory(queue):
+    for row in queue.manager.tiers.table:
+        queue.manager.tiers.dram.drop(row)
+        if row.page is not None:
+            queue.manager.tiers.hbm.evict(row.key)
+
+
+def test_an_announcement_is_no_turn():
+    """Sessions whose clients announce every turn would seem to return twice as often."""
+    queue = Queue(dram=20, staging=20, sessions=1, blocks=5)
+    returns = queue.manager.tiers.returns
+    for at_s in (100.0, 200.0, 300.0):
+        returns.used(("", "", "0"), at_s)
+    before = returns.gap_s(("", "", "0"))
+    for queue.now in (305.0, 310.0, 315.0, 320.0):
+        announce(queue, 0)
+        queue.plan([])
+        queue.transfer()
+    assert above_disk(queue, 0) == 5
+    assert returns.gap_s(("", "", "0")) == before
+    assert queue.manager.tiers.regulars.due(320.0) is None
+
+
+def test_a_burst_of_announcements_keeps_no_turn_waiting(monkeypatch):
+    """Fetches run one after the other: those of ten sessions would come before that of the turn that waits."""
+    queue = Queue(dram=100, staging=20, sessions=11, blocks=5)
+    monkeypatch.setattr(look_ahead, "_PIECE_S", 3.5 * 128 / 1e12, raising=False)  # 3 blocks by this manager's rates
+    leave_memory(queue)
+    announce(queue, *range(10))
+    queue.plan([])
+    assert len(queue.fetched) == 3
+    waiting = [queue.wait(10)]
+    queue.plan(waiting)
+    assert len(queue.model.io) == 2
+    queue.transfer(2)
+    queue.model.hear(queue.now)
+    assert above_disk(queue, 10) == 5
+    for _ in range(40):
+        queue.plan(waiting)
+        queue.transfer()
+    assert len(queue.fetched) == len(set(queue.fetched)) == 55
+
+
+def test_the_pieces_of_an_announced_session_grow_with_what_is_known_of_the_disk():
+    queue = Queue(dram=100, staging=20, sessions=1, blocks=30, pages=31)
+    leave_memory(queue)
+    announce(queue, 0)
+    pieces = []
+    for _ in range(4):
+        pieces.append(queue.plan([]))
+        queue.transfer()
+    assert pieces == [8, 16, 6, 0]
+
+
+def test_announced_sessions_stay_in_dram_for_a_minute_but_never_instead_of_one_that_waits():
+    queue = Queue(dram=12, staging=40, sessions=4, blocks=5)  # DRAM keeps two of them
+    leave_memory(queue)
+    queue.now = 10.0
+    announce(queue, 0)
+    for _ in range(5):
+        queue.plan([])
+        queue.transfer()
+    waiting = [queue.wait(1), queue.wait(2)]
+    for _ in range(5):
+        queue.plan(waiting)
+        queue.transfer()
+        announce(queue, 3)
+    assert (above_disk(queue, 1), above_disk(queue, 2)) == (5, 5)
+    assert above_disk(queue, 0) == 0
+    PoolModel.check(queue.model)
+    assert len(queue.manager.tiers.announced) == 2
+    queue.now = 80.0
+    queue.plan(waiting)
+    assert not queue.manager.tiers.announced

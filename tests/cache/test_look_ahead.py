@@ -10,6 +10,7 @@ from reprise.cache import look_ahead as ahead
 from reprise.cache.blocks.rows import ContextRows
 from reprise.cache.look_ahead import LookAhead, prefetch_window
 from reprise.cache.requests.running import Requests
+from reprise.cache.returns.announced import Announced
 from reprise.cache.returns.regulars import Regulars
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.cache.returns.succession import Succession
@@ -40,8 +41,9 @@ class World:
         self.under_way = set()
         self.slots = slots
         self.dram = SimpleNamespace(room_bytes=slots, most_rows=slots, rows=SimpleNamespace(slot_bytes=1_000_000))
-        self.fetches = SimpleNamespace(fetch=self.fetch, is_fetching=lambda key: key in self.under_way)
-        self.regulars, self.succession = Regulars(), Succession()
+        self.fetches = SimpleNamespace(fetch=self.fetch, is_fetching=lambda key: key in self.under_way, in_flight=0)
+        self.regulars, self.succession, self.announced = Regulars(), Succession(), Announced()
+        self.is_reading = False
         tiers = SimpleNamespace(
             table=SimpleNamespace(matched=lambda keys: keys),
             dram=self.dram,
@@ -52,13 +54,17 @@ class World:
             returns=ReturnTimes(),
             regulars=self.regulars,
             succession=self.succession,
+            announced=self.announced,
         )
         self.running = Requests()
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
         self.rates = make_rates(prefill_s_per_token=1e-3, disk_to_dram=1e9, redis_to_dram=1e9)
         self.line = Line()
-        self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, rates=self.rates, reuse=True)
+        self.ahead = LookAhead(
+            tiers=tiers, sessions=self.sessions, running=self.running, rates=self.rates,
+            is_reading=lambda: self.is_reading, reuse=True,
+        )  # fmt: skip
 
     def fetch(self, rows, session):
         wanted = list(rows)
@@ -322,6 +328,45 @@ def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_witho
             world.dram.most_rows = 0
         world.plan([])
         assert world.fetched == (["a"] if case == "nothing wrong" else []), case
+
+
+def test_an_announced_session_is_fetched_for_beside_a_prompt_but_not_while_a_turn_waits_for_bytes():
+    world = World()
+    world.regular("a")
+    world.request("r", "b")
+    world.announced.add("a", 0.0)
+    world.is_reading = True
+    world.plan([])
+    world.is_reading, world.fetches.in_flight = False, 1
+    world.plan([])
+    assert world.fetched == []
+    world.fetches.in_flight = 0
+    world.plan([])
+    assert world.fetched == ["a"]
+    assert not world.announced.next()
+
+
+def test_an_announced_session_comes_after_the_queue_in_what_policies_are_told():
+    """`Policy` checks that what it is told has changed is what has."""
+    world = World()
+    for name in "ab":
+        world.request(f"r{name}", name)
+    world.plan(["ra"])
+    world.announced.add("c", 0.0)
+    world.announced.add("a", 1.0)
+    world.plan(["ra"])
+    assert world.policy.line == ["a", "c"]
+    world.plan(["rb", "ra"])
+    assert world.policy.line == ["b", "a", "c"]
+    world.plan(["rb"])
+    assert world.policy.line == ["b", "c", "a"]
+    world.announced.remove("c")
+    world.plan([])
+    assert world.policy.line == ["a"]
+    assert world.ahead.has_news(world.line)
+    world.plan([], now=61.0)
+    assert world.policy.line == []
+    assert not world.ahead.has_news(world.line)
 
 
 def test_windows_worked_by_hand():

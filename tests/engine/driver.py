@@ -152,6 +152,7 @@ class Driver:
         resume: list[list[int] | None] | None = None,
         over: list[int] | None = None,
         prediction: Sequence[int] = (),
+        target_s: float | None = None,
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -176,6 +177,7 @@ class Driver:
                     resume=resume or [],
                     over=over,
                     prediction=list(prediction),
+                    target_s=target_s,
                 ),
                 self.now,
             )

@@ -49,6 +49,16 @@ def test_a_full_queue_refuses_what_does_not_fit(path: Path, vanilla: Any) -> Non
     assert driver.ask("c", random_ids(9, 3)).finish_reason == "length"
 
 
+def test_a_target_counts_from_the_arrival_and_not_for_an_answer_that_has_begun(driver: Driver) -> None:
+    driver.now = 5.0
+    driver.submit("new", random_ids(9, 1), choices=2, target_s=0.5)
+    driver.submit("resumed", random_ids(9, 2), resume=[[5, 6]], target_s=0.5)
+    driver.submit("plain", random_ids(9, 3))
+    waiting = {name: driver.choices[name].sequence for name in ("new/0", "new/1", "resumed/0", "plain/0")}
+    assert [(s.arrived_s, s.target_s) for s in waiting.values()] == [(5.0, 0.5)] * 2 + [(5.0, None)] * 2
+    driver.run()
+
+
 def test_aborts_in_every_state(path: Path, vanilla: Any) -> None:
     driver = Driver(path, max_seqs=2, step_tokens=32, hbm_tokens=10 * 32)
     stays = driver.submit("stays", random_ids(20, 0), max_tokens=60, ignore_eos=True)

@@ -152,25 +152,85 @@ def test_conversations_survive_a_reload_and_leave_when_they_are_deleted(page: An
     assert ("local", session) not in server.engine.kept
 
 
+def prefetches(page: Any) -> list[str]:
+    """The sessions whose next turn is announced from now on."""
+    told: list[str] = []
+
+    def hear(request: Any) -> None:
+        if request.url.endswith("/prefetch"):
+            told.append(request.url.split("/")[-2])
+
+    page.on("request", hear)
+    return told
+
+
+def later(page: Any, seconds: int) -> None:
+    page.evaluate(f"(() => {{ const now = Date.now; Date.now = () => now() + {seconds} * 1000 }})()")
+
+
 def test_the_server_hears_that_a_conversation_will_go_on(page: Any, server: Served) -> None:
-    """When it is opened, and when somebody types into it later; a new one has nothing to bring to memory."""
+    """It hears when one is opened, and when it is typed into half a minute later; a new one has no KV."""
     send(page, "The first one")
     session = server.engine.submitted[-1].session_id
-    told: list[str] = []
-    page.on("request", lambda request: told.append(request.url) if request.url.endswith("/prefetch") else None)
+    server.engine.kept["local", session] = session_info(session)
+    told = prefetches(page)
+    composer(page).press_sequentially("Hello")
     page.get_by_role("button", name="New conversation").click()
-    page.locator("#message").press_sequentially("Hello")
-    assert told == []
+    composer(page).press_sequentially("Hello")
+    later(page, 31)
+    composer(page).press_sequentially("Hello")
+    assert told == [], "what has just been answered is in memory"
+    page.evaluate("sessionStorage.setItem('reprise.key', 'a key')")
     with page.expect_request("**/prefetch") as asked:
         page.locator("#conversations .open").first.click()
-    assert asked.value.url == f"{server.url}/v1/sessions/{session}/prefetch"
-    page.locator("#message").press_sequentially("And")
-    assert len(told) == 1, "it has just been told"
-    page.evaluate("(() => { const now = Date.now; Date.now = () => now() + 31_000 })()")
-    with page.expect_request("**/prefetch"):
-        page.locator("#message").press_sequentially(" now")
+    assert asked.value.headers["authorization"] == "Bearer a key"
+    assert asked.value.response().status == 202
+    composer(page).press_sequentially("And")
+    assert told == [session], "it has just been told"
+    later(page, 31)
+    composer(page).press_sequentially(" now")
     page.wait_for_timeout(50)
-    assert len(told) == 2
+    assert told == [session, session]
+    with page.expect_request("**/prefetch"):
+        page.reload()  # into the same conversation
+
+
+def test_a_server_that_does_not_know_a_conversation_is_told_once_until_it_answers(page: Any, server: Served) -> None:
+    send(page, "Hello")
+    told = prefetches(page)
+    session = server.engine.submitted[-1].session_id
+    later(page, 31)
+    with page.expect_response("**/prefetch") as answer:
+        composer(page).press_sequentially("And")
+    assert answer.value.status == 404
+    page.wait_for_timeout(50)
+    later(page, 31)
+    composer(page).press_sequentially("And")
+    page.wait_for_timeout(50)
+    assert told == [session]
+    assert page.locator("#notice:visible, .problem").count() == 0
+    send(page, "Hello")
+    server.engine.session_error = "unavailable"
+    later(page, 31)
+    with page.expect_response("**/prefetch") as answer:
+        composer(page).press_sequentially("And now?")
+    page.wait_for_timeout(50)
+    assert (answer.value.status, told) == (503, [session, session])
+    assert page.locator("#notice:visible, .problem").count() == 0
+
+
+def test_a_conversation_without_an_answer_is_not_announced(page: Any, server: Served) -> None:
+    server.engine.script.refuse = "internal_error"
+    told = prefetches(page)
+    composer(page).fill("Hello")
+    page.keyboard.press("Enter")
+    page.locator(".problem").wait_for()
+    later(page, 31)
+    composer(page).press_sequentially("And")
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    page.wait_for_timeout(50)
+    assert told == []
 
 
 def test_a_full_storage_is_said_and_a_refused_deletion_too(page: Any, server: Served) -> None:

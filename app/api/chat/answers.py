@@ -172,6 +172,8 @@ def ours(generation: Generation) -> dict[str, Any]:
             "selector": generation.selector,
             "miss_reasons": report.miss_reasons,
             "load_ms": fields["timings"]["load_ms"],
+            "ttft_target_ms": generation.ttft_target_ms,
+            "ttft_target_made": generation.made_target,
         }
     return fields
 
@@ -186,8 +188,8 @@ def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Combine the fields `x_cache` and `timings` of several prompts: counts are summed, session and timings are those
-    of the first."""
+    """Combine the fields `x_cache` and `timings` of several prompts: counts are summed, a target is made if all have
+    made it, session and timings are those of the first."""
     all_of = [ours(generation) for generation in generations]
     merged = all_of[0]
     for other in all_of[1:]:
@@ -197,6 +199,8 @@ def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
         for name in mine:
             if name.endswith("_tokens"):
                 mine[name] += its[name]
+        if mine["ttft_target_made"]:
+            mine["ttft_target_made"] = its["ttft_target_made"]
         reasons = {*mine["miss_reasons"], *its["miss_reasons"]}
         mine["miss_reasons"] = {
             name: mine["miss_reasons"].get(name, 0) + its["miss_reasons"].get(name, 0) for name in sorted(reasons)

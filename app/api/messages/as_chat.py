@@ -19,7 +19,7 @@ from reprise.app.schemas.messages import (
 
 BILLING = "x-anthropic-billing-header:"
 _SAME = ("model", "session_id", "cache_salt", "kv_quality", "chat_template_kwargs")
-_SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "max_tokens")
+_SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "ttft_ms", "max_tokens")
 
 
 def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:

@@ -112,7 +112,8 @@ async def delete_session(request: Request, session_id: str) -> None:
     **described("Load a conversation's KV", answers.Session),
 )
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Starts bringing the session's KV up to DRAM, as if its next turn were queued. Answers before that is done."""
+    """Announces the session's next turn. Its KV is brought from disk or Redis to DRAM, after that of turns that wait,
+    and stays there for a minute. Answers before that is done."""
     return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
 
 

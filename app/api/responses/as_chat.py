@@ -17,7 +17,7 @@ Item = dict[str, Any]
 _SAME = (
     *("model", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "truncation", "metadata", "user"),
     *("safety_identifier", "service_tier", "priority", "prompt_cache_key", "prompt_cache_retention", "session_id"),
-    *("prompt_cache_options", "cache_salt", "kv_quality", "timeout", "chat_template_kwargs"),
+    *("prompt_cache_options", "cache_salt", "kv_quality", "timeout", "ttft_ms", "chat_template_kwargs"),
 )
 _NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
 

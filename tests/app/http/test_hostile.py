@@ -329,6 +329,7 @@ CHAT_FIELDS: list[dict[str, Any]] = [
     {"session_id": "a\0b"}, {"session_id": 7}, {"prompt_cache_key": ""}, {"cache_salt": "x" * 257},
     {"prompt_cache_retention": "for ever"}, {"prompt_cache_options": {"ttl": "1 week"}},
     {"prompt_cache_options": {"ttl": -1}}, {"timeout": 0}, {"timeout": -1}, {"timeout": "soon"}, {"priority": 101},
+    {"ttft_ms": 0}, {"ttft_ms": -1}, {"ttft_ms": "500"}, {"ttft_ms": 600_001}, {"ttft_ms": True}, {"ttft_ms": [500]},
     {"service_tier": "gold"}, {"user": "u" * 1025}, {"metadata": {"a": 1}},
     {"metadata": {str(n): "" for n in range(17)}}, {"metadata": "x"},
     {"truncation": "middle"}, {"keep_first_tokens": -1}, {"chat_template": "{{ 7 * 7 }}"},
@@ -358,6 +359,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any]]] = [
         {"prompt": "fox " * 20_000, "truncation": "disabled"}, {"suffix": "x"}, {"logprobs": 6}, {"logprobs": -1},
         {"logprobs": True}, {"max_tokens": 0}, {"echo": "x"}, {"echo": True, "stream": True, "logprobs": 1}, {"n": 9},
         {"prompt": ["a"] * 100, "n": 8}, {"best_of": 3}, {"stop": ["a"] * 5}, {"response_format": {"type": "text"}},
+        {"ttft_ms": 0},
     )),
     *(("/v1/responses", fields) for fields in (
         {"input": None}, {"input": 5}, {"input": []}, {"input": [{"type": "computer_call"}]}, {"input": [None]},
@@ -372,6 +374,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any]]] = [
         {"text": {"format": {"type": "json_schema"}}},
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": BIG}}}, {"prompt": {"id": "x"}},
         {"truncation": "x"}, {"metadata": {"a": "x" * 600}}, {"include": ["x" * 200]}, {"temperature": 3},
+        {"ttft_ms": 600_001},
     )),
     *(("/v1/messages", fields) for fields in (
         {"max_tokens": None}, {"max_tokens": 0}, {"messages": []}, {"messages": [{"role": "tool", "content": "x"}]},
@@ -382,6 +385,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any]]] = [
         {"tools": [{"name": "f", "input_schema": deep_schema(11)}]}, {"tool_choice": {"type": "tool"}},
         {"temperature": 3}, {"metadata": {"user_id": 5}}, {"mcp_servers": [{"url": "http://169.254.169.254/"}]},
         {"session_id": "../x"}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+        {"ttft_ms": "soon"},
     )),
     *(("/tokenize", fields) for fields in (
         {"prompt": 5}, {"prompt": None}, {"messages": HELLO}, {"model": ""}, {"add_special_tokens": "x"},

@@ -49,6 +49,23 @@ async def test_a_full_server_refuses_and_recovers(small: Running):
     assert again.headers["x-ratelimit-reset-requests"].endswith("s")
 
 
+@pytest.mark.parametrize("by", ["app", "engine"])
+async def test_a_refusal_says_if_the_wait_is_longer_than_the_target(small: Running, by: str):
+    if by == "app":
+        small.engine.script.start_s = 0.3
+        under_way = [asyncio.create_task(small.chat(n=4))]
+        await until(lambda: small.engine.submitted)
+    else:
+        small.engine.script.refuse, under_way = "overloaded", []
+    refused = [await small.chat(**fields) for fields in ({"ttft_ms": 250}, {"ttft_ms": 600_000}, {})]
+    assert [code(response) for response in refused] == [(503, "overloaded")] * 3
+    told, *others = (response.json()["error"]["message"] for response in refused)
+    wait_s = refused[0].headers["retry-after"]
+    assert told.endswith(f"The wait is about {wait_s} s; the request's first token is wanted within 250 ms.")
+    assert all("first token" not in message for message in others)
+    await asyncio.gather(*under_way)
+
+
 async def test_a_refused_request_is_not_tokenized(small: Running, monkeypatch):
     small.engine.script.start_s = 0.2
     under_way = asyncio.create_task(small.chat(n=4))

@@ -69,6 +69,28 @@ def test_a_linter_finds_nothing(text: str) -> None:
                 assert series[-1][0] == float("inf")
 
 
+async def test_turns_are_counted_by_whether_they_made_their_target(engine: FakeEngine, tmp_path: Path) -> None:
+    name = "reprise_ttft_target_turns_total"
+
+    async def counts() -> tuple[float, float]:
+        values = samples((await running.http.get("/metrics")).text)
+        return values[name, (("outcome", "made"),)], values[name, (("outcome", "missed"),)]
+
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        await running.chat()
+        assert await counts() == (0, 0)
+        await running.chat(ttft_ms=60_000, n=2)
+        assert await counts() == (1, 0), "a turn counts once, whatever its choices"
+        engine.script.start_s = 0.1
+        await running.chat(ttft_ms=50)
+        assert await counts() == (1, 1)
+        await running.chat(ttft_ms=20, timeout=0.06)
+        assert await counts() == (1, 2), "it ended without a token"
+        engine.script.start_s, engine.script.refuse = 0.0, "internal_error"
+        await running.chat(ttft_ms=60_000)
+        assert await counts() == (1, 2), "it ended before its target had passed"
+
+
 def test_every_number_of_the_design_is_there(text: str) -> None:
     assert families(text).keys() >= REPORTED
     values = samples(text)

@@ -58,6 +58,14 @@ def test_a_key_may_want_all_of_its_kv_exact(tmp_path):
     assert not keyring.is_exact("another")
 
 
+def test_a_key_may_have_a_target_for_first_tokens(tmp_path):
+    text = f'[a]\nsha256 = "{HASH}"\nttft_ms = 500\n[b]\nsha256 = "{"b" * 64}"\n'
+    keys = load_keys(write(tmp_path / "keys", text), DEFAULT)
+    keyring = Keyring(keys)
+    assert [key.ttft_ms for key in keys] == [500.0, None]
+    assert [keyring.ttft_ms(tenant) for tenant in (HASH[:16], "b" * 16, "another")] == [500.0, None, None]
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604, 0o666])
 def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
     path = write(tmp_path / "keys", f'[a]\nsha256 = "{HASH}"\n', mode)
@@ -80,6 +88,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
         (f'[a]\nsha256 = "{HASH}"\nadmin = "yes"\n', "a.admin"),
         (f'[a]\nsha256 = "{HASH}"\nsessions = -1\n', "a.sessions"),
         (f'[a]\nsha256 = "{HASH}"\ncache_gib = nan\n', "a.cache_gib"),
+        *((f'[a]\nsha256 = "{HASH}"\nttft_ms = {bad}\n', "a.ttft_ms") for bad in ("0", "-1", "nan", "600001", '"1"')),
         (f'[a]\nsha256 = "{HASH}"\n[b]\nkey = "x"\n', "b."),
         ("a = " + "[" * 5000, "not TOML"),
     ],

@@ -21,6 +21,7 @@ requests_per_minute = 3
 tokens_per_minute = 200
 [free]
 sha256 = "{digest_of(FREE).hex()}"
+ttft_ms = 30000
 [root]
 sha256 = "{digest_of(ADMIN).hex()}"
 admin = true
@@ -79,6 +80,14 @@ async def test_who_has_overdrawn_waits(keyed: Running):
 async def test_a_keys_places_are_its_own(keyed: Running):
     assert refusal(await chat(keyed, SLOW, n=3)) == (400, None)
     assert (await chat(keyed, FREE, n=3)).status_code == 200
+
+
+async def test_a_keys_target_is_that_of_its_requests_that_name_none(keyed: Running):
+    targets = []
+    for key, fields in ((FREE, {}), (FREE, {"ttft_ms": 60_000}), (FREE, {"service_tier": "flex"}), (SLOW, {})):
+        targets.append((await chat(keyed, key, max_tokens=1, **fields)).json()["x_cache"]["ttft_target_ms"])
+    assert targets == [30_000, 60_000, None, None]
+    assert [submit.target_s is None for submit in keyed.engine.submitted] == [False, False, True, True]
 
 
 async def test_only_an_admins_key_opens_the_scheduler(keyed: Running):

@@ -1,12 +1,16 @@
 import pytest
 
 from reprise.app.schemas.chat import ChatCompletionRequest
-from reprise.app.tenancy.weights import service_tier
+from reprise.app.tenancy.weights import service_tier, ttft_target_ms
+
+
+def chat(**fields: object) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return ChatCompletionRequest.model_validate(body)
 
 
 def served(**fields: object) -> tuple[str, float]:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return service_tier(ChatCompletionRequest.model_validate(body))
+    return service_tier(chat(**fields))
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,23 @@ def served(**fields: object) -> tuple[str, float]:
 )
 def test_tiers_and_priorities_are_weights(fields, expected):
     assert served(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_key", "expected"),
+    [
+        ({}, None, None),
+        ({}, 500.0, 500.0),
+        ({"ttft_ms": None}, 500.0, 500.0),
+        ({"ttft_ms": 200}, None, 200.0),
+        ({"ttft_ms": 200}, 500.0, 200.0),
+        ({"ttft_ms": 900.5}, 500.0, 900.5),
+        ({"service_tier": "priority"}, 500.0, 500.0),
+        ({"service_tier": "flex"}, 500.0, None),
+        ({"priority": 1}, 500.0, None),
+        ({"service_tier": "flex", "ttft_ms": 900}, 500.0, 900.0),
+    ],
+)
+def test_a_requests_own_target_wins_and_side_calls_take_none_from_their_key(fields, of_key, expected):
+    request = chat(**fields)
+    assert ttft_target_ms(request, weight=service_tier(request)[1], of_key=of_key) == expected

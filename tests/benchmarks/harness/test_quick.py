@@ -65,5 +65,5 @@ def test_a_benchmark_that_breaks_says_where_its_log_is(tmp_path, monkeypatch):
     monkeypatch.setattr(quick, "ROOT", tmp_path)
     (row,) = quick.run("scheduling.simulated", ["--rounds", "0"])
     assert row.verdict == FAILED
-    assert row.figure.endswith("classes_foretold.log")
-    assert (tmp_path / "classes_foretold.log").stat().st_size > 0
+    assert row.figure.endswith("scheduling_simulated.log")
+    assert (tmp_path / "scheduling_simulated.log").stat().st_size > 0

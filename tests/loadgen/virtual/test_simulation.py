@@ -47,6 +47,16 @@ def test_every_turn_is_answered(policy):
     assert cached > 0.5 * sum(record.prompt_tokens for record in simulation.records), "histories are reused"
 
 
+def test_more_turns_begin_within_a_target_that_the_order_knows():
+    """Eight conversations a second are more than it can answer: half a second is .70 of the turns, and .88."""
+
+    def within(target_s: float | None) -> float:
+        records = [record for seed in range(3) for record in run("due", seed=seed, rate=8.0, target_s=target_s).records]
+        return sum(record.ttft_s <= 0.5 for record in records) / len(records)
+
+    assert within(0.5) > within(None) + 0.1
+
+
 def test_a_lone_turn_takes_what_its_steps_take():
     machine = VirtualServer(hbm_blocks=40, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
     conversations = [Conversation("c", "", 1.0, (Turn(100, 3, 0.0),))]

@@ -78,11 +78,11 @@ def test_class_3_becomes_class_1_when_its_load_has_ended_and_not_before():
     window, where = make_window(4)
     far = add(window, where, "far", LOADS, size=100)
     new = add(window, where, "new", NOTHING)
-    window.refresh()
+    window.refresh(0.0)
     assert (window.explain(far, 0.0), window.best(())) == ({"class": 3.0, "overtaken": 0.0}, new)
     where.classes["far"] = IN_HBM
     assert window.best(()) is new, "the window has not looked yet"
-    window.refresh()
+    window.refresh(0.0)
     assert (window.explain(far, 0.0), window.best(())) == ({"class": 1.0, "overtaken": 0.0}, far)
 
 
@@ -93,9 +93,9 @@ def test_each_step_looks_again_at_some_members_in_turn():
         window.add(make_sequence(name, 600))  # a step has time for 1024 tokens: two of them
     for name in "abc":
         where.classes[name] = IN_HBM
-    window.refresh()
+    window.refresh(0.0)
     assert [window.explain(s, 0.0)["class"] for s in window.inside] == [1.0, 1.0, 3.0]
-    window.refresh()
+    window.refresh(0.0)
     assert [window.explain(s, 0.0)["class"] for s in window.inside] == [1.0, 1.0, 1.0]
 
 
@@ -190,7 +190,7 @@ def test_no_member_is_passed_more_than_w_minus_one_times(steps, size):
         elif action == "move" and waiting:
             name = waiting[which % len(waiting)].request_id
             where.classes[name], where.bytes[name] = what, 100 * weight
-            window.refresh()
+            window.refresh(0.0)
         elif action == "cancel" and waiting:
             window.remove(waiting.pop(what % len(waiting)))
         elif action == "start":

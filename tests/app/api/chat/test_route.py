@@ -246,6 +246,28 @@ async def test_exact_requests_have_conversations_of_their_own(running: Running):
     assert (await running.chat("Hello", kv_quality="some")).status_code == 400
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("start_s", "is_made"), [(0.0, True), (0.15, False)])
+async def test_a_target_goes_to_the_engine_and_the_report_says_whether_it_was_made(
+    running: Running, stream: bool, start_s: float, is_made: bool
+):
+    running.engine.script.start_s = start_s
+    response = await running.chat(ttft_ms=60_000 if is_made else 100, stream=stream)
+    answer = json.loads(response.text.split("data: ")[-2]) if stream else response.json()
+    cache = answer["x_cache"]
+    assert (cache["ttft_target_ms"], cache["ttft_target_made"]) == (60_000 if is_made else 100, is_made)
+    (submit,) = running.engine.submitted
+    assert 0 <= submit.target_s < cache["ttft_target_ms"] / 1e3, "what is left of it"
+    assert (answer["timings"]["ttft_ms"] <= cache["ttft_target_ms"]) == is_made
+
+
+async def test_a_request_without_a_target_has_none_and_weighs_what_it_did(running: Running):
+    cache = (await running.chat()).json()["x_cache"]
+    assert (cache["ttft_target_ms"], cache["ttft_target_made"]) == (None, None)
+    (submit,) = running.engine.submitted
+    assert (submit.target_s, submit.weight) == (None, 1.0)
+
+
 async def test_ignored_fields_are_named(running: Running):
     fields = {"frobnicate": 1, 'evil"\r\nx: y': 2, "store": True, "tools": None, **{f"extra{n}": n for n in range(20)}}
     response = await running.chat(**fields)

@@ -60,6 +60,15 @@ async def test_prompts_are_texts_or_ids_one_or_many(running: Running, prompt, ex
     assert texts == [ANSWER] * len(texts)
 
 
+async def test_a_target_of_several_prompts_is_made_if_all_make_it(running: Running):
+    for start_s, ttft_ms in ((0.0, 60_000), (0.1, 50)):
+        running.engine.script.start_s = start_s
+        cache = (await complete(running, ["The fox", "A dog"], ttft_ms=ttft_ms)).json()["x_cache"]
+        assert (cache["ttft_target_ms"], cache["ttft_target_made"]) == (ttft_ms, ttft_ms == 60_000)
+    assert all(submit.target_s is not None for submit in running.engine.submitted)
+    assert (await complete(running)).json()["x_cache"]["ttft_target_made"] is None
+
+
 async def test_echo_scores_the_prompt(running: Running):
     """Ask for it as lm-evaluation-harness does."""
     ids = running.engine.tokenizer.encode("The fox 🎉").ids

@@ -43,6 +43,14 @@ async def test_a_plain_message(running: Running):
     assert answer["x_cache"]["session_id"] == response.headers["x-session-id"]
 
 
+async def test_a_target_for_the_first_token_is_told_and_reported(running: Running):
+    cache = (await ask(running, ttft_ms=60_000)).json()["x_cache"]
+    assert (cache["ttft_target_ms"], cache["ttft_target_made"]) == (60_000, True)
+    assert 50 < running.engine.submitted[-1].target_s < 60
+    await ask(running)
+    assert running.engine.submitted[-1].target_s is None
+
+
 @pytest.mark.parametrize("as_text", [True, False])
 async def test_a_first_line_that_is_another_one_each_time_costs_no_cache(running: Running, as_text: bool):
     """Claude Code's: "x-anthropic-billing-header: ...; cch=<of this request>;"."""

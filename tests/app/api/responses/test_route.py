@@ -45,6 +45,14 @@ async def test_a_plain_response(running: Running):
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
+async def test_a_target_for_the_first_token_is_told_and_reported(running: Running):
+    cache = (await respond(running, ttft_ms=60_000)).json()["x_cache"]
+    assert (cache["ttft_target_ms"], cache["ttft_target_made"]) == (60_000, True)
+    assert 50 < running.engine.submitted[-1].target_s < 60
+    await respond(running)
+    assert running.engine.submitted[-1].target_s is None
+
+
 async def test_tools_that_are_no_functions_are_left_out_beside_functions(running: Running):
     """Send them as coding agents do; alone they are refused."""
     shell = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
