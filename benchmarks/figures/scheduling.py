@@ -104,9 +104,10 @@ def _verdicts(rows: list[Result]) -> list[str]:
 
 def served_section(result: Result, machine: str) -> list[str]:
     """First tokens on servers, in each setting."""
+    kinds = ("ttft", "first", "returning", "e2e")
     rows = (
         [f"{row['kv']} | {row['share']:.0%} | {arm}",
-         *(" / ".join(f"{found[kind][figure]:.0f}" for figure in MEASURES) for kind in ("ttft", "first", "returning")),
+         *(" / ".join(f"{found[kind][figure]:.0f}" for figure in MEASURES) for kind in kinds),
          f"{found['ttft']['max']:.0f}", f"{found['tpot']['p50']:.1f}", f"{found['tokens_per_s']:.1f}"]
         for row in result["rows"]
         for arm, found in row["arms"].items()
@@ -119,8 +120,8 @@ def served_section(result: Result, machine: str) -> list[str]:
         "when all come at once. {seeds} seeds, which all servers play in turn. Times in ms.".format(
             **result["workload"], seeds=result["seeds"]
         ),
-        table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | longest | TPOT p50 | "
-              "tokens/s", rows),
+        table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
+              "TPOT p50 | tokens/s", rows),
         held(result),
         machine,
     )  # fmt: skip
