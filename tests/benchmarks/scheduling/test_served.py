@@ -32,6 +32,7 @@ def test_first_and_returning_turns_are_told_apart():
     assert found["first"] == {"count": 1, "mean": 2000, "p50": 2000, "p95": 2000, "p99": 2000, "max": 2000}
     assert (found["returning"]["p50"], found["returning"]["mean"]) == (500, 600)
     assert (found["ttft"]["count"], found["ttft"]["max"]) == (3, 2000)
+    assert (found["e2e"]["count"], found["e2e"]["max"]) == (3, 2060)
     assert (found["tpot"]["count"], found["tpot"]["p95"], found["itl"]["count"]) == (3, 100, 9)
 
 
@@ -47,8 +48,10 @@ def test_what_is_held_against_the_others(mine, missed):
     first, returning = ({"due": ours, "fcfs": 1.0} for ours in mine)
     row = {"kv": "hbm", "share": 1.0, **served.summarize(rounds_of(first, returning))}
     held = served.verdicts([row], 4)
-    assert len(held) == 6
-    assert [line.removeprefix("KV in hbm, 100%: ") for line, holds in held.items() if not holds] == missed
+    assert len(held) == 8
+    lines = [line.removeprefix("KV in hbm, 100%: ") for line, holds in held.items() if not holds]
+    assert [line for line in lines if line.startswith("TTFT")] == missed
+    assert any(line.startswith("E2E") for line in lines) == bool(missed)
     assert row["over"]["fcfs"]["due"]["first"]["p95"] == mine[0]
     assert not all(served.verdicts([row], 3).values())
 
