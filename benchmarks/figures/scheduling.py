@@ -12,7 +12,7 @@ COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": G
           "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
-SERVED_RESULTS = ("scheduling_served",)
+SERVED_RESULTS: tuple[str, ...] = ()
 SERVED = {"hbm": "in HBM", "disk": "on disk"}
 Result = dict[str, Any]
 
