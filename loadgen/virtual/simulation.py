@@ -52,7 +52,7 @@ class VirtualServer:
     policy: str
     window: int  # places, of `car`
     max_seqs: int
-    patience: float = 8.0  # of `due`
+    patience: float = 8.0  # seconds of waiting for a second of work, with the policy `due`
     target_s: float | None = None  # every turn wants its first token within so many seconds
     step_tokens: int = 512
     lone_step_tokens: int = 2048
