@@ -209,8 +209,8 @@ def measure(run: Run) -> dict[str, Any]:
             }
             for server in servers.values():  # what a server sets up, and learns, at its first requests
                 play(server, replace(workload, conversations=3, think_s=0.5).arrivals(-1), -1)
-            carried = arguments.carried or carries(servers["fcfs" if "fcfs" in servers else DEFAULT], workload)
-            for share in arguments.shares:
+            for share in arguments.shares:  # what is carried is measured each time: a shared machine's speed changes
+                carried = arguments.carried or carries(servers["fcfs" if "fcfs" in servers else DEFAULT], workload)
                 played: list[Round] = []
                 counted: dict[str, Counter[str]] = {arm: Counter() for arm in servers}
                 loaded = replace(workload, rate=share * carried / workload.turns)
