@@ -3,26 +3,27 @@ while others run. The paper AttentionStore calls such pages a read buffer."""
 
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.sequence import Sequence
+from reprise.scheduler.waiting import Waiting
 
 
 class EarlyLoads:
-    """The waiting sequences that have an early load, in the order in which their turns come. Such a sequence has pages
-    in HBM, and its KV is being loaded into them or has arrived. Single-threaded, part of the Scheduler."""
+    """The waiting sequences that have an early load. Such a sequence has pages in HBM, and its KV is being loaded into
+    them or has arrived. Single-threaded, part of the Scheduler."""
 
-    def __init__(self, *, cache: CacheView) -> None:
-        self._cache = cache
-        self._sequences: dict[Sequence, None] = {}
+    def __init__(self, *, cache: CacheView, waiting: Waiting) -> None:
+        self._cache, self._waiting = cache, waiting
+        self._sequences: set[Sequence] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._sequences
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence to which the cache has just given pages."""
-        self._sequences[sequence] = None
+        self._sequences.add(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Remove a sequence that starts to run, with its pages."""
-        del self._sequences[sequence]
+        self._sequences.remove(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Cancel the load that was begun for a sequence that still waits, and give its pages back to the cache."""
@@ -31,7 +32,7 @@ class EarlyLoads:
 
     def lose(self, sequence: Sequence) -> None:
         """Remove a sequence whose pages the cache has already taken back, for instance because its load failed."""
-        del self._sequences[sequence]
+        self._sequences.remove(sequence)
         sequence.computed_tokens = 0
 
     def withdraw_last(self) -> bool:
@@ -39,5 +40,5 @@ class EarlyLoads:
         False if no waiting sequence has an early load."""
         if not self._sequences:
             return False
-        self.withdraw(next(reversed(self._sequences)))
+        self.withdraw(self._waiting.last_of(self._sequences))
         return True

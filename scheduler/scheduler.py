@@ -56,7 +56,7 @@ class Scheduler:
         self._tenants = tenants = Tenants(fair_places=policy.fair_places)
         self._forecast = forecast = Forecast(predictor=predictor, cost=cost)
         self._waiting = waiting = Waiting(queue=queue)
-        self._early = early = EarlyLoads(cache=cache)
+        self._early = early = EarlyLoads(cache=cache, waiting=waiting)
         self._batch = batch = RunningBatch(
             cache=cache, waiting=waiting, early=early, tenants=tenants, cost=cost, limits=limits
         )

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Container
+from itertools import chain
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
@@ -70,6 +71,11 @@ class Waiting:
     def front(self, count: int) -> list[Sequence]:
         """Return the first `count` waiting sequences, next first."""
         return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
+
+    def last_of(self, sequences: Container[Sequence]) -> Sequence:
+        """Return the waiting sequence that is last in line among these, of which at least one waits."""
+        in_order = chain(reversed(self.queue.upcoming().members), reversed(self.resumed))
+        return next(sequence for sequence in in_order if sequence in sequences)
 
     def line(self, starved: Sequence | None) -> Line[str]:
         """Return the request ids of all waiting sequences, next first. starved: a sequence of a tenant that has nothing

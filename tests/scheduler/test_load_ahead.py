@@ -108,6 +108,25 @@ def test_one_who_is_put_before_it_takes_its_room():
     assert set(loop.cache.held) == {"a"}
 
 
+def test_a_later_arrival_that_is_due_first_keeps_its_pages_when_room_is_short():
+    loop = make_loop(policy="due", room=40, max_seqs=1)
+    for name in ("long", "short"):
+        loop.cache.resident[name], loop.cache.to_load[name] = 4, 400
+    running = loop.add("running", 6, max_tokens=30)
+    loop.step()
+    loop.add("long", 20, arrived_s=1.0)  # 16 tokens are missing
+    loop.step()
+    loop.add("short", 6, arrived_s=1.1)  # 2 are
+    loop.step()
+    loop.step()  # its load under way, it is due first
+    assert loop.upcoming == ["short", "long"]
+    assert set(loop.cache.held) == {"running", "long", "short"}
+    while "long" in loop.cache.held and "short" in loop.cache.held:
+        loop.step()
+        assert running.output_tokens < 30, "room is never short"
+    assert set(loop.cache.held) == {"running", "short"}, "what comes last gives its pages back first"
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 @settings(max_examples=examples(200))
 @given(
