@@ -36,7 +36,7 @@ export class Live extends EventTarget {
       section("Time to first token", "ttft", "A dot for each of the last answers, on a logarithmic scale."),
       section("The hierarchy", "tiers", "Where the KV cache of all conversations lies. What is full drops what is needed last."),
       section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
-      section("The queue", "queue", "Who waits, in order: next first."),
+      section("The queue", "queue", "Requests that wait, next first."),
     );
     this.#drawTurns();
   }
@@ -168,7 +168,7 @@ export class Live extends EventTarget {
   #drawQueue(state) {
     const { queue } = state;
     if (!queue) {
-      this.#parts.queue.replaceChildren(h("p", { class: "small note" }, "Nobody waits."));
+      this.#parts.queue.replaceChildren(h("p", { class: "small note" }, "No request waits."));
       return;
     }
     const outside = queue.waiting - queue.front.length;

@@ -117,16 +117,18 @@ def test_an_unknown_policy_is_refused():
         make_loop(policy="fair")
 
 
+CASES = {
+    "requests": REQUESTS,
+    "room": st.integers(38, 90),
+    "max_seqs": st.integers(1, 4),
+    "chunked": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=examples(150))
-@given(
-    requests=REQUESTS,
-    room=st.integers(38, 90),
-    max_seqs=st.integers(1, 4),
-    chunked=st.booleans(),
-    itl=st.sampled_from([0.0, 0.03, None]),
-    seed=st.integers(0, 99),
-)
+@given(**CASES, itl=st.sampled_from([0.0, 0.03, None]))
 def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, seed):
     added, _ = play(policy, requests, room=room, max_seqs=max_seqs, chunked=chunked, itl=itl, seed=seed, cancel=False)
     assert all(sequence.output_tokens == sequence.sampling.max_tokens for sequence, _ in added)
@@ -134,13 +136,7 @@ def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, see
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=examples(150))
-@given(
-    requests=REQUESTS,
-    room=st.integers(38, 90),
-    max_seqs=st.integers(1, 4),
-    chunked=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@given(**CASES)
 def test_clients_may_go_away_whenever_they_like(policy, requests, room, max_seqs, chunked, seed):
     arguments = {"room": room, "max_seqs": max_seqs, "chunked": chunked, "itl": None, "seed": seed, "cancel": True}
     added, trace = play(policy, requests, **arguments)
