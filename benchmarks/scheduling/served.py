@@ -2,15 +2,17 @@
 
     python -m benchmarks.scheduling.served
     python -m benchmarks.scheduling.served --kv disk --shares 1.0 --arms due fcfs --seeds 6
+    python -m benchmarks.scheduling.served --arms due fcfs --other ../before/.venv/bin/reprise car-hidden
 
 A random 125 M-shape model in bf16. Conversations begin by a Poisson process, by default with 1,000 tokens; each later
 turn brings 100 more, 4 s after the answer before it; answers have 32. These are means: lengths are log-normal
 (sigma 1). KV is kept in HBM, or on disk by servers whose HBM holds a fourth of it. Rates are shares of the turns a
 second that `fcfs` works off when all conversations come at once.
 
-An arm is an order of the queue. In a round every server gets the same conversations, one server after the other, in an
-order that moves on with every round; the others idle meanwhile. Every round is another seed: other arrivals, lengths
-and texts. A server's turns of all rounds count together.
+An arm is an order of the queue; `--other` adds an order that only another checkout's program has. In a round every
+server gets the same conversations, one server after the other, in an order that moves on with every round; the others
+idle meanwhile. Every round is another seed: other arrivals, lengths and texts. A server's turns of all rounds count
+together.
 
 Held in each setting, over at least four seeds, of the default against each other order: TTFT mean, p50 and p95 at most
 1 x, E2E mean and p95 at most 1 x, TPOT p50 at most 1.02 x, tokens a second at least 0.99 x. (E2E is from a turn's
@@ -25,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -190,6 +193,8 @@ def measure(run: Run) -> dict[str, Any]:
     asked = ("conversations", "turns", "think_s", "first_tokens")
     workload = Poisson(**{name: getattr(arguments, name) for name in asked})
     seeds = range(1, arguments.seeds + 1)
+    programs = {arguments.other[1]: Path(arguments.other[0]).absolute()} if arguments.other else {}
+    arms = [*arguments.arms, *programs]
     rows: list[dict[str, Any]] = []
 
     def result() -> dict[str, Any]:
@@ -204,8 +209,10 @@ def measure(run: Run) -> dict[str, Any]:
     for kv in arguments.kv:
         with ExitStack() as stack:
             servers = {
-                arm: stack.enter_context(serve(f"{arm} {kv}", settings_of(arm, kv, model, workload)))
-                for arm in arguments.arms
+                arm: stack.enter_context(
+                    serve(f"{arm} {kv}", settings_of(arm, kv, model, workload), program=programs.get(arm))
+                )
+                for arm in arms
             }
             for server in servers.values():  # what a server sets up, and learns, at its first requests
                 play(server, replace(workload, conversations=3, think_s=0.5).arrivals(-1), -1)
@@ -214,7 +221,7 @@ def measure(run: Run) -> dict[str, Any]:
                 played: list[Round] = []
                 counted: dict[str, Counter[str]] = {arm: Counter() for arm in servers}
                 loaded = replace(workload, rate=share * carried / workload.turns)
-                for seed, order in run.rounds(arguments.arms, seeds, f"KV in {kv}, {share:.0%}, seed"):
+                for seed, order in run.rounds(arms, seeds, f"KV in {kv}, {share:.0%}, seed"):
                     for arm in order:
                         before = counts(servers[arm])
                         played.append(round_of(arm, seed, play(servers[arm], loaded.arrivals(seed), seed)))
@@ -241,6 +248,12 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=usual.conversations, help="in a round")
     parser.add_argument("--first-tokens", type=int, default=usual.first_tokens, help="mean length of first messages")
     parser.add_argument("--think-s", type=float, default=usual.think_s)
+    parser.add_argument(
+        "--other",
+        nargs=2,
+        metavar=("REPRISE", "ORDER"),
+        help="the `reprise` of another checkout, and an order of its own",
+    )
 
 
 def over_fcfs(name: str) -> Callable[[Result], float | None]:

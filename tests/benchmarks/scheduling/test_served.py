@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -64,21 +65,29 @@ def test_every_server_plays_every_seed_at_a_share_of_what_is_carried(tmp_path, m
         return [turn(n, 1.0, due_s=t.due_s) for c in conversations for n, t in enumerate(c.turns)]
 
     monkeypatch.setattr(served, "play", play)
-    monkeypatch.setattr(served, "serve", lambda name, settings: nullcontext(name))
+    programs = {}
+
+    def serve(name, settings, program):
+        programs[name] = program
+        return nullcontext(name)
+
+    monkeypatch.setattr(served, "serve", serve)
     monkeypatch.setattr(served, "counts", lambda server: Counter({"loads hidden": len(played)}))
-    words = ["--model", str(BUNDLED), "--seeds", "2", "--kv", "disk", "--shares", "0.5", "1", "--arms", "due", "fcfs"]
+    words = ["--model", str(BUNDLED), "--seeds", "2", "--kv", "disk", "--shares", "0.5", "1", "--arms", "fcfs"]
+    words += ["--other", "/before/bin/reprise", "due"]
     with ExitStack() as stack:
         run = Run(arguments=served.EXPERIMENT.parse(words), console=Console(quiet=True), stack=stack,
                   directory=tmp_path, write=lambda result: None)  # fmt: skip
         result = served.measure(run)
+    assert programs == {"fcfs disk": None, "due disk": Path("/before/bin/reprise")}
     by_seed = [(server, seed) for server, seed, _ in played[2:]]
     carried = ("fcfs disk", 0)
-    assert by_seed == 2 * [carried, ("due disk", 1), ("fcfs disk", 1), ("fcfs disk", 2), ("due disk", 2)]
+    assert by_seed == 2 * [carried, ("fcfs disk", 1), ("due disk", 1), ("due disk", 2), ("fcfs disk", 2)]
     assert played[2][2] < 0.01, "what is carried: all at once"
     assert played[3][2] == pytest.approx(2 * played[8][2]), "twice the rate: half the time"
     rows = result["rows"]
     assert [(row["kv"], row["share"], row["counts"]["fcfs"]["loads hidden"]) for row in rows] == [
         ("disk", 0.5, 2), ("disk", 1.0, 2),
     ]  # fmt: skip
-    assert {tuple(row["arms"]) for row in rows} == {("due", "fcfs")}
+    assert {tuple(row["arms"]) for row in rows} == {("fcfs", "due")}
     served.show(Console(quiet=True), result)
